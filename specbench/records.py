@@ -1,0 +1,166 @@
+"""What decoding yields: frozen records, free of tensors, that trace, metrics, sweeps and files all read.
+
+The vocabulary is that of docs/metrics.md: *drafted* tokens are proposed by the drafter, *accepted* ones are kept,
+and a step is closed by a *corrected* token (after a rejection), a *bonus* token (everything was accepted) or a
+*target* token (nothing was drafted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Closing",
+    "DraftVerdict",
+    "FinishReason",
+    "Generation",
+    "Prefill",
+    "Step",
+    "StepTimes",
+]
+
+SCHEMA_VERSION = 1
+"""Version of the records as written to files. 1: first release."""
+
+FinishReason = Literal["eos", "stop-string", "length", "context-limit"]
+"""Why an output ended: an end token, a stop string, the asked-for length, or the model's context was full."""
+
+Closing = Literal["corrected", "bonus", "target"]
+"""Where the last token of a step came from: the residual after a rejection, the target after a whole accepted
+draft, or the target in a step that drafted nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the time of a step went, in seconds of wall clock.
+
+    ``draft_prefill_s`` is the part of ``draft_s`` in which a drafter read a prompt for the first time.
+    """
+
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    accept_s: float = 0.0
+    rollback_s: float = 0.0
+    other_s: float = 0.0
+    draft_prefill_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the start of the step to its end; the consumer's time is not in it."""
+        return self.draft_s + self.verify_s + self.accept_s + self.rollback_s + self.other_s
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVerdict:
+    """One drafted token as a trace shows it.
+
+    Attributes:
+        token: The drafted token id.
+        q: The drafter's probability of it; 1 for a drafter without probabilities.
+        p: The target's probability of it, ``None`` if the verdict never reached it.
+        r: The uniform number it was tested with, ``None`` in greedy decoding and where it was not tested.
+        verdict: ``untested`` stands behind a rejection or a stop.
+
+    In greedy decoding p and q are read off the untempered softmax, and neither decides anything.
+    """
+
+    token: int
+    q: float
+    p: float | None
+    r: float | None
+    verdict: Literal["accepted", "rejected", "untested"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The target's pass over the prompt, before any step.
+
+    Attributes:
+        prompt_tokens: Length of the prompt in tokens.
+        token: The first token of the output; ``None`` without a first-target pass, or without room for a token.
+        time_s: Seconds it took; 0 without a first-target pass.
+        finish_reason: Set when the output ends right here.
+        probability: The target's probability of ``token`` when a trace was asked for, else ``None``.
+    """
+
+    prompt_tokens: int
+    token: int | None
+    time_s: float
+    finish_reason: FinishReason | None = None
+    probability: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One round: draft, verify, accept, roll back.
+
+    Attributes:
+        index: 0 for the first step.
+        position: Length of the context, in tokens, when the step began.
+        drafted: The proposed tokens, after all cuts of the draft length; its length is the γ of this step.
+        accepted: How many of them were kept (a stop inside the accepted run cuts this too).
+        tested: How many of them got a verdict that counts.
+        tokens: What the step emitted: the accepted tokens and, unless a stop cut it off, the closing one.
+        closing: Where the last token came from; ``None`` when a stop among the accepted tokens ended the output.
+        expected_acceptance: For each tested position ``sum_x min(p(x), q(x))`` of the distributions that decide
+            (0 or 1 in greedy decoding, p of the token for a drafter without probabilities).
+        times: Where the time went.
+        finish_reason: Set in the last step.
+        policy: What the draft-length rule noted for this step, by name.
+        verdicts: One per drafted token when a trace was asked for, else ``None``.
+        closing_probability: Probability of the closing token under the distribution it was drawn from, when a trace
+            was asked for, else ``None``.
+    """
+
+    index: int
+    position: int
+    drafted: tuple[int, ...]
+    accepted: int
+    tested: int
+    tokens: tuple[int, ...]
+    closing: Closing | None
+    expected_acceptance: tuple[float, ...]
+    times: StepTimes
+    finish_reason: FinishReason | None = None
+    policy: Mapping[str, float] = field(default_factory=dict)
+    verdicts: tuple[DraftVerdict, ...] | None = None
+    closing_probability: float | None = None
+
+    @property
+    def gamma(self) -> int:
+        """Number of tokens drafted in this step."""
+        return len(self.drafted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict with every field."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished (or interrupted) output with everything that was recorded on the way.
+
+    Attributes:
+        token_ids: The emitted tokens, with the end token or every token up to the one completing a stop string.
+        text: The output as text, without end token and stop string; ``None`` without a tokenizer.
+        finish_reason: ``None`` if decoding was interrupted.
+        target, drafter: The names of what was run.
+        dtype: The target's dtype.
+        seed: Seed of the generator all draws came from.
+        lossless: Whether the run keeps the target's distribution (False only with the residual adjustment off).
+    """
+
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason | None
+    prefill: Prefill
+    steps: tuple[Step, ...]
+    target: str
+    drafter: str
+    dtype: str
+    seed: int
+    lossless: bool
