@@ -1,0 +1,94 @@
+"""What a drafter is: something that proposes tokens, and says with what probability it drew them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.lengths import LengthPolicy
+    from specbench.sampling import Randomness, Sampling
+
+__all__ = ["Draft", "Drafter", "NoDraft"]
+
+
+@dataclass(slots=True)
+class Draft:
+    """The proposal of one step.
+
+    Attributes:
+        tokens: The γ drafted token ids; empty when there is nothing to propose.
+        q: The distributions they were drawn from, float32 [γ, vocab], after the sampling transforms; ``None`` when
+            every token was certain to its drafter (q is then one-hot, and never written out).
+        logits: The drafter's untransformed logits, γ tensors of shape [vocab]; ``None`` from a drafter without any.
+        prefill_s: Seconds in which the drafter read a prompt for the first time.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    q: torch.Tensor | None = None
+    logits: list[torch.Tensor] | None = None
+    prefill_s: float = 0.0
+
+
+class Drafter(Protocol):
+    """Proposes tokens. The loop calls ``begin`` per prompt, then ``propose``, ``commit``, ``rollback`` per step."""
+
+    @property
+    def name(self) -> str:
+        """How the command line names it, with its options."""
+        ...
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start on a new prompt: forget the last one (unless told to keep something) and read this one lazily."""
+        ...
+
+    def propose(
+        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+    ) -> Draft:
+        """Draft up to ``min(room, what policy allows)`` tokens that continue ``context``.
+
+        Args:
+            context: All tokens so far; the last one has not been fed to any model yet.
+            room: The most tokens this step may draft; 0 or more.
+            policy: Asked how many tokens, and before each draw whether to go on.
+            sampling: The transforms the target uses; a drafter with probabilities draws with the same ones.
+            random: The one source of random draws.
+        """
+        ...
+
+    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        """Learn from a step (or the first-target pass).
+
+        Args:
+            context: All tokens including the ``emitted`` new ones at its end.
+            emitted: Number of new tokens, at least 1.
+            logits: The target's logits that judged them, [>= emitted, vocab]: row i stood before new token i.
+        """
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Keep at most the first ``length`` tokens of the context in whatever state there is."""
+        ...
+
+
+class NoDraft:
+    """Proposes nothing, so that every step is a plain target pass: plain decoding."""
+
+    name = "none"
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Nothing to prepare."""
+
+    def propose(
+        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+    ) -> Draft:
+        return Draft()
+
+    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        """Nothing to learn."""
+
+    def rollback(self, length: int) -> None:
+        """Nothing to roll back."""

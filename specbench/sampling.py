@@ -1,0 +1,245 @@
+"""Sampling transforms, and the one source of random draws.
+
+The transforms run in a fixed order: repetition penalty, temperature, top-k, top-p, min-p, softmax in float32. They
+agree with the logits processors of ``transformers`` on the same logits, apply to target and drafter alike, and never
+write into their input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specbench.errors import UsageError
+
+__all__ = [
+    "Greedy",
+    "Multinomial",
+    "Nucleus",
+    "Randomness",
+    "Sampling",
+    "TopK",
+    "TopKNucleus",
+]
+
+_NUCLEUS_CANDIDATES = 256
+"""Tokens looked at before a nucleus falls back on sorting the whole vocabulary: most nuclei are far smaller."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from logits.
+
+    Attributes:
+        temperature: 0 for greedy decoding (the argmax, no random number), else the divisor of the logits.
+        top_k: Keep the k most probable tokens (ties with the k-th are kept); 0 for all.
+        top_p: Keep the smallest set of most probable tokens whose mass reaches top_p; 1 for all.
+        min_p: Drop tokens less probable than min_p times the most probable one; 0 for none.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens that occurred (Keskar et al.
+            2019); 1 for none.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UsageError(
+                f"The temperature is {self.temperature}.", "Give 0 for greedy decoding, or a positive number."
+            )
+        if not self.top_k >= 0:
+            raise UsageError(f"top-k is {self.top_k}.", "Give 0 for all tokens, or a positive number.")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top-p is {self.top_p}.", "Give a number above 0 and at most 1.")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min-p is {self.min_p}.", "Give a number from 0 to 1.")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise UsageError(
+                f"The repetition penalty is {self.repetition_penalty}.", "Give a positive number, 1 for none."
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the argmax is taken; no random number is drawn then."""
+        return self.temperature == 0
+
+    def scores(
+        self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """Logits after the repetition penalty, float32; their argmax is the greedy choice.
+
+        Args:
+            logits: Shape [rows, vocab], any floating dtype. The last row stands behind ``context + drafted``, the one
+                before it behind one draft less, and so on.
+            context: Tokens, prompt included.
+            drafted: At least ``rows - 1`` tokens that follow the context.
+
+        Returns:
+            Float32 [rows, vocab].
+        """
+        scores = logits.float()
+        if self.repetition_penalty == 1.0:
+            return scores
+        scores = scores.clone()
+        seen = torch.tensor([*context, *drafted], dtype=torch.long, device=scores.device)
+        for row, end in zip(scores, range(len(seen) - len(scores) + 1, len(seen) + 1), strict=True):
+            # Duplicate ids all gather the same value and write the same result back.
+            ids = seen[:end]
+            ids = ids[ids < len(row)]
+            values = row[ids]
+            row[ids] = torch.where(
+                values < 0, values * self.repetition_penalty, values / self.repetition_penalty
+            )
+        return scores
+
+    def choose(self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()) -> list[int]:
+        """The greedy choice of every row: indices of the largest scores (the first of equals). See ``scores``."""
+        choice: list[int] = self.scores(logits, context, drafted).argmax(dim=-1).tolist()
+        return choice
+
+    def probabilities(
+        self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """The distributions tokens are drawn from. For the arguments see ``scores``.
+
+        Returns:
+            Float32 [rows, vocab]; one-hot rows in greedy decoding.
+        """
+        scores = self.scores(logits, context, drafted)
+        if self.greedy:
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(dim=-1, keepdim=True), 1.0)
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
+        if self.top_k:
+            scores = _keep_top_k(scores, self.top_k)
+        if self.top_p < 1.0:
+            scores = _keep_nucleus(scores, self.top_p)
+        if self.min_p > 0.0:
+            scores = _keep_min_p(scores, self.min_p)
+        return scores.softmax(dim=-1)
+
+
+def _keep_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Mask everything below the k-th largest score of its row. Shapes [rows, vocab] -> [rows, vocab]."""
+    smallest_kept = scores.topk(min(k, scores.shape[-1]), dim=-1).values[..., -1:]
+    return scores.masked_fill(scores < smallest_kept, -math.inf)
+
+
+def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Mask everything outside the smallest set of mass top_p (Holtzman et al. 2020). Shapes [rows, vocab] -> same.
+
+    A token stays iff the mass of it and everything less probable exceeds 1 - top_p, with ties in the order of an
+    ascending sort, as in ``transformers``. A few hundred candidates decide nearly every row without a full sort.
+    """
+    candidates = min(_NUCLEUS_CANDIDATES, scores.shape[-1])
+    largest = scores.topk(candidates, dim=-1).values
+    below = (largest - scores.logsumexp(dim=-1, keepdim=True)).exp().cumsum(dim=-1)
+    # Strictly inside the candidates, away from ties and from rounding at the border, the cut can be read off there.
+    index = (below < top_p).sum(dim=-1, keepdim=True)
+    margin = (below - top_p).abs().amin(dim=-1)
+    if bool((index < candidates - 1).all()) and bool((margin > 1e-5).all()):
+        edge = largest.gather(-1, index)
+        tied = largest.gather(-1, index + 1) == edge
+        if not bool(tied.any()):
+            return scores.masked_fill(scores < edge, -math.inf)
+    ascending, order = scores.sort(dim=-1)
+    dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    dropped[..., -1] = False
+    return scores.masked_fill(dropped.scatter(-1, order, dropped), -math.inf)
+
+
+def _keep_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Mask tokens less probable than min_p times the most probable one. Shapes [rows, vocab] -> [rows, vocab]."""
+    probabilities = scores.softmax(dim=-1)
+    top, top_index = probabilities.max(dim=-1, keepdim=True)
+    dropped = (probabilities < min_p * top).scatter(-1, top_index, False)
+    return scores.masked_fill(dropped, -math.inf)
+
+
+class Greedy(Sampling):
+    """The most probable token."""
+
+    def __init__(self, repetition_penalty: float = 1.0) -> None:
+        super().__init__(repetition_penalty=repetition_penalty)
+
+
+class Multinomial(Sampling):
+    """The whole distribution at a temperature."""
+
+    def __init__(self, temperature: float = 1.0, repetition_penalty: float = 1.0) -> None:
+        super().__init__(temperature=temperature, repetition_penalty=repetition_penalty)
+
+
+class TopK(Sampling):
+    """The k most probable tokens at a temperature."""
+
+    def __init__(self, top_k: int, temperature: float = 1.0, repetition_penalty: float = 1.0) -> None:
+        super().__init__(temperature=temperature, top_k=top_k, repetition_penalty=repetition_penalty)
+
+
+class Nucleus(Sampling):
+    """The smallest set of tokens with mass top_p at a temperature."""
+
+    def __init__(self, top_p: float, temperature: float = 1.0, repetition_penalty: float = 1.0) -> None:
+        super().__init__(temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty)
+
+
+class TopKNucleus(Sampling):
+    """Top-k, then the nucleus of what is left, at a temperature."""
+
+    def __init__(
+        self, top_k: int, top_p: float, temperature: float = 1.0, repetition_penalty: float = 1.0
+    ) -> None:
+        super().__init__(
+            temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
+        )
+
+
+class Randomness:
+    """Every random draw of a run, from one explicitly seeded generator.
+
+    Two kinds of event exist, and nothing else in the program is random: a token is *drawn* from a distribution, and the
+    drafts of a step are *tested* in order. (Tests that enumerate a run put another object of this shape in its place.)
+
+    Args:
+        seed: Seed of the generator; the same seed, model, dtype and options give the same tokens.
+        device: Where the distributions live.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(self, probabilities: torch.Tensor) -> int:
+        """One token id from ``probabilities``, [vocab], which need not sum to 1. Inverse CDF in float64."""
+        cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+        u = (
+            torch.rand(1, generator=self.generator, device=cumulative.device, dtype=torch.float64)
+            * cumulative[-1]
+        )
+        index = int(torch.searchsorted(cumulative, u, right=True))
+        if index < len(cumulative):
+            return index
+        # The product with the total rounded up to the total: take the last token with any mass.
+        return int(probabilities.nonzero()[-1])
+
+    def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
+        """Test drafts in order, draft i passing with probability ``acceptance[i]``, until one fails.
+
+        Args:
+            acceptance: Float32 [γ], each in [0, 1].
+
+        Returns:
+            The number of drafts that passed before the first failure, and the γ uniform numbers.
+        """
+        r = torch.rand(len(acceptance), generator=self.generator, device=acceptance.device)
+        accepted = int((r < acceptance).long().cumprod(dim=0).sum())
+        return accepted, r.tolist()
