@@ -1,0 +1,359 @@
+"""Key/value caches that can be rolled back.
+
+One rule serves every cache: a model feeds ``context[cache.length:]``, and after a step the cache keeps the first
+``len(context) - 1`` tokens. ``rollback(length)`` keeps the first ``min(length, own length)`` positions *of each layer*:
+an early exit on the target's cache lengthens only the first layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from specbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["CACHE_KINDS", "CacheKind", "KVCache", "make_cache", "prune_legacy"]
+
+CacheKind = Literal["dynamic", "preallocated", "none"]
+CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "none")
+
+_FIRST_CAPACITY = 256
+_SLIDING_SLACK = 256
+"""Tokens a sliding-window layer keeps beyond its window, so that as many can be rolled back."""
+
+
+class KVCache(Protocol):
+    """What the loop asks of a cache. Batch size is 1 throughout."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens held: the model feeds ``context[length:]``."""
+        ...
+
+    @property
+    def prefill_apart(self) -> bool:
+        """Whether the prompt needs a pass of its own before tokens that may be rolled back."""
+        ...
+
+    def model_arguments(self) -> dict[str, Any]:
+        """The keyword arguments that hand this cache to a ``transformers`` model."""
+        ...
+
+    def fed(self) -> None:
+        """A pass has just been made on this cache."""
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Keep at most the first ``length`` tokens. Rolling back to 0 is ``reset``."""
+        ...
+
+    def reset(self) -> None:
+        """Empty the cache for a new context."""
+        ...
+
+
+def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
+    """A new, empty cache for a model of this configuration.
+
+    Args:
+        kind: ``dynamic`` grows by concatenation (``transformers``' DynamicCache), ``preallocated`` writes by index into
+            buffers that double when full, ``none`` recomputes everything (the reference in tests).
+
+    Raises:
+        UsageError: The kind is unknown, or cannot hold this model's layers.
+    """
+    if kind == "dynamic":
+        return DynamicKVCache(config)
+    if kind == "preallocated":
+        return PreallocatedKVCache(config)
+    if kind == "none":
+        return NoKVCache()
+    raise UsageError(f"There is no cache kind {kind!r}.", f"Choose one of {', '.join(CACHE_KINDS)}.")
+
+
+class NoKVCache:
+    """No cache: every pass feeds the whole context."""
+
+    length = 0
+    prefill_apart = False
+
+    def model_arguments(self) -> dict[str, Any]:
+        return {"use_cache": False}
+
+    def fed(self) -> None:
+        """Nothing was kept."""
+
+    def rollback(self, length: int) -> None:
+        """Nothing to roll back."""
+
+    def reset(self) -> None:
+        """Nothing to empty."""
+
+
+class DynamicKVCache:
+    """``transformers``' DynamicCache with the layer kinds the model's configuration asks for.
+
+    Layers that forget (sliding windows, convolution states) can be rolled back only if they record the past: recording
+    is switched on after the first pass, so that a long prompt is not kept whole, and afterwards ``crop`` is called once
+    between passes on every such layer, also when nothing is removed (then it trims the layer to its window).
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config
+        self.reset()
+
+    def reset(self) -> None:
+        self._cache = DynamicCache(config=self._config)
+        self._recording = False
+        self._untrimmed = False
+        self.prefill_apart = any(_forgets(layer) for layer in self._cache.layers)
+
+    @property
+    def length(self) -> int:
+        return int(self._cache.get_seq_length())
+
+    def model_arguments(self) -> dict[str, Any]:
+        return {"past_key_values": self._cache, "use_cache": True}
+
+    def fed(self) -> None:
+        if not self._recording:
+            if not self._cache.is_croppable:
+                raise UsageError(
+                    "This model keeps a recurrent state, which cannot be rolled back after a rejected draft.",
+                    "Choose a target and a drafter with attention caches only.",
+                )
+            self._cache.activate_past_recording()
+            self._recording = True
+        else:
+            self._untrimmed = True
+
+    def rollback(self, length: int) -> None:
+        surplus = self.length - length
+        if length <= 0 or self.length == 0:
+            self.reset()
+            return
+        for layer in self._cache.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                if self._untrimmed:
+                    layer.crop(-max(surplus, 0))
+            elif isinstance(layer, DynamicSlidingWindowLayer):
+                self._rollback_sliding(layer, length)
+            elif (
+                isinstance(layer, CacheLayerMixin)
+                and layer.is_initialized
+                and layer.get_seq_length() > length
+            ):
+                layer.crop(length - layer.get_seq_length())  # type: ignore[attr-defined]
+        self._untrimmed = False
+
+    def _rollback_sliding(self, layer: DynamicSlidingWindowLayer, length: int) -> None:
+        own = layer.get_seq_length()
+        if not layer.is_initialized or (own <= length and not self._untrimmed):
+            return
+        if not self._untrimmed and own >= layer.sliding_window:
+            raise ValueError(f"cannot roll back to {length}: the window before it has been given up")
+        layer.crop(-max(own - length, 0))
+
+
+def _forgets(layer: object) -> bool:
+    return isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
+
+
+class PreallocatedLayer(CacheLayerMixin):
+    """Keys and values of one full-attention layer in buffers written by index.
+
+    Buffers have shape [1, heads, capacity, head size] and double when full; a roll-back moves one number.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    keys: Any
+    values: Any
+
+    def __init__(self) -> None:
+        CacheLayerMixin.__init__(self)
+        self.used = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = _buffer_like(key_states, _FIRST_CAPACITY)
+        self.values = _buffer_like(value_states, _FIRST_CAPACITY)
+        self.is_initialized = True
+
+    def _reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` positions, keeping the used ones."""
+        if capacity <= self.keys.shape[-2]:
+            return
+        capacity = max(capacity, 2 * self.keys.shape[-2])
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = _buffer_like(old, capacity)
+            new[:, :, : self.used] = old[:, :, : self.used]
+            setattr(self, name, new)
+
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[-2]
+        self._reserve(self.used + count)
+        end = self.used + count
+        self.keys[:, :, self.used : end] = key_states
+        self.values[:, :, self.used : end] = value_states
+        self.used = end
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._append(key_states, value_states)
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.used
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def keep(self, length: int) -> None:
+        """Keep at most the first ``length`` positions."""
+        self.used = min(self.used, max(length, 0))
+
+    def reset(self) -> None:
+        self.used = 0
+
+
+class PreallocatedSlidingLayer(PreallocatedLayer):
+    """The same for a layer that attends to the last ``window`` positions only.
+
+    The buffer holds the positions from ``dropped`` on; older ones are given up in bulk when it fills, but never the
+    window before the last ``_SLIDING_SLACK`` positions, which may still be rolled back.
+    """
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self.dropped = 0
+
+    def _reserve(self, capacity: int) -> None:
+        keep = self.sliding_window - 1 + _SLIDING_SLACK
+        if capacity > self.keys.shape[-2] and self.used > 2 * keep:
+            first = self.used - keep
+            for buffer in (self.keys, self.values):
+                buffer[:, :, :keep] = buffer[:, :, first : self.used].clone()
+            self.dropped += first
+            capacity -= first
+            self.used = keep
+        super()._reserve(capacity)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._append(key_states, value_states)
+        first = max(0, self.used - (self.sliding_window - 1 + key_states.shape[-2]))
+        return self.keys[:, :, first : self.used], self.values[:, :, first : self.used]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        visible = min(self.get_seq_length(), self.sliding_window - 1)
+        return visible + query_length, self.get_seq_length() - visible
+
+    def get_seq_length(self) -> int:
+        return self.dropped + self.used
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    def keep(self, length: int) -> None:
+        if length >= self.get_seq_length():
+            return
+        if self.dropped and length - self.dropped < self.sliding_window - 1:
+            raise ValueError(f"cannot roll back to {length}: the window before it has been given up")
+        self.used = length - self.dropped
+
+    def reset(self) -> None:
+        super().reset()
+        self.dropped = 0
+
+
+def _buffer_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """An uninitialised buffer [1, heads, capacity, head size]; ``states`` gives all but the capacity."""
+    batch, heads, _, size = states.shape
+    return states.new_empty((batch, heads, capacity, size))
+
+
+class PreallocatedKVCache:
+    """A cache whose layers write by index and roll back by moving an offset."""
+
+    prefill_apart = False
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
+        for layer in DynamicCache(config=config).layers:
+            kind = type(layer).__name__
+            if kind == "DynamicLayer":
+                layers.append(PreallocatedLayer())
+            elif type(layer) is DynamicSlidingWindowLayer:
+                layers.append(PreallocatedSlidingLayer(layer.sliding_window))
+            elif kind == "DummyLayer":
+                layers.append(DummyLayer())
+            else:
+                raise UsageError(
+                    f"The preallocated cache cannot hold layers of the kind {kind}.",
+                    "Use --cache dynamic for this model.",
+                )
+        self._cache = Cache(layers=layers)
+        self._layers = [layer for layer in layers if isinstance(layer, PreallocatedLayer)]
+
+    @property
+    def length(self) -> int:
+        return self._layers[0].get_seq_length()
+
+    def model_arguments(self) -> dict[str, Any]:
+        return {"past_key_values": self._cache, "use_cache": True}
+
+    def fed(self) -> None:
+        """Every layer can always be rolled back."""
+
+    def rollback(self, length: int) -> None:
+        if length <= 0:
+            self.reset()
+            return
+        for layer in self._layers:
+            layer.keep(length)
+
+    def reset(self) -> None:
+        for layer in self._layers:
+            layer.reset()
+
+
+LegacyCache = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+def prune_legacy(past: LegacyCache, length: int) -> LegacyCache:
+    """Keep the first ``length`` positions of a tuple cache as older models and exporters use it.
+
+    Args:
+        past: Per layer a pair of keys and values, each [batch, heads, positions, head size].
+        length: Positions to keep; layers that are shorter stay as they are.
+
+    Raises:
+        ValueError: ``length`` is negative.
+    """
+    if length < 0:
+        raise ValueError(f"length is {length}; it must be 0 or more")
+    return tuple((keys[..., :length, :], values[..., :length, :]) for keys, values in past)

@@ -1,0 +1,193 @@
+"""Figures of a run, as pure functions over its records. Definitions and their pitfalls: docs/metrics.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specbench.records import Generation, Prefill, Step
+
+__all__ = [
+    "PositionRate",
+    "TimeSplit",
+    "acceptance_by_position",
+    "acceptance_rate",
+    "expected_speedup",
+    "expected_tokens_per_step",
+    "mean_expected_acceptance",
+    "summary",
+    "time_split",
+    "tokens_per_second",
+    "tokens_per_step",
+]
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def tokens_per_step(steps: Sequence[Step]) -> float | None:
+    """Block efficiency: emitted tokens over steps; ``None`` without steps. The first-target token belongs to none."""
+    return _ratio(sum(len(step.tokens) for step in steps), len(steps))
+
+
+def acceptance_rate(steps: Sequence[Step]) -> float | None:
+    """Accepted over drafted tokens of the run; ``None`` if nothing was drafted.
+
+    Drafts behind a rejection count as drafted here, unlike in ``acceptance_by_position``.
+    """
+    return _ratio(sum(step.accepted for step in steps), sum(step.gamma for step in steps))
+
+
+@dataclass(frozen=True, slots=True)
+class PositionRate:
+    """How one draft position fared: in how many steps it was drafted, tested and accepted."""
+
+    position: int
+    drafted: int
+    tested: int
+    accepted: int
+
+    @property
+    def rate(self) -> float | None:
+        """Share accepted of those tested."""
+        return _ratio(self.accepted, self.tested)
+
+    @property
+    def rate_of_drafted(self) -> float | None:
+        """Share accepted of those drafted: it falls with the position even where each test is as likely to pass."""
+        return _ratio(self.accepted, self.drafted)
+
+
+def acceptance_by_position(steps: Sequence[Step]) -> list[PositionRate]:
+    """Acceptance at draft positions 1, 2, ..., up to the longest draft."""
+    longest = max((step.gamma for step in steps), default=0)
+    return [
+        PositionRate(
+            position=i + 1,
+            drafted=sum(step.gamma > i for step in steps),
+            tested=sum(step.tested > i for step in steps),
+            accepted=sum(step.accepted > i for step in steps),
+        )
+        for i in range(longest)
+    ]
+
+
+def mean_expected_acceptance(steps: Sequence[Step]) -> float | None:
+    """α: the mean of ``sum_x min(p, q)`` over all tested positions; ``None`` if none was tested."""
+    values = [value for step in steps for value in step.expected_acceptance]
+    return _ratio(math.fsum(values), len(values))
+
+
+def expected_tokens_per_step(alpha: float, gamma: int) -> float:
+    """``(1 - α^(γ+1)) / (1 - α)``, for tests that pass independently with chance α (Leviathan et al. 2023, eq. 1)."""
+    return float(gamma + 1) if alpha >= 1.0 else (1.0 - alpha ** (gamma + 1)) / (1.0 - alpha)
+
+
+def expected_speedup(alpha: float, gamma: int, c: float, v: float = 1.0) -> float:
+    """``E / (γ·c + v)``, with E the expected tokens per step.
+
+    Args:
+        alpha: Expected acceptance.
+        gamma: Draft length.
+        c: Time of a drafter pass over the time of a target pass with one token.
+        v: Time of a target pass with γ + 1 tokens over one with one token (1 in Leviathan et al. 2023, Theorem 3.8).
+    """
+    return expected_tokens_per_step(alpha, gamma) / (gamma * c + v)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSplit:
+    """Where the time of a generation went, in seconds.
+
+    ``ttft_s`` is the time to the first emission (the target's prefill, or the whole first step without a first-target
+    pass); ``decode_s`` is everything after it and the sum of its five parts. ``draft_prefill_s`` is the part of
+    ``draft_s`` in which the drafter read the prompt.
+    """
+
+    ttft_s: float
+    decode_s: float
+    draft_s: float
+    verify_s: float
+    accept_s: float
+    rollback_s: float
+    other_s: float
+    draft_prefill_s: float
+
+    @property
+    def overhead_share(self) -> float | None:
+        """Share of the decode time that is neither drafting nor verifying."""
+        return _ratio(self.accept_s + self.rollback_s + self.other_s, self.decode_s)
+
+
+def _after_first_emission(prefill: Prefill, steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:
+    """Time to the first emission and the steps behind it."""
+    if prefill.token is not None or not steps:
+        return prefill.time_s, steps
+    return prefill.time_s + steps[0].times.total_s, steps[1:]
+
+
+def time_split(prefill: Prefill, steps: Sequence[Step]) -> TimeSplit:
+    """Add up the time of a generation."""
+    ttft, rest = _after_first_emission(prefill, steps)
+    times = [step.times for step in rest]
+    parts = {
+        name: math.fsum(getattr(t, name) for t in times)
+        for name in ("draft_s", "verify_s", "accept_s", "rollback_s", "other_s", "draft_prefill_s")
+    }
+    return TimeSplit(
+        ttft_s=ttft,
+        decode_s=parts["draft_s"]
+        + parts["verify_s"]
+        + parts["accept_s"]
+        + parts["rollback_s"]
+        + parts["other_s"],
+        **parts,
+    )
+
+
+def tokens_per_second(prefill: Prefill, steps: Sequence[Step]) -> float | None:
+    """Tokens behind the first emission over the time behind it; ``None`` if nothing came behind it."""
+    _, rest = _after_first_emission(prefill, steps)
+    tokens = sum(len(step.tokens) for step in rest)
+    return _ratio(tokens, time_split(prefill, steps).decode_s) if tokens else None
+
+
+def summary(generation: Generation) -> dict[str, Any]:
+    """The figures of one generation, ready for JSON; times in seconds, rates ``None`` where they have no meaning."""
+    steps = generation.steps
+    split = time_split(generation.prefill, steps)
+    return {
+        "text": generation.text,
+        "token_ids": list(generation.token_ids),
+        "prompt_tokens": generation.prompt_tokens,
+        "new_tokens": len(generation.token_ids),
+        "finish_reason": generation.finish_reason,
+        "steps": len(steps),
+        "drafted": sum(step.gamma for step in steps),
+        "accepted": sum(step.accepted for step in steps),
+        "acceptance_rate": acceptance_rate(steps),
+        "tokens_per_step": tokens_per_step(steps),
+        "alpha": mean_expected_acceptance(steps),
+        "accepted_lengths": [step.accepted for step in steps],
+        "gammas": [step.gamma for step in steps],
+        "acceptance_by_position": [rate.rate for rate in acceptance_by_position(steps)],
+        "time": {
+            "ttft_s": split.ttft_s,
+            "decode_s": split.decode_s,
+            "draft_s": split.draft_s,
+            "verify_s": split.verify_s,
+            "accept_s": split.accept_s,
+            "rollback_s": split.rollback_s,
+            "other_s": split.other_s,
+            "draft_prefill_s": split.draft_prefill_s,
+        },
+        "tokens_per_second": tokens_per_second(generation.prefill, steps),
+        "seed": generation.seed,
+        "target": generation.target,
+        "drafter": generation.drafter,
+        "dtype": generation.dtype,
+        "lossless": generation.lossless,
+    }

@@ -1,0 +1,90 @@
+"""A model together with its cache: feed it a context, get logits, roll it back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from specbench.caches import CacheKind, KVCache, make_cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Scorer"]
+
+
+class Scorer:
+    """Reads contexts with one causal language model, batch size 1.
+
+    Args:
+        model: A ``transformers`` causal language model in eval mode.
+        cache: A cache kind, or a cache to share with another scorer over the same keys and values.
+        vocab_size: Width of the logits to return; the model's own are cut or padded with -inf to it. ``None`` for the
+            model's own width. (Two models of one tokenizer may pad their vocabularies differently.)
+        context_limit: The longest context the model can read, in tokens; ``None`` for no limit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: CacheKind | KVCache = "dynamic",
+        *,
+        vocab_size: int | None = None,
+        context_limit: int | None = None,
+    ) -> None:
+        self.model = model
+        self.cache: KVCache = make_cache(cache, model.config) if isinstance(cache, str) else cache
+        self.context_limit = context_limit
+        weight = cast("torch.Tensor", model.get_input_embeddings().weight)
+        self.device = weight.device
+        self.vocab_size = vocab_size
+        self.embeddings = weight.shape[0]
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def begin(self) -> None:
+        """Start on a new context."""
+        self.cache.reset()
+
+    def logits(
+        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+    ) -> torch.Tensor:
+        """Feed what the cache lacks of ``context + drafted`` and return the logits behind its last tokens.
+
+        Args:
+            context: All tokens so far.
+            drafted: Tokens that continue it and may be rolled back.
+            rows: Number of positions wanted, counted from the end; ``None`` for the context's last and every draft.
+
+        Returns:
+            [rows, vocab], in the model's dtype; with ``rows=None`` row i is what stands behind ``drafted[:i]``.
+        """
+        if drafted and self.cache.length == 0 and self.cache.prefill_apart and len(context) > 1:
+            self._forward(context[:-1], 1)
+        start = self.cache.length
+        tokens = [*context[start:], *drafted[max(0, start - len(context)) :]]
+        return self._forward(tokens, len(drafted) + 1 if rows is None else rows)
+
+    def rollback(self, length: int) -> None:
+        """Keep at most the first ``length`` tokens in the cache."""
+        self.cache.rollback(length)
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        arguments: dict[str, Any] = self.cache.model_arguments()
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = rows
+        ids = torch.tensor([tokens], device=self.device)
+        logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0, -rows:]
+        self.cache.fed()
+        return self._fit(logits)
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        width = logits.shape[-1]
+        if self.vocab_size is None or width == self.vocab_size:
+            return logits
+        if width > self.vocab_size:
+            return logits[..., : self.vocab_size]
+        return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))

@@ -1,0 +1,131 @@
+"""From tokens to text, one token at a time: nothing incomplete is shown, and stop strings are found as they appear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["StopRules", "TextStream"]
+
+_REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """Turns a growing output into text that is final as soon as it is released.
+
+    Held back are bytes that do not yet make a character, and anything that may turn out to be the start of a stop
+    string. What was released in all, after ``finish``, is the text of the output: a stop string and what stands behind
+    it are not part of it.
+
+    Args:
+        tokenizer: Decodes token ids; special tokens become nothing.
+        stop_strings: Texts that end the output; empty ones are not allowed.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stop_strings)
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+        self._ids: list[int] = []
+        self._before = 0  # first token of the window that is decoded
+        self._window_text = 0  # characters of the window's text that are decoded for good
+        self._decoded = ""  # decoded for good, not yet released
+        self._released: list[str] = []
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """Everything released so far."""
+        return "".join(self._released)
+
+    def push(self, token: int) -> str:
+        """Take one more token; return the text that became final. Empty once a stop string was found."""
+        if self.stopped:
+            return ""
+        self._ids.append(token)
+        window = self._decode(self._ids[self._before :])
+        # The characters before a trailing run of replacement characters will not change any more.
+        stable = len(window.rstrip(_REPLACEMENT))
+        fresh = window[self._window_text : stable]
+        self._window_text = max(stable, self._window_text)
+        if stable == len(window) and window:
+            # A new window starts with this token, so that a tokenizer that drops a leading space drops it in both.
+            self._before = len(self._ids) - 1
+            self._window_text = len(self._decode(self._ids[self._before :]))
+        return self._release(fresh)
+
+    def finish(self) -> str:
+        """Release what was held back; the output has ended."""
+        if self.stopped:
+            return ""
+        rest = self._decode(self._ids[self._before :])[self._window_text :] if self._ids else ""
+        self._before, self._window_text = len(self._ids), 0
+        out = self._release(rest)
+        held, self._decoded = self._decoded, ""  # nothing, if a stop string was found
+        self._released.append(held)
+        return out + held
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text if isinstance(text, str) else "".join(text)
+
+    def _release(self, fresh: str) -> str:
+        searched = max(0, len(self._decoded) - self._longest + 1)
+        self._decoded += fresh
+        found = [at for stop in self._stops if (at := self._decoded.find(stop, searched)) >= 0]
+        if found:
+            self.stopped = True
+            out, self._decoded = self._decoded[: min(found)], ""
+        else:
+            cut = len(self._decoded) - self._possible_stop()
+            out, self._decoded = self._decoded[:cut], self._decoded[cut:]
+        self._released.append(out)
+        return out
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the text that a stop string may begin with."""
+        for length in range(min(self._longest - 1, len(self._decoded)), 0, -1):
+            if any(stop.startswith(self._decoded[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class StopRules:
+    """Says where an output ends: at an end token, or with the token that completes a stop string.
+
+    Args:
+        end_ids: Token ids that end the output; none to ignore end tokens.
+        stop_strings: Texts that end the output.
+        tokenizer: Needed for stop strings only.
+    """
+
+    def __init__(
+        self,
+        end_ids: Iterable[int] = (),
+        stop_strings: Sequence[str] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        if stop_strings and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer")
+        if any(not stop for stop in stop_strings):
+            raise ValueError("a stop string is empty")
+        self.end_ids = frozenset(end_ids)
+        self._stream = TextStream(tokenizer, stop_strings) if stop_strings and tokenizer is not None else None
+
+    def cut(self, tokens: Sequence[int]) -> tuple[int, str | None]:
+        """Look at newly emitted tokens.
+
+        Returns:
+            How many of them belong to the output, and ``"eos"`` or ``"stop-string"`` if it ends there, else ``None``.
+        """
+        for count, token in enumerate(tokens, 1):
+            if token in self.end_ids:
+                return count, "eos"
+            if self._stream is not None:
+                self._stream.push(token)
+                if self._stream.stopped:
+                    return count, "stop-string"
+        return len(tokens), None

@@ -1,0 +1,158 @@
+"""Models whose logits are a table or a function, with a cache that is as easily spoilt as a real one.
+
+What a scripted scorer computes depends on the tokens it was *fed*, never on the context it is handed: a wrong
+roll-back, a missing catch-up or keys and values of another model show up as wrong logits or a failed assertion.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+Logits = Callable[[Sequence[int]], torch.Tensor]
+
+
+class ScriptedCache:
+    """Holds who fed which token; several scorers may share one."""
+
+    prefill_apart = False
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, object]] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.entries)
+
+    def rollback(self, length: int) -> None:
+        del self.entries[max(length, 0) :]
+
+    def reset(self) -> None:
+        self.entries.clear()
+
+
+class ScriptedScorer:
+    """A scorer over ``logits(fed tokens) -> [vocab]``; counts its passes and the rows of each."""
+
+    def __init__(
+        self,
+        logits: Logits,
+        vocab_size: int,
+        *,
+        cache: ScriptedCache | None = None,
+        context_limit: int | None = None,
+        own_entries_only: bool = True,
+    ) -> None:
+        self.function = logits
+        self.vocab_size = self.embeddings = vocab_size
+        self.cache = cache or ScriptedCache()
+        self.context_limit = context_limit
+        self.device = torch.device("cpu")
+        self.own_entries_only = own_entries_only
+        self.passes: list[int] = []
+
+    def begin(self) -> None:
+        self.cache.reset()
+
+    def logits(
+        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+    ) -> torch.Tensor:
+        rows = len(drafted) + 1 if rows is None else rows
+        tokens = [*context, *drafted]
+        fresh = tokens[self.cache.length :]
+        assert len(fresh) >= rows, "rows are wanted of tokens that are not fed"
+        if self.context_limit is not None:
+            assert len(tokens) <= self.context_limit, "fed beyond the context limit"
+        self.cache.entries += [(token, self) for token in fresh]
+        self.passes.append(len(fresh))
+        if self.own_entries_only:
+            assert all(owner is self for _, owner in self.cache.entries), "reads what another model fed"
+        fed = [token for token, _ in self.cache.entries]
+        ends = range(len(fed) - rows + 1, len(fed) + 1)
+        return torch.stack([self.function(fed[:end]) for end in ends])
+
+    def rollback(self, length: int) -> None:
+        self.cache.rollback(length)
+
+
+def random_table(seed: int, vocab_size: int, order: int = 2, spread: float = 1.5) -> Logits:
+    """Logits that depend on the last ``order`` tokens, random but fixed by the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn((vocab_size,) * order + (vocab_size,), generator=generator) * spread
+
+    def logits(tokens: Sequence[int]) -> torch.Tensor:
+        key = tuple(([0] * order + list(tokens))[-order:])
+        return table[key].clone()
+
+    return logits
+
+
+def fixed_script(tokens: Sequence[int], vocab_size: int, start: int) -> Logits:
+    """A model that always continues a context of length ``start + i`` with ``tokens[i]``."""
+
+    def logits(context: Sequence[int]) -> torch.Tensor:
+        row = torch.zeros(vocab_size)
+        row[tokens[(len(context) - start) % len(tokens)]] = 10.0
+        return row
+
+    return logits
+
+
+class Replay:
+    """Stands in for ``Randomness``: takes prescribed branches and keeps the probability of having taken them."""
+
+    def __init__(self, branches: Sequence[int]) -> None:
+        self.branches = list(branches)
+        self.widths: list[int] = []
+        self.weight = 1.0
+
+    def _branch(self, probabilities: Sequence[float]) -> int:
+        possible = [i for i, probability in enumerate(probabilities) if probability > 0.0]
+        taken = len(self.widths)
+        if taken == len(self.branches):
+            self.branches.append(0)
+        self.widths.append(len(possible))
+        outcome = possible[self.branches[taken]]
+        self.weight *= probabilities[outcome]
+        return outcome
+
+    def draw(self, probabilities: torch.Tensor) -> int:
+        exact = probabilities.double()
+        return self._branch((exact / exact.sum()).tolist())
+
+    def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
+        passed, outcomes = 1.0, []
+        for chance in acceptance.double().tolist():
+            outcomes.append(passed * (1.0 - chance))
+            passed *= chance
+        return self._branch([*outcomes, passed]), [0.5] * len(acceptance)
+
+
+def enumerate_outcomes(run: Callable[[Replay], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+    """The exact distribution of what ``run`` returns, over all of its random events."""
+    distribution: dict[tuple[int, ...], float] = {}
+    branches: list[int] | None = []
+    while branches is not None:
+        replay = Replay(branches)
+        outcome = run(replay)
+        distribution[outcome] = distribution.get(outcome, 0.0) + replay.weight
+        branches = _next(replay)
+    return distribution
+
+
+def _next(replay: Replay) -> list[int] | None:
+    """The branches after these, in the order of an odometer whose last wheel turns fastest."""
+    branches = replay.branches[: len(replay.widths)]
+    while branches:
+        if branches[-1] + 1 < replay.widths[len(branches) - 1]:
+            branches[-1] += 1
+            return branches
+        branches.pop()
+    return None
+
+
+def sequences(vocab_size: int, length: int) -> Iterator[tuple[int, ...]]:
+    """All sequences of exactly this length."""
+    return itertools.product(range(vocab_size), repeat=length)

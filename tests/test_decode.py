@@ -1,0 +1,367 @@
+"""The loop, on scripted models: who is fed what, where an output ends, what is recorded and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from scripted import ScriptedCache, ScriptedScorer, fixed_script, random_table
+
+from specbench.decode import decode_steps
+from specbench.drafters.base import Draft, NoDraft
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.errors import UsageError
+from specbench.lengths import FixedLength
+from specbench.metrics import time_split
+from specbench.records import Prefill, Step
+from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.text import StopRules
+
+VOCAB = 12
+PROMPT = [1, 2, 3]
+SCRIPT = [4, 5, 6, 7, 8, 9]
+
+
+def script(tokens: Sequence[int] = SCRIPT, **options: object) -> ScriptedScorer:
+    return ScriptedScorer(fixed_script(tokens, VOCAB, len(PROMPT)), VOCAB, **options)
+
+
+class FixedDraft:
+    """Proposes what it is told to, and keeps what the loop tells it."""
+
+    name = "fixed"
+
+    def __init__(self, tokens: Sequence[int], start: int = len(PROMPT)) -> None:
+        self.tokens, self.start = list(tokens), start
+        self.commits: list[tuple[int, int, int]] = []
+        self.rollbacks: list[int] = []
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.commits.clear()
+
+    def propose(self, context, room, policy, sampling, random) -> Draft:
+        at = (len(context) - self.start) % len(self.tokens)
+        return Draft((self.tokens[at:] + self.tokens[:at])[: policy.begin(room)])
+
+    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        assert len(logits) >= emitted
+        self.commits.append((len(context), emitted, int(logits[emitted - 1].argmax()) == context[-1]))
+
+    def rollback(self, length: int) -> None:
+        self.rollbacks.append(length)
+
+
+def decode(
+    target: ScriptedScorer,
+    drafter: object = None,
+    *,
+    gamma: int = 3,
+    max_new_tokens: int = 6,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    end_ids: Sequence[int] = (),
+    **options: object,
+) -> tuple[Prefill, list[Step]]:
+    first, *steps = decode_steps(
+        PROMPT,
+        target,
+        drafter or NoDraft(),
+        policy=FixedLength(gamma),
+        sampling=sampling or Greedy(),
+        random=Randomness(seed),
+        max_new_tokens=max_new_tokens,
+        stops=StopRules(end_ids),
+        **options,
+    )
+    assert isinstance(first, Prefill)
+    last = steps[-1] if steps else first
+    assert last.finish_reason is not None
+    assert all(record.finish_reason is None for record in [first, *steps][:-1])
+    return first, steps
+
+
+def output(first: Prefill, steps: list[Step]) -> list[int]:
+    return [
+        *([] if first.token is None else [first.token]),
+        *(token for step in steps for token in step.tokens),
+    ]
+
+
+@pytest.mark.parametrize("first_target", [True, False])
+@pytest.mark.parametrize("gamma", [1, 2, 3, 8])
+@pytest.mark.parametrize("draft", [SCRIPT, [0, 0], [4, 5, 0, 7, 8, 0]], ids=["always", "never", "sometimes"])
+def test_greedy_output_is_the_targets_own(draft: list[int], gamma: int, first_target: bool) -> None:
+    for length in range(1, 14):
+        result = decode(
+            script(), FixedDraft(draft), gamma=gamma, max_new_tokens=length, first_target=first_target
+        )
+        assert output(*result) == (SCRIPT * 3)[:length]
+
+
+def test_plain_decoding_is_one_pass_a_token() -> None:
+    target = script()
+    first, steps = decode(target)
+    assert output(first, steps) == SCRIPT
+    assert target.passes == [3, 1, 1, 1, 1, 1]
+    assert [step.closing for step in steps] == ["target"] * 5
+    assert [step.gamma for step in steps] == [0] * 5
+
+
+def test_a_whole_draft_earns_a_bonus_token() -> None:
+    target = script()
+    _first, steps = decode(target, FixedDraft(SCRIPT), gamma=3, max_new_tokens=9)
+    assert [len(step.tokens) for step in steps] == [4, 4]
+    assert [step.closing for step in steps] == ["bonus", "bonus"]
+    assert [(step.accepted, step.tested) for step in steps] == [(3, 3), (3, 3)]
+    assert target.passes == [3, 4, 4]
+    assert steps[0].position == len(PROMPT) + 1
+
+
+def test_a_rejection_is_corrected() -> None:
+    _first, steps = decode(script(), FixedDraft([4, 5, 0, 7, 8, 9]), gamma=3, max_new_tokens=6)
+    assert steps[0].tokens == (5, 6)
+    assert (steps[0].accepted, steps[0].tested, steps[0].closing) == (1, 2, "corrected")
+    assert steps[0].expected_acceptance == (1.0, 0.0)
+    assert steps[0].drafted == (5, 0, 7)
+
+
+def test_nothing_is_drafted_for_the_last_token() -> None:
+    drafter = FixedDraft(SCRIPT)
+    _, steps = decode(script(), drafter, gamma=5, max_new_tokens=2)
+    assert [step.gamma for step in steps] == [0]
+    _, steps = decode(script(), drafter, gamma=5, max_new_tokens=4)
+    assert [step.gamma for step in steps] == [2]
+
+
+@pytest.mark.parametrize("stop_at", range(1, 7))
+@pytest.mark.parametrize("draft", [SCRIPT, [0], [4, 5, 0, 7, 8, 0]], ids=["always", "never", "sometimes"])
+def test_an_end_token_ends_the_output_wherever_it_falls(draft: list[int], stop_at: int) -> None:
+    target = script()
+    first, steps = decode(
+        target, FixedDraft(draft), gamma=4, max_new_tokens=30, end_ids=[SCRIPT[stop_at - 1]]
+    )
+    assert output(first, steps) == SCRIPT[:stop_at]
+    last: Prefill | Step = steps[-1] if steps else first
+    assert last.finish_reason == "eos"
+    assert target.cache.length == len(PROMPT) + stop_at - 1, "something behind the end is in the cache"
+    for step in steps:
+        assert step.accepted <= step.tested <= step.gamma
+        assert len(step.expected_acceptance) == step.tested
+        assert len(step.tokens) == step.accepted + (step.closing is not None)
+
+
+def test_a_stop_among_the_accepted_drafts_leaves_no_closing_token() -> None:
+    _, steps = decode(script(), FixedDraft(SCRIPT), gamma=4, max_new_tokens=30, end_ids=[6])
+    assert steps[-1].tokens == (5, 6)
+    assert (steps[-1].closing, steps[-1].accepted, steps[-1].tested, steps[-1].gamma) == (None, 2, 2, 4)
+
+
+def test_an_end_token_may_be_the_first_token() -> None:
+    first, steps = decode(script(), end_ids=[4])
+    assert (first.token, first.finish_reason, steps) == (4, "eos", [])
+    first, _ = decode(script(), max_new_tokens=1)
+    assert (first.token, first.finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize("room", range(7))
+@pytest.mark.parametrize("first_target", [True, False])
+def test_the_context_limit_is_never_passed(room: int, first_target: bool) -> None:
+    target = script(context_limit=len(PROMPT) + room)  # asserts that nothing is fed beyond it
+    first, steps = decode(target, FixedDraft(SCRIPT), gamma=4, max_new_tokens=100, first_target=first_target)
+    assert output(first, steps) == SCRIPT[:room]
+    assert (steps[-1] if steps else first).finish_reason == "context-limit"
+
+
+def test_a_prompt_beyond_the_context_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"prompt has 3 tokens.*context holds 2"):
+        decode(script(context_limit=2))
+    with pytest.raises(UsageError, match="at least 1"):
+        decode(script(), max_new_tokens=0)
+    with pytest.raises(UsageError, match="empty"):
+        list(
+            decode_steps(
+                [],
+                script(),
+                NoDraft(),
+                policy=FixedLength(1),
+                sampling=Greedy(),
+                random=Randomness(0),
+                max_new_tokens=1,
+            )
+        )
+
+
+def model_drafter(draft: list[int], **options: object) -> ModelDrafter:
+    return ModelDrafter(script(draft, **options), "model")
+
+
+def test_the_drafter_is_fed_what_its_cache_lacks() -> None:
+    drafter = model_drafter(SCRIPT)
+    target = script()
+    decode(target, drafter, gamma=2, max_new_tokens=7)
+    # Prompt and first token, one draft more; after a whole acceptance the last draft and the bonus token.
+    assert drafter.scorer.passes == [4, 1, 2, 1]
+    rejected = model_drafter([4, 5, 0, 7, 8, 9])
+    decode(script(), rejected, gamma=3, max_new_tokens=6)
+    assert rejected.scorer.passes[:4] == [4, 1, 1, 1]
+    assert rejected.scorer.passes[3:] == [1, 1], "after a rejection one corrected token is new"
+
+
+@pytest.mark.parametrize("limit", range(3, 10))
+def test_a_drafter_behind_its_own_context_limit_proposes_nothing(limit: int) -> None:
+    drafter = model_drafter(SCRIPT, context_limit=limit)
+    result = decode(script(), drafter, gamma=3, max_new_tokens=12)
+    assert output(*result) == (SCRIPT * 2)[:12]
+    assert result[1][-1].gamma == 0
+    assert any(step.gamma for step in result[1]) == (limit >= 4)
+
+
+def test_a_drafter_that_lacks_a_token_of_the_context_proposes_nothing() -> None:
+    drafter = model_drafter(SCRIPT)
+    drafter.scorer.embeddings = 6  # tokens 6 and up are padding to it
+    result = decode(script(), drafter, gamma=3, max_new_tokens=6)
+    assert output(*result) == SCRIPT
+    assert result[1][0].gamma == 3
+    assert [step.gamma for step in result[1][1:]] == [0] * len(result[1][1:])
+
+
+@pytest.mark.parametrize("first_target", [True, False])
+def test_a_self_drafter_leaves_nothing_of_its_own_in_the_cache(first_target: bool) -> None:
+    target = script(cache=ScriptedCache())  # asserts that it reads its own entries only
+    cheaper = script([4, 5, 0, 7, 8, 9], cache=target.cache, own_entries_only=False)
+    result = decode(
+        target, SelfDrafter(cheaper, "self"), gamma=3, max_new_tokens=12, first_target=first_target
+    )
+    assert output(*result) == SCRIPT * 2
+    assert sum(step.accepted for step in result[1]) > 0
+
+
+def test_the_loop_tells_the_drafter_what_was_emitted() -> None:
+    drafter = FixedDraft([4, 5, 0, 7, 8, 9])
+    _, steps = decode(script(), drafter, gamma=3, max_new_tokens=6)
+    assert [emitted for _, emitted, _ in drafter.commits] == [1, *(len(step.tokens) for step in steps)]
+    assert all(matches for _, _, matches in drafter.commits), (
+        "a row of logits does not stand before its token"
+    )
+    assert [length for length, _, _ in drafter.commits][-1] == len(PROMPT) + 6
+    assert drafter.rollbacks == [length - 1 for length, _, _ in drafter.commits[1:]]
+
+
+@pytest.mark.parametrize("drafter", ["model", "fixed"])
+def test_the_same_seed_gives_the_same_tokens(drafter: str) -> None:
+    def run(seed: int, trace: bool = False) -> list[int]:
+        target = ScriptedScorer(random_table(3, VOCAB), VOCAB)
+        model = ModelDrafter(ScriptedScorer(random_table(4, VOCAB), VOCAB), "model")
+        chosen = model if drafter == "model" else FixedDraft(SCRIPT)
+        return output(
+            *decode(target, chosen, sampling=Multinomial(), seed=seed, max_new_tokens=40, trace=trace)
+        )
+
+    assert run(1) == run(1) == run(1, trace=True)
+    assert len({tuple(run(seed)) for seed in range(5)}) == 5
+
+
+def test_a_trace_shows_every_draft() -> None:
+    target = ScriptedScorer(random_table(3, VOCAB), VOCAB)
+    drafter = ModelDrafter(ScriptedScorer(random_table(4, VOCAB), VOCAB), "model")
+    _, steps = decode(target, drafter, sampling=Multinomial(), max_new_tokens=60, trace=True)
+    seen = set()
+    for step in steps:
+        assert step.verdicts is not None
+        assert [v.token for v in step.verdicts] == list(step.drafted)
+        for i, verdict in enumerate(step.verdicts):
+            seen.add(verdict.verdict)
+            if verdict.verdict == "untested":
+                assert i >= step.tested
+                assert verdict.p is verdict.r is None
+                continue
+            assert verdict.p is not None
+            assert verdict.r is not None
+            assert (verdict.r < min(1.0, verdict.p / verdict.q)) == (verdict.verdict == "accepted")
+            assert (verdict.verdict == "accepted") == (i < step.accepted)
+        if step.closing is not None:
+            assert step.closing_probability is not None
+            assert 0.0 < step.closing_probability <= 1.0 + 1e-6
+    assert seen == {"accepted", "rejected", "untested"}
+
+
+def test_a_greedy_trace_reads_the_untempered_softmax() -> None:
+    first, steps = decode(script(), model_drafter([4, 5, 0, 7, 8, 9]), trace=True)
+    verdicts = steps[0].verdicts
+    assert verdicts is not None
+    expected = float(torch.tensor([10.0] + [0.0] * (VOCAB - 1)).softmax(0)[0])
+    assert verdicts[0].q == pytest.approx(expected)
+    assert verdicts[0].p == pytest.approx(expected)
+    assert verdicts[1].p == pytest.approx((1 - expected) / (VOCAB - 1), rel=1e-3)
+    assert all(verdict.r is None for verdict in verdicts)
+    assert steps[0].closing_probability == pytest.approx(expected)
+    assert first.probability == pytest.approx(expected)
+
+
+def test_records_without_a_trace_hold_no_verdicts() -> None:
+    first, steps = decode(script(), FixedDraft(SCRIPT))
+    assert first.probability is None
+    assert all(step.verdicts is None and step.closing_probability is None for step in steps)
+
+
+def test_the_consumers_time_is_not_counted() -> None:
+    class Ticking:
+        """A clock that moves by one second whenever somebody reads it, and by a thousand when the consumer works."""
+
+        time = 0.0
+
+        def now(self) -> float:
+            Ticking.time += 1.0
+            return Ticking.time
+
+    records = []
+    for record in decode_steps(
+        PROMPT,
+        script(),
+        FixedDraft(SCRIPT),
+        policy=FixedLength(2),
+        sampling=Greedy(),
+        random=Randomness(0),
+        max_new_tokens=7,
+        clock=Ticking(),
+    ):
+        records.append(record)
+        Ticking.time += 1000.0
+    first, *steps = records
+    assert first.time_s == 1.0
+    for step in steps:
+        assert step.times.total_s == pytest.approx(5.0)
+        assert (step.times.draft_s, step.times.verify_s, step.times.accept_s) == (1.0, 1.0, 1.0)
+    split = time_split(first, steps)
+    assert split.decode_s == pytest.approx(5.0 * len(steps))
+    assert split.ttft_s == 1.0
+
+
+def test_the_length_rule_sees_every_step_and_starts_afresh() -> None:
+    class Watching(FixedLength):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.events: list[object] = []
+
+        def reset(self) -> None:
+            self.events.append("reset")
+
+        def observe(self, step: Step) -> None:
+            self.events.append(step.index)
+
+        def notes(self) -> dict[str, float]:
+            return {"γ": 2.0}
+
+    policy = Watching()
+    _, *steps = decode_steps(
+        PROMPT,
+        script(),
+        FixedDraft(SCRIPT),
+        policy=policy,
+        sampling=Greedy(),
+        random=Randomness(0),
+        max_new_tokens=7,
+    )
+    assert policy.events == ["reset", *range(len(steps))]
+    assert all(step.policy == {"γ": 2.0} for step in steps)

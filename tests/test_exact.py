@@ -1,0 +1,128 @@
+"""The loop's own output distribution, computed exactly over all drafts and verdicts, is the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
+
+from specbench.decode import decode_steps
+from specbench.drafters.base import NoDraft
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.lengths import FixedLength
+from specbench.records import Prefill
+from specbench.sampling import Multinomial, Nucleus, Sampling, TopK, TopKNucleus
+from specbench.text import StopRules
+
+VOCAB, NEW = 4, 4
+PROMPT = [1, 2, 0, 1, 2]
+TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
+
+Build = Callable[[ScriptedScorer], object]
+DRAFTERS: dict[str, Build] = {
+    "none": lambda target: NoDraft(),
+    "model": lambda target: ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
+    "self": lambda target: SelfDrafter(
+        ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False), "self"
+    ),
+    "model with a short context": lambda target: ModelDrafter(
+        ScriptedScorer(DRAFT, VOCAB, context_limit=len(PROMPT) + 1), "short"
+    ),
+    "lookup": lambda target: LookupDrafter(),
+    "ngram": lambda target: NGramDrafter(),
+    "ngram:top-k=2": lambda target: NGramDrafter(top_k=2),
+    "ngram:sample": lambda target: NGramDrafter(sample=True),
+}
+SAMPLINGS: dict[str, Sampling] = {
+    "multinomial": Multinomial(),
+    "temperature": Multinomial(0.6),
+    "top-k": TopK(3, temperature=1.3),
+    "nucleus": Nucleus(0.8),
+    "both": TopKNucleus(3, 0.9, temperature=0.8),
+    "min-p": Sampling(temperature=1.0, min_p=0.3),
+    "repetition penalty": Multinomial(0.9, repetition_penalty=1.7),
+    "everything": Sampling(temperature=1.2, top_k=3, top_p=0.95, min_p=0.05, repetition_penalty=1.3),
+}
+
+
+def loop_distribution(
+    build: Build, sampling: Sampling, gamma: int, end_ids: tuple[int, ...] = (), **options: bool
+) -> dict[tuple[int, ...], float]:
+    def run(random: object) -> tuple[int, ...]:
+        target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+        tokens: list[int] = []
+        for record in decode_steps(
+            PROMPT,
+            target,
+            build(target),
+            policy=FixedLength(gamma),
+            sampling=sampling,
+            random=random,
+            max_new_tokens=NEW,
+            stops=StopRules(end_ids),
+            **options,
+        ):
+            if isinstance(record, Prefill):
+                tokens += [] if record.token is None else [record.token]
+            else:
+                tokens += record.tokens
+        return tuple(tokens)
+
+    return enumerate_outcomes(run)
+
+
+def target_distribution(sampling: Sampling, end_ids: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
+    """By the chain rule, token by token: written without anything of the loop."""
+    finished: dict[tuple[int, ...], float] = {}
+    growing = {(): 1.0}
+    for _ in range(NEW):
+        grown: dict[tuple[int, ...], float] = {}
+        for tokens, weight in growing.items():
+            context = [*PROMPT, *tokens]
+            p = sampling.probabilities(TARGET(context).unsqueeze(0), context)[0].double()
+            for token in range(VOCAB):
+                (finished if token in end_ids else grown)[*tokens, token] = weight * float(p[token] / p.sum())
+        growing = grown
+    return {k: v for k, v in {**finished, **growing}.items() if v > 0}
+
+
+def largest_gap(a: dict[tuple[int, ...], float], b: dict[tuple[int, ...], float]) -> float:
+    return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_output_distribution_is_the_targets(drafter: str, sampling: Sampling) -> None:
+    expected = target_distribution(sampling)
+    for gamma in (1, 3):
+        found = loop_distribution(DRAFTERS[drafter], sampling, gamma)
+        assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+        assert largest_gap(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_so_it_is_without_a_first_target_pass(drafter: str) -> None:
+    found = loop_distribution(DRAFTERS[drafter], Multinomial(0.8), 2, first_target=False)
+    assert largest_gap(found, target_distribution(Multinomial(0.8))) < 1e-6
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_so_it_is_with_end_tokens(drafter: str) -> None:
+    expected = target_distribution(Multinomial(), end_ids=(2, 3))
+    assert any(len(tokens) < NEW for tokens in expected)
+    for first_target in (True, False):
+        found = loop_distribution(
+            DRAFTERS[drafter], Multinomial(), 2, end_ids=(2, 3), first_target=first_target
+        )
+        assert largest_gap(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("drafter", ["model", "self", "lookup", "ngram", "ngram:sample"])
+def test_without_the_residual_adjustment_it_is_not(drafter: str) -> None:
+    found = loop_distribution(
+        DRAFTERS[drafter], Multinomial(), 1, first_target=False, residual_adjustment=False
+    )
+    assert largest_gap(found, target_distribution(Multinomial())) > 1e-3
