@@ -1,0 +1,251 @@
+"""An n-gram drafter: continuations counted in the prompt and the output themselves, and no model to run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbench.drafters.base import Draft
+from specbench.drafters.options import Options, join_spec
+from specbench.errors import UsageError
+from specbench.measure import Clock, WallClock
+
+if TYPE_CHECKING:
+    from specbench.lengths import LengthPolicy
+    from specbench.sampling import Randomness, Sampling
+
+__all__ = ["NGramDrafter"]
+
+_HIGHEST_ORDER = 16
+"""Every token is counted once per context length, so the order multiplies the memory."""
+
+_WRITTEN = {
+    "order": "order=N",
+    "max": "max=TOKENS",
+    "window": "window=TOKENS",
+    "keep": "keep",
+    "top-k": "top-k=K",
+    "sample": "sample",
+}
+_DEFAULTS = {"order": 4, "max": None, "window": None, "keep": False, "top-k": 1, "sample": False}
+
+
+class _Continuations:
+    """How often each token followed one context, and which did so most often (of equals the last seen)."""
+
+    __slots__ = ("_best", "counts")
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}  # the token seen last stands last
+        self._best: int | None = None  # None: find it when it is asked for
+
+    def add(self, token: int) -> None:
+        count = self.counts.pop(token, 0) + 1
+        self.counts[token] = count
+        if self._best is not None and count >= self.counts[self._best]:
+            self._best = token
+
+    def remove(self, token: int) -> None:
+        """Take back the oldest sight of ``token``; its last one, if another is left, is where it was."""
+        if self.counts[token] > 1:
+            self.counts[token] -= 1
+        else:
+            del self.counts[token]
+        if token == self._best:
+            self._best = None
+
+    def most_frequent(self) -> int:
+        if self._best is None:
+            highest = max(self.counts.values())
+            self._best = next(token for token in reversed(self.counts) if self.counts[token] == highest)
+        return self._best
+
+
+class NGramDrafter:
+    """Drafts the most frequent continuation of the longest known context, token after token until a miss.
+
+    Continuations are counted for contexts of 1 to ``order - 1`` tokens, in the prompt and in what was
+    emitted. A draft looks up the longest context first and backs off to shorter ones; of equally frequent
+    tokens the one seen last is taken. Its own drafts extend the context. When nothing is known it proposes
+    nothing: a plain target pass.
+
+    The prompt is read at the first proposal or commit after ``begin``. Work per token does not depend on the
+    length of the context.
+
+    Args:
+        order: Length of the longest n-gram counted, context and continuation together: 2 (bigrams) to 16.
+        max_drafts: The most tokens drafted in a step; ``None`` leaves that to the draft-length rule.
+        window: Forget what was counted at tokens that are no longer among the last ``window`` read; ``None``
+            forgets nothing before the next prompt.
+        keep: Keep the counts between prompts (no n-gram spans two of them). Without a window they grow for
+            ever.
+        top_k: With k > 1, every emitted token also adds 1 to the counts of the k tokens that the target's
+            untransformed logits prefer in its place. It is itself counted once, among them or not. It passes
+            for the last one seen, and the others for seen the earlier the less probable they are. The window
+            forgets them all together. With 1 only the emitted token is counted.
+        sample: Draw from the normalised counts of the longest known context instead, and keep them as q; the
+            sampling transforms do not apply to them. In greedy decoding, and before the first commit has
+            shown how large the vocabulary is, the most frequent token is taken all the same.
+        clock: Times the reading of the prompt.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    def __init__(
+        self,
+        order: int = 4,
+        max_drafts: int | None = None,
+        window: int | None = None,
+        keep: bool = False,
+        top_k: int = 1,
+        sample: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        if not 2 <= order <= _HIGHEST_ORDER:
+            raise UsageError(
+                f"The n-gram order is {order}.", f"Give a number from 2 (bigrams) to {_HIGHEST_ORDER}."
+            )
+        for what, value in (("draft limit", max_drafts), ("window", window), ("top-k", top_k)):
+            if value is not None and value < 1:
+                raise UsageError(f"The n-gram {what} is {value}.", "Give at least 1.")
+        self.order = order
+        self.max_drafts = max_drafts
+        self.window = window
+        self.keep = keep
+        self.top_k = top_k
+        self.sample = sample
+        self._clock = clock or WallClock()
+        self._continuations: dict[tuple[int, ...], _Continuations] = {}
+        self._recent: deque[tuple[list[tuple[int, ...]], list[int]]] = (
+            deque()
+        )  # one entry per token in the window
+        self._read = 0
+        self._vocabulary: int | None = None
+        self._device = torch.device("cpu")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, str | bool]) -> NGramDrafter:
+        """Build one from the options of the command line: order, max, window, keep, top-k, sample.
+
+        Raises:
+            UsageError: An unknown option or a bad value.
+        """
+        given = Options("ngram", options, _WRITTEN)
+        return cls(
+            order=given.integer("order", 4),
+            max_drafts=given.integer("max", None),
+            window=given.integer("window", None),
+            keep=given.flag("keep"),
+            top_k=given.integer("top-k", 1),
+            sample=given.flag("sample"),
+        )
+
+    @property
+    def name(self) -> str:
+        values = {
+            "order": self.order,
+            "max": self.max_drafts,
+            "window": self.window,
+            "keep": self.keep,
+            "top-k": self.top_k,
+            "sample": self.sample,
+        }
+        return join_spec("ngram", values, _DEFAULTS)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        if not self.keep:
+            self._continuations.clear()
+            self._recent.clear()
+        self._read = 0
+        self._vocabulary = None
+
+    def propose(
+        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+    ) -> Draft:
+        draft = Draft()
+        if self._read == 0:
+            began = self._clock.now()
+            self._read_up_to(len(context), context)
+            draft.prefill_s = self._clock.now() - began
+        limit = policy.begin(room if self.max_drafts is None else min(room, self.max_drafts))
+        sampled = self.sample and not sampling.greedy and self._vocabulary is not None
+        distributions: list[torch.Tensor] = []
+        tail = list(context[-(self.order - 1) :])
+        while len(draft.tokens) < limit and policy.draw_next(len(draft.tokens), None):
+            known = self._longest_known(tail)
+            if known is None:
+                break
+            if sampled:
+                distributions.append(self._distribution(known))
+                token = random.draw(distributions[-1])
+            else:
+                token = known.most_frequent()
+            draft.tokens.append(token)
+            tail = [*tail, token][-(self.order - 1) :]
+        if distributions:
+            draft.q = torch.stack(distributions)
+        return draft
+
+    def _longest_known(self, tail: Sequence[int]) -> _Continuations | None:
+        """What followed the longest suffix of ``tail`` that was ever followed by anything."""
+        for first in range(len(tail)):
+            known = self._continuations.get(tuple(tail[first:]))
+            if known is not None:
+                return known
+        return None
+
+    def _distribution(self, known: _Continuations) -> torch.Tensor:
+        """The normalised counts, float32 [vocab]."""
+        counts = torch.tensor(list(known.counts.values()), dtype=torch.float32)
+        tokens = torch.tensor(list(known.counts), device=self._device)
+        q = torch.zeros(self._vocabulary or 0, device=self._device)
+        return q.scatter_(0, tokens, (counts / counts.sum()).to(self._device))
+
+    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        self._vocabulary = logits.shape[-1]
+        self._device = logits.device
+        fresh = len(context) - emitted
+        self._read_up_to(fresh, context)
+        if self.top_k > 1:
+            best = logits[:emitted].topk(min(self.top_k, logits.shape[-1]), dim=-1).indices.tolist()
+            for i, ranked in enumerate(best, start=fresh):
+                self._count(context, i, [token for token in reversed(ranked) if token != context[i]])
+            self._read = len(context)
+        else:
+            self._read_up_to(len(context), context)
+
+    def rollback(self, length: int) -> None:
+        """Only emitted tokens are ever counted, so there is nothing to take back."""
+
+    def _read_up_to(self, end: int, context: Sequence[int]) -> None:
+        """Count the tokens of ``context[:end]`` that were not read yet."""
+        for i in range(self._read, end):
+            self._count(context, i)
+        self._read = max(self._read, end)
+
+    def _count(self, context: Sequence[int], i: int, others: Sequence[int] = ()) -> None:
+        """Count token ``i``, and ``others`` that might have stood there, for every context before it."""
+        contexts = [tuple(context[i - n : i]) for n in range(1, min(self.order - 1, i) + 1)]
+        tokens = [*others, context[i]]
+        for key in contexts:
+            known = self._continuations.get(key)
+            if known is None:
+                known = self._continuations[key] = _Continuations()
+            for token in tokens:
+                known.add(token)
+        if self.window is not None:
+            self._recent.append((contexts, tokens))
+            if len(self._recent) > self.window:
+                self._forget(*self._recent.popleft())
+
+    def _forget(self, contexts: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> None:
+        for key in contexts:
+            known = self._continuations[key]
+            for token in tokens:
+                known.remove(token)
+            if not known.counts:
+                del self._continuations[key]

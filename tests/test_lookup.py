@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbench.drafters.base import Draft
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.options import split_spec
+from specbench.errors import UsageError
+from specbench.lengths import FixedLength
+from specbench.sampling import Randomness, Sampling
+
+
+def draft(drafter: LookupDrafter, context: Sequence[int], room: int = 100, gamma: int = 5) -> Draft:
+    return drafter.propose(context, room, FixedLength(gamma), Sampling(), Randomness(0))
+
+
+def drafted(
+    context: Sequence[int], max_match: int | None = 3, min_match: int = 1, room: int = 100, gamma: int = 1
+) -> list[int]:
+    """What a fresh drafter proposes behind ``context``."""
+    drafter = LookupDrafter(max_match, min_match)
+    drafter.begin(context)
+    return draft(drafter, context, room, gamma).tokens
+
+
+def test_copies_what_followed() -> None:
+    assert drafted([1, 2, 3, 4, 5, 6, 2, 3], gamma=3) == [4, 5, 6]
+
+
+def test_the_longest_match_wins() -> None:
+    context = [1, 2, 3, 7, 9, 2, 3, 8, 9, 3, 5, 1, 2, 3]
+    assert drafted(context, max_match=3) == [7]
+    assert drafted(context, max_match=2) == [8]
+    assert drafted(context, max_match=1) == [5]
+
+
+def test_of_equal_matches_the_most_recent_wins() -> None:
+    assert drafted([1, 2, 5, 1, 2, 6, 1, 2]) == [6]
+
+
+def test_matches_shorter_than_the_shortest_do_not_count() -> None:
+    assert drafted([1, 2, 3, 9, 2, 3], min_match=2) == [9]
+    assert drafted([1, 2, 3, 9, 2, 3], min_match=3) == []
+
+
+def test_what_is_copied_may_run_into_the_drafts() -> None:
+    assert drafted([8, 1, 2, 3, 1, 2, 3], gamma=8) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert drafted([4, 4], gamma=4) == [4, 4, 4, 4]
+
+
+def test_a_match_may_overlap_the_end_of_the_context() -> None:
+    assert drafted([7, 7, 7, 7], max_match=3, min_match=3, gamma=2) == [7, 7]
+
+
+@pytest.mark.parametrize("context", [[1], [1, 2], [0]])
+def test_no_match_is_no_draft(context: list[int]) -> None:
+    drafter = LookupDrafter()
+    drafter.begin(context)
+    result = draft(drafter, context)
+    assert result.tokens == []
+    assert result.q is None
+    assert result.logits is None
+
+
+def test_no_room_and_little_room() -> None:
+    assert drafted([1, 1, 1], room=0) == []
+    assert drafted([1, 1, 1], room=2, gamma=5) == [1, 1]
+
+
+def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
+    rooms: list[int] = []
+    asked: list[tuple[int, object]] = []
+
+    class Noting(FixedLength):
+        def begin(self, room: int) -> int:
+            rooms.append(room)
+            return super().begin(room)
+
+        def draw_next(self, drafted: int, logits: torch.Tensor | None) -> bool:
+            asked.append((drafted, logits))
+            return drafted < 2
+
+    drafter = LookupDrafter()
+    drafter.begin([1, 1, 1])
+    policy = Noting(7)
+    assert drafter.propose([1, 1, 1], 9, policy, Sampling(), Randomness(0)).tokens == [1, 1]
+    assert rooms == [9]
+    assert asked == [(0, None), (1, None), (2, None)]
+
+
+def test_the_output_is_searched_as_well_as_the_prompt() -> None:
+    drafter = LookupDrafter()
+    context = [1, 2, 3]
+    drafter.begin(context)
+    assert draft(drafter, context).tokens == []
+    for step in ([4, 5], [1], [6, 4]):
+        context += step
+        drafter.commit(context, len(step), torch.zeros(len(step), 8))
+        drafter.rollback(len(context) - 1)
+    assert draft(drafter, context, gamma=2).tokens == [5, 1]
+
+
+def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
+    drafter = LookupDrafter(None)
+    drafter.begin([1, 2] * 10)
+    draft(drafter, [1, 2] * 10)
+    drafter.begin([3, 1])
+    assert draft(drafter, [3, 1]).tokens == []
+    # Places of the first prompt would lie beyond the end of this one.
+    assert draft(drafter, [3, 1, 2]).tokens == []
+
+
+def test_a_new_prompt_leaves_no_earlier_places_of_the_last() -> None:
+    drafter = LookupDrafter(None)
+    drafter.begin([1, 2] * 20)
+    draft(drafter, [1, 2] * 20)
+    # 5 6 7 8 stood here once, and is followed by 50. In the last prompt place 20 came after place 18.
+    context = [*range(100, 116), 5, 6, 7, 8, 50, 113, 5, 6, 7, 8]
+    drafter.begin(context)
+    assert draft(drafter, context, gamma=1).tokens == [50]
+
+
+def test_matches_of_any_length() -> None:
+    # Six tokens agree at the first place, five at the second, which is the more recent.
+    context = [9, 1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 0, 9, 1, 2, 3, 4, 5, 6]
+    assert drafted(context, max_match=None) == [7]
+    assert drafted(context, max_match=6) == [7]
+    assert drafted(context, max_match=5) == [0]
+    assert drafted(context, max_match=3) == [0]
+    assert drafted([3, 5, 3], max_match=None) == [5]
+
+
+def test_of_equal_long_matches_the_most_recent_wins() -> None:
+    run = [1, 2, 3, 4, 5]
+    assert drafted([0, *run, 7, 0, *run, 8, 9, *run], max_match=None) == [8]
+
+
+def test_longer_matches_are_looked_for_at_the_most_recent_places_only() -> None:
+    long, short = [9, 1, 2, 3, 4], [1, 2, 3, 4]
+    for others, expected in ((31, 7), (32, 6)):
+        context = [*long, 7, *([*short, 6] * others), *long]
+        assert drafted(context, max_match=None) == [expected]
+
+
+def test_very_long_matches_are_not_told_apart() -> None:
+    run = list(range(100, 170))
+    for length, expected in ((63, 7), (64, 8), (65, 8)):
+        context = [*run, 7, 0, *run[70 - length :], 8, 1, *run]
+        assert drafted(context, max_match=None) == [expected]
+
+
+class Watched(list[int]):
+    """A list that is never walked, and notes what is asked of it."""
+
+    def __init__(self, *tokens: Any) -> None:
+        super().__init__(*tokens)
+        self.asked: list[Any] = []
+        self.longest = 0
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("the whole context is walked")
+
+    def __getitem__(self, key: Any) -> Any:
+        result = super().__getitem__(key)
+        self.asked.append(key)
+        if isinstance(result, list):
+            self.longest = max(self.longest, len(result))
+        return result
+
+
+@pytest.mark.parametrize("max_match", [3, None])
+def test_no_step_reads_the_whole_context(max_match: int | None) -> None:
+    drafter = LookupDrafter(max_match)
+    context = Watched([1, 2, 3] * 1000)
+    drafter.begin(context)
+    draft(drafter, context)
+    context.asked.clear()
+    for token in (1, 2, 3):
+        context.append(token)
+        drafter.commit(context, 1, torch.zeros(1, 4))
+        draft(drafter, context)
+    assert context.longest <= 4
+    assert len(context.asked) < 500  # 64 comparisons of two tokens each in a step, and little else
+
+
+# Against a search through the whole context.
+
+
+def reference(context: Sequence[int], max_match: int | None, min_match: int, gamma: int) -> list[int]:
+    """The rule written down plainly: of all places, the longest match, of equals the last."""
+    limit = min(max_match or 64, len(context) - 1)
+
+    def match(place: int) -> int:
+        length = 0
+        while length < min(limit, place) and context[place - 1 - length] == context[-1 - length]:
+            length += 1
+        return length
+
+    places = [place for place in range(1, len(context)) if match(place) >= min_match]
+    # Matches of more than four tokens (of min_match, if that is more) are compared at 32 places only.
+    indexed = max(4, min_match)
+    near = [place for place in places if match(place) >= indexed][-32:]
+    best = max(near or places, key=lambda place: (match(place), place), default=None)
+    extended = list(context)
+    while best is not None and len(extended) < len(context) + gamma:
+        extended.append(extended[best + len(extended) - len(context)])
+    return extended[len(context) :]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    # Drawn as a whole: lists drawn token by token are mostly too short to repeat themselves.
+    st.builds(
+        lambda seed, vocabulary, length: Random(seed).choices(range(vocabulary), k=length),
+        st.integers(0, 2**32),
+        st.integers(1, 4),
+        st.integers(1, 150),
+    ),
+    st.none() | st.integers(1, 10),
+    st.integers(1, 10),
+    st.data(),
+)
+def test_agrees_with_a_search(context: list[int], max_match: int | None, min_match: int, data: Any) -> None:
+    min_match = min(min_match, max_match or min_match)
+    drafter = LookupDrafter(max_match, min_match)
+    end = data.draw(st.integers(1, len(context)))
+    drafter.begin(context[:end])
+    while True:
+        gamma = data.draw(st.integers(0, 6))
+        assert draft(drafter, context[:end], room=gamma, gamma=9).tokens == reference(
+            context[:end], max_match, min_match, gamma
+        )
+        if end == len(context):
+            break
+        emitted = data.draw(st.integers(1, len(context) - end))
+        end += emitted
+        drafter.commit(context[:end], emitted, torch.zeros(emitted, 4))
+        drafter.rollback(end - 1)
+
+
+# Options.
+
+
+@pytest.mark.parametrize("name", ["lookup", "lookup:n=2", "lookup:n=any", "lookup:n=5,min=2", "lookup:min=3"])
+def test_the_name_is_that_of_the_command_line(name: str) -> None:
+    assert LookupDrafter.from_options(split_spec(name)[1]).name == name
+
+
+def test_options_reach_the_drafter() -> None:
+    drafter = LookupDrafter.from_options({"n": "5", "min": "2"})
+    assert (drafter.max_match, drafter.min_match) == (5, 2)
+    assert LookupDrafter.from_options({"n": "any"}).max_match is None
+    assert LookupDrafter.from_options({}).max_match == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": "0"}, r"longest match of the lookup is 0 tokens\. Give 1 to 64\."),
+        ({"n": "65"}, "longest match of the lookup is 65"),
+        ({"min": "0"}, "shortest match of the lookup is 0"),
+        ({"min": "65", "n": "any"}, "shortest match of the lookup is 65"),
+        ({"min": "4"}, "4 tokens, is above the longest, 3"),
+        ({"n": True}, "needs a value"),
+        ({"n": "many"}, r"no whole number\. Options of lookup: n=TOKENS \(or any\), min=TOKENS"),
+        ({"min": "any"}, "no whole number"),
+        ({"order": "3"}, "no option 'order'"),
+    ],
+)
+def test_bad_options(options: dict[str, str | bool], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        LookupDrafter.from_options(options)
+
+
+def test_the_reading_of_the_prompt_is_timed_once() -> None:
+    class Ticking:
+        time = 0.0
+
+        def now(self) -> float:
+            self.time += 1.0
+            return self.time
+
+    drafter = LookupDrafter(clock=Ticking())
+    drafter.begin([1, 2])
+    assert draft(drafter, [1, 2]).prefill_s == 1.0
+    assert draft(drafter, [1, 2, 3]).prefill_s == 0.0

@@ -1,0 +1,535 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbench.drafters.base import Draft, Drafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.options import split_spec
+from specbench.errors import UsageError
+from specbench.lengths import FixedLength
+from specbench.sampling import Randomness, Sampling
+
+GREEDY = Sampling()
+SAMPLING = Sampling(temperature=0.7, top_k=1)
+
+
+class Scripted(Randomness):
+    """Draws the given tokens, as long as their probability allows, and notes what they were drawn from."""
+
+    def __init__(self, *tokens: int) -> None:
+        super().__init__(0)
+        self.tokens = list(tokens)
+        self.drawn_from: list[torch.Tensor] = []
+
+    def draw(self, probabilities: torch.Tensor) -> int:
+        token = self.tokens.pop(0)
+        assert probabilities[token] > 0
+        self.drawn_from.append(probabilities)
+        return token
+
+
+class Stubborn(FixedLength):
+    """Stops before draft ``stop``, and notes every question."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(100)
+        self.stop = stop
+        self.rooms: list[int] = []
+        self.asked: list[tuple[int, object]] = []
+
+    def begin(self, room: int) -> int:
+        self.rooms.append(room)
+        return super().begin(room)
+
+    def draw_next(self, drafted: int, logits: torch.Tensor | None) -> bool:
+        self.asked.append((drafted, logits))
+        return drafted < self.stop
+
+
+def draft(
+    drafter: Drafter,
+    context: Sequence[int],
+    room: int = 100,
+    gamma: int = 5,
+    sampling: Sampling = GREEDY,
+    random: Randomness | None = None,
+) -> Draft:
+    return drafter.propose(context, room, FixedLength(gamma), sampling, random or Scripted())
+
+
+def drafted(drafter: Drafter, context: Sequence[int], **options: Any) -> list[int]:
+    """What a drafter that has just begun proposes behind ``context``."""
+    drafter.begin(context)
+    return draft(drafter, context, **options).tokens
+
+
+def ranking(rows: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:
+    """Logits in which the tokens of each row come in the order given, the most probable first."""
+    logits = torch.full((len(rows), vocabulary), -100.0)
+    for row, tokens in zip(logits, rows, strict=True):
+        for rank, token in enumerate(tokens):
+            row[token] = -rank
+    return logits
+
+
+def test_the_most_frequent_continuation() -> None:
+    assert drafted(NGramDrafter(order=2), [1, 5, 1, 6, 1, 5, 1, 7, 1], gamma=1) == [5]
+
+
+def test_ties_go_to_the_most_recent() -> None:
+    assert drafted(NGramDrafter(order=2), [1, 5, 1, 6, 1], gamma=1) == [6]
+    assert drafted(NGramDrafter(order=2), [1, 5, 1, 6, 1, 6, 1, 5, 1], gamma=1) == [5]
+
+
+def test_the_longest_context_comes_first() -> None:
+    # Behind 2 alone, 9 is the more frequent; behind 1 2 it is 3.
+    prompt = [1, 2, 3, 2, 9, 2, 9, 1, 2]
+    assert drafted(NGramDrafter(order=3), prompt, gamma=1) == [3]
+    assert drafted(NGramDrafter(order=2), prompt, gamma=1) == [9]
+
+
+def test_backs_off_to_shorter_contexts() -> None:
+    assert drafted(NGramDrafter(order=4), [1, 2, 3, 8, 3], gamma=1) == [8]
+
+
+def test_drafts_extend_the_context() -> None:
+    # 4 was followed by 1 last; after the own draft 1 2 3 it is 5.
+    prompt = [1, 2, 3, 4, 5, 3, 9, 4, 1, 1, 2]
+    assert drafted(NGramDrafter(order=4), prompt, gamma=3) == [3, 4, 5]
+
+
+def test_stops_at_the_first_miss() -> None:
+    assert drafted(NGramDrafter(), [1, 2, 3, 4, 1, 2], gamma=2) == [3, 4]
+    drafter = NGramDrafter(order=2, window=2)
+    # Only 3 -> 4 and 4 -> 2 are remembered, so 2 is a dead end.
+    assert drafted(drafter, [2, 3, 4, 2], gamma=5) == []
+    assert draft(drafter, [2, 3, 4, 2, 3], gamma=5).tokens == [4, 2]
+
+
+def test_nothing_known_is_nothing_drafted() -> None:
+    drafter = NGramDrafter()
+    drafter.begin([1, 2, 3])
+    result = draft(drafter, [1, 2, 3])
+    assert (result.tokens, result.q, result.logits) == ([], None, None)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_prompt_of_one_token(sample: bool) -> None:
+    drafter = NGramDrafter(sample=sample)
+    assert drafted(drafter, [7], sampling=SAMPLING) == []
+    drafter.commit([7, 7], 1, torch.zeros(1, 8))
+    assert draft(drafter, [7, 7], gamma=3, sampling=SAMPLING, random=Scripted(7, 7, 7)).tokens == [7, 7, 7]
+
+
+def test_a_vocabulary_of_one_token() -> None:
+    drafter = NGramDrafter(sample=True, top_k=5)
+    drafter.begin([0, 0])
+    drafter.commit([0, 0, 0], 1, torch.zeros(1, 1))
+    result = draft(drafter, [0, 0, 0], gamma=2, sampling=SAMPLING, random=Randomness(0))
+    assert result.tokens == [0, 0]
+    assert result.q is not None
+    assert result.q.tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
+def test_no_room(sampling: Sampling) -> None:
+    drafter = NGramDrafter(sample=True)
+    drafter.begin([1, 1])
+    drafter.commit([1, 1, 1], 1, torch.zeros(1, 2))
+    result = draft(drafter, [1, 1, 1], room=0, sampling=sampling)
+    assert result.tokens == []
+    assert result.q is None
+
+
+def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
+    policy = Stubborn(stop=2)
+    drafter = NGramDrafter()
+    drafter.begin([1, 1, 1])
+    assert drafter.propose([1, 1, 1], 9, policy, GREEDY, Scripted()).tokens == [1, 1]
+    assert policy.rooms == [9]
+    assert policy.asked == [(0, None), (1, None), (2, None)]
+
+
+def test_at_most_max_drafts_and_no_more_than_room() -> None:
+    assert drafted(NGramDrafter(max_drafts=2), [1, 1, 1]) == [1, 1]
+    assert drafted(NGramDrafter(max_drafts=2), [1, 1, 1], room=1) == [1]
+    assert drafted(NGramDrafter(), [1, 1, 1], room=3) == [1, 1, 1]
+
+
+def test_learns_what_is_emitted() -> None:
+    drafter = NGramDrafter(order=2)
+    context = [1, 2, 1]
+    assert drafted(drafter, context, gamma=1) == [2]
+    for token in (3, 1):  # now as frequent as 2, and more recent
+        context.append(token)
+        drafter.commit(context, 1, torch.zeros(1, 4))
+        drafter.rollback(len(context) - 1)
+    assert draft(drafter, context, gamma=1).tokens == [3]
+
+
+def test_a_commit_before_the_first_proposal_reads_the_prompt_too() -> None:
+    drafter = NGramDrafter(order=3)
+    drafter.begin([1, 2, 3])
+    drafter.commit([1, 2, 3, 1, 2], 2, torch.zeros(2, 4))
+    assert draft(drafter, [1, 2, 3, 1, 2], gamma=1).tokens == [3]
+    # What it proposes is not counted: only emitted tokens are.
+    assert draft(drafter, [1, 2, 3, 1, 2], gamma=4).tokens == [3, 1, 2, 3]
+    drafter.commit([1, 2, 3, 1, 2, 4], 1, torch.zeros(1, 5))
+    assert draft(drafter, [1, 2, 3, 1, 2, 4, 2], gamma=1).tokens == [4]
+
+
+def test_a_window_forgets_what_left_it() -> None:
+    # 1 -> 5 twice, long ago; 1 -> 6 once, among the last four tokens.
+    prompt = [1, 5, 1, 5, 9, 9, 1, 6, 9, 1]
+    assert drafted(NGramDrafter(order=2), prompt, gamma=1) == [5]
+    assert drafted(NGramDrafter(order=2, window=7), prompt, gamma=1) == [6]
+    assert drafted(NGramDrafter(order=2, window=2), prompt, gamma=1) == []
+
+
+def test_a_tie_made_by_forgetting_goes_to_the_most_recent() -> None:
+    # In the last five tokens 1 is followed by 5 and by 6 once each; 6 is newer, though 5 was ahead before.
+    assert drafted(NGramDrafter(order=2, window=5), [1, 5, 1, 5, 1, 6, 1], gamma=1) == [6]
+    drafter = NGramDrafter(order=2, window=6)
+    assert drafted(drafter, [1, 5, 1, 6, 1, 5, 1], gamma=1) == [5]
+    drafter.commit([1, 5, 1, 6, 1, 5, 1, 9, 1], 2, torch.zeros(2, 10))
+    assert draft(drafter, [1, 5, 1, 6, 1, 5, 1, 9, 1], gamma=1).tokens == [9]
+
+
+def test_a_window_holds_no_more_than_it_says() -> None:
+    drafter = NGramDrafter(window=8, top_k=2)
+    context = list(range(50))
+    drafter.begin(context)
+    for token in range(50, 100):
+        context.append(token)
+        drafter.commit(context, 1, torch.zeros(1, 100))
+    assert len(drafter._continuations) == 8 * 3
+    assert len(drafter._recent) == 8
+
+
+def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
+    drafter = NGramDrafter(sample=True, window=100)
+    drafter.begin([1, 2, 1, 2])
+    drafter.commit([1, 2, 1, 2, 1], 1, torch.zeros(1, 3))
+    assert drafted(drafter, [3, 1], sampling=SAMPLING) == []
+    # The size of the vocabulary is forgotten as well: a prompt gives the same drafts whatever came before.
+    assert drafted(drafter, [1, 1], gamma=1, sampling=SAMPLING) == [1]
+
+
+def test_counts_kept_between_prompts() -> None:
+    drafter = NGramDrafter(order=3, keep=True)
+    assert drafted(drafter, [1, 2, 3]) == []
+    assert drafted(drafter, [4, 1], gamma=2) == [2, 3]
+    # Neither 3 4 nor 3 -> 4 was ever seen: they stood in different prompts.
+    assert drafted(drafter, [9, 3]) == []
+
+
+def test_the_window_of_kept_counts_spans_prompts() -> None:
+    drafter = NGramDrafter(order=2, keep=True, window=3)
+    drafted(drafter, [1, 2])
+    assert drafted(drafter, [8, 1], gamma=1) == [2]
+    assert drafted(drafter, [8, 1], gamma=1) == []
+
+
+def test_the_filler_counts_the_targets_best_tokens() -> None:
+    drafter = NGramDrafter(order=3, top_k=3)
+    drafter.begin([1, 2])
+    context = [1, 2, 5]
+    drafter.commit(context, 1, ranking([[6, 5, 7, 8]], 9))
+    assert drafter._continuations[(2,)].counts == {5: 1, 6: 1, 7: 1}
+    assert drafter._continuations[(1, 2)].counts == {5: 1, 6: 1, 7: 1}
+    # All once: the emitted one counts as the last one seen.
+    assert draft(drafter, [*context, 2], gamma=1).tokens == [5]
+
+
+def test_the_filler_prefers_the_more_probable_of_equals() -> None:
+    drafter = NGramDrafter(order=2, top_k=2, window=3)
+    drafter.begin([1])
+    drafter.commit([1, 5], 1, ranking([[6, 7, 5]], 8))  # 1 -> 5, 6, 7, although 5 is not among the best two
+    assert list(drafter._continuations[(1,)].counts) == [7, 6, 5]
+    drafter.commit([1, 5, 1, 6], 2, ranking([[1, 2], [6, 5]], 8))  # 1 -> 6, 5 on top of it
+    assert drafter._continuations[(1,)].counts == {5: 2, 6: 2, 7: 1}
+    assert draft(drafter, [1, 5, 1, 6, 1], gamma=1).tokens == [6]
+    drafter.commit([1, 5, 1, 6, 3], 1, ranking([[3]], 8))  # the first 1 -> leaves the window, fillers and all
+    assert drafter._continuations[(1,)].counts == {5: 1, 6: 1}
+
+
+def test_the_filler_reads_only_the_rows_of_emitted_tokens() -> None:
+    drafter = NGramDrafter(order=2, top_k=2)
+    drafter.begin([1])
+    drafter.commit([1, 2, 3], 2, ranking([[2, 4], [3, 5], [6, 7], [8, 9]], 10))
+    counts = {context: dict(known.counts) for context, known in drafter._continuations.items()}
+    assert counts == {(1,): {4: 1, 2: 1}, (2,): {5: 1, 3: 1}}
+
+
+def test_a_filler_of_one_is_the_plain_rule() -> None:
+    drafter = NGramDrafter(order=2, top_k=1)
+    drafter.begin([1])
+    drafter.commit([1, 2], 1, ranking([[3, 2]], 4))  # sampled: the target's best token was another one
+    assert drafter._continuations[(1,)].counts == {2: 1}
+
+
+def test_sampling_looks_at_the_longest_known_context_only() -> None:
+    drafter = NGramDrafter(order=3, sample=True)
+    context = [1, 5, 1, 6, 1, 6, 1]
+    drafter.begin(context[:-1])
+    drafter.commit(context, 1, torch.zeros(1, 8))
+    # 1 alone was followed by 5 as well, 6 1 by nothing but 6.
+    result = draft(drafter, context, gamma=1, sampling=SAMPLING, random=Randomness(0))
+    assert result.q is not None
+    assert result.q.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0]]
+
+
+def test_sampling_draws_from_the_normalised_counts_and_keeps_them() -> None:
+    drafter = NGramDrafter(order=2, sample=True)
+    context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
+    drafter.begin(context[:-1])
+    drafter.commit(context, 1, torch.zeros(1, 8))
+    random = Scripted(5, 1, 6)
+    result = draft(drafter, context, gamma=3, sampling=SAMPLING, random=random)
+    expected = torch.zeros(3, 8)
+    expected[0, 5], expected[0, 6] = 0.25, 0.75
+    expected[1, 1] = 1.0
+    expected[2] = expected[0]
+    assert result.tokens == [5, 1, 6]
+    assert result.q is not None
+    assert result.q.dtype == torch.float32
+    assert torch.equal(result.q, expected)
+    assert torch.equal(torch.stack(random.drawn_from), expected)
+
+
+def test_sampled_drafts_follow_the_counts() -> None:
+    drafter = NGramDrafter(order=2, sample=True)
+    context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
+    drafter.begin(context[:-1])
+    drafter.commit(context, 1, torch.zeros(1, 8))
+    random = Randomness(0)
+    drawn = Counter(
+        draft(drafter, context, gamma=1, sampling=SAMPLING, random=random).tokens[0] for _ in range(2000)
+    )
+    assert set(drawn) == {5, 6}
+    assert abs(drawn[5] / 2000 - 0.25) < 0.05  # five standard deviations
+
+
+def test_sampling_stops_at_a_miss_with_a_row_for_each_draft() -> None:
+    drafter = NGramDrafter(order=2, sample=True, window=2)
+    drafter.begin([2, 3, 4])
+    drafter.commit([2, 3, 4, 2], 1, torch.zeros(1, 5))
+    result = draft(drafter, [2, 3, 4, 2, 3], sampling=SAMPLING, random=Randomness(0))
+    assert result.tokens == [4, 2]
+    assert result.q is not None
+    assert result.q.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0]]
+
+
+def test_greedy_decoding_takes_the_most_frequent_and_draws_nothing() -> None:
+    drafter = NGramDrafter(order=2, sample=True)
+    context = [1, 5, 1, 6, 1, 6, 1]
+    drafter.begin(context[:-1])
+    drafter.commit(context, 1, torch.zeros(1, 8))
+    result = draft(drafter, context, gamma=1)
+    assert result.tokens == [6]
+    assert result.q is None
+
+
+class Watched(list[int]):
+    """A list that is never walked, and of which only short slices are taken."""
+
+    longest = 0
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("the whole context is walked")
+
+    def __getitem__(self, key: Any) -> Any:
+        result = super().__getitem__(key)
+        if isinstance(result, list):
+            self.longest = max(self.longest, len(result))
+        return result
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_no_step_reads_the_whole_context(sample: bool) -> None:
+    drafter = NGramDrafter(order=4, sample=sample, top_k=2)
+    context = Watched([1, 2, 3] * 1000)
+    drafter.begin(context)
+    draft(drafter, context)
+    context.append(1)
+    drafter.commit(context, 1, torch.zeros(1, 4))
+    context.longest = 0
+    asked: list[Any] = []
+
+    class Counting(Watched):
+        def __getitem__(self, key: Any) -> Any:
+            asked.append(key)
+            return super().__getitem__(key)
+
+    context = Counting(list.__iter__(context))
+    for _ in range(3):
+        context.append(2)
+        drafter.commit(context, 1, torch.zeros(1, 4))
+        draft(drafter, context, sampling=SAMPLING, random=Randomness(0))
+    assert context.longest == 3
+    assert len(asked) < 60
+
+
+# Against a recount from scratch.
+
+
+class Reference:
+    """The rule written down plainly: a list of every sight, recounted for every draft."""
+
+    def __init__(self, order: int, window: int | None, keep: bool, top_k: int) -> None:
+        self.order, self.window, self.keep, self.top_k = order, window, keep, top_k
+        self.sights: list[list[tuple[tuple[int, ...], int]]] = []  # one list for each token read
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        if not self.keep:
+            self.sights = []
+        for i in range(len(prompt)):
+            self.see(prompt[:i], [prompt[i]])
+
+    def see(self, before: Sequence[int], tokens: Sequence[int]) -> None:
+        lengths = [n for n in range(1, self.order) if n <= len(before)]
+        self.sights.append([(tuple(before[len(before) - n :]), token) for n in lengths for token in tokens])
+
+    def emit(self, context: Sequence[int], token: int, ranked: Sequence[int]) -> None:
+        others = [other for other in ranked[: self.top_k] if other != token] if self.top_k > 1 else []
+        self.see(context, [*reversed(others), token])
+
+    def counts(self, context: Sequence[int]) -> Counter[int]:
+        remembered = self.sights if self.window is None else self.sights[-self.window :]
+        for n in range(min(self.order - 1, len(context)), 0, -1):
+            suffix = tuple(context[len(context) - n :])
+            seen = [token for sights in remembered for known, token in sights if known == suffix]
+            if seen:
+                # In the order of their last sight, so that the last of the most frequent is the answer.
+                return Counter(
+                    {t: seen.count(t) for t in sorted(set(seen), key=lambda t: seen[::-1].index(t))}
+                )
+        return Counter()
+
+    def propose(self, context: Sequence[int], gamma: int) -> tuple[list[int], list[Counter[int]]]:
+        tokens: list[int] = []
+        rows = []
+        while len(tokens) < gamma and (counts := self.counts([*context, *tokens])):
+            tokens.append(max(counts, key=lambda token: counts[token]))  # the first of equals: the newest
+            rows.append(counts)
+        return tokens, rows
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[list[tuple[int, list[int]]]]]]]:
+    """A vocabulary and prompts, each with steps of emitted tokens and the target's ranking at each."""
+    vocabulary = draw(st.integers(1, 4))
+    token = st.integers(0, vocabulary - 1)
+    emitted = st.tuples(token, st.permutations(range(vocabulary)))
+    prompt = st.tuples(
+        # Drawn as a whole: lists drawn token by token are mostly too short to repeat themselves.
+        st.builds(
+            lambda seed, length: Random(seed).choices(range(vocabulary), k=length),
+            st.integers(0, 2**32),
+            st.integers(1, 40),
+        ),
+        st.lists(st.lists(emitted, min_size=1, max_size=4), max_size=6),
+    )
+    return vocabulary, draw(st.lists(prompt, min_size=1, max_size=3))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    runs(),
+    st.integers(2, 5),
+    st.none() | st.integers(1, 12),
+    st.booleans(),
+    st.integers(1, 5),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_agrees_with_a_recount(
+    run: Any, order: int, window: int | None, keep: bool, top_k: int, first_target: bool, chance: Any
+) -> None:
+    vocabulary, prompts = run
+    drafter = NGramDrafter(order=order, window=window, keep=keep, top_k=top_k, sample=True)
+    reference = Reference(order, window, keep, top_k)
+    for prompt, steps in prompts:
+        context = list(prompt)
+        drafter.begin(prompt)
+        reference.begin(prompt if steps else [])  # a prompt behind which nothing is drafted is never read
+        for number, step in enumerate(steps):
+            if number or not first_target:
+                gamma = chance.randint(0, 6)
+                tokens, rows = reference.propose(context, gamma)
+                assert draft(drafter, context, room=gamma, gamma=9).tokens == tokens
+                if number:
+                    # The most frequent tokens are one possible draw, behind which q must be the counts.
+                    result = draft(
+                        drafter, context, room=gamma, gamma=9, sampling=SAMPLING, random=Scripted(*tokens)
+                    )
+                    assert result.tokens == tokens
+                    assert (result.q is None) == (not tokens)
+                    for i, counts in enumerate(rows):
+                        q = [counts[t] / counts.total() for t in range(vocabulary)]
+                        assert result.q is not None
+                        assert result.q[i].tolist() == pytest.approx(q, abs=1e-6)
+            rankings = [ranked for _, ranked in step]
+            for token, ranked in step:
+                reference.emit(context, token, ranked)
+                context.append(token)
+            drafter.commit(context, len(step), ranking([*rankings, range(vocabulary)], vocabulary))
+            drafter.rollback(len(context) - 1)
+
+
+# Options.
+
+
+def test_the_name_is_that_of_the_command_line() -> None:
+    assert NGramDrafter().name == "ngram"
+    assert NGramDrafter(order=3, window=512, sample=True).name == "ngram:order=3,window=512,sample"
+    everything = "ngram:order=2,max=3,window=5,keep,top-k=4,sample"
+    drafter = NGramDrafter.from_options(split_spec(everything)[1])
+    assert drafter.name == everything
+    assert (drafter.order, drafter.max_drafts, drafter.window) == (2, 3, 5)
+    assert (drafter.keep, drafter.top_k, drafter.sample) == (True, 4, True)
+    assert NGramDrafter.from_options({}).name == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "1"}, r"order is 1\. Give a number from 2 \(bigrams\) to 16\."),
+        ({"order": "17"}, "order is 17"),
+        ({"order": True}, "needs a value"),
+        ({"order": "two"}, "no whole number"),
+        ({"max": "0"}, "draft limit is 0"),
+        ({"window": "-1"}, "window is -1"),
+        ({"top-k": "0"}, "top-k is 0"),
+        ({"keep": "yes"}, "takes no value"),
+        ({"gamma": "4"}, "Options of ngram: order=N, max=TOKENS, window=TOKENS, keep, top-k=K, sample"),
+    ],
+)
+def test_bad_options(options: dict[str, str | bool], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        NGramDrafter.from_options(options)
+
+
+def test_the_reading_of_the_prompt_is_timed_once() -> None:
+    class Ticking:
+        time = 0.0
+
+        def now(self) -> float:
+            self.time += 1.0
+            return self.time
+
+    drafter = NGramDrafter(clock=Ticking())
+    drafter.begin([1, 2])
+    assert draft(drafter, [1, 2]).prefill_s == 1.0
+    assert draft(drafter, [1, 2]).prefill_s == 0.0
+    drafter.begin([1, 2])
+    drafter.commit([1, 2, 3], 1, torch.zeros(1, 4))
+    assert draft(drafter, [1, 2, 3]).prefill_s == 0.0
