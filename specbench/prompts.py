@@ -1,0 +1,275 @@
+"""Prompts: the sets that come with specbench, files in the same form, and the one prompt of ``generate``.
+
+A set is a JSON Lines file; ``prompts/README.md`` describes its fields. Texts are data: whatever they contain
+is kept, except for lone surrogates, which no tokenizer can encode.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, TextIO
+
+from specbench.errors import RunError, UsageError
+
+__all__ = ["Prompt", "load_prompts", "prompt_sets", "read_prompt_text"]
+
+ALL_SETS = "all"
+_SUFFIX = ".jsonl"
+_FORM = 'Each line holds an object such as {"id": "a-1", "category": "chat", "turns": ["Hello"]}.'
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        id: Unique within what ``load_prompts`` returns.
+        category: The group that results are reported by.
+        turns: What the user says, turn by turn; at least one, none of them blank.
+        system: The system message; ``None`` when the prompt has none.
+    """
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    system: str | None = None
+
+
+def prompt_sets() -> dict[str, int]:
+    """The built-in sets, by name in alphabetical order, each with its number of prompts."""
+    return {name: len(_read(file, name)) for name, file in _built_in().items()}
+
+
+def load_prompts(
+    sources: Sequence[str | Path], categories: Sequence[str] = (), limit: int | None = None
+) -> list[Prompt]:
+    """Read prompts from built-in sets and files.
+
+    Args:
+        sources: Names of built-in sets, ``"all"`` for every one of them, or JSON Lines files. A string that
+            is a set's name means the set; ``./chat`` or a ``Path`` means the file. Each is read once, however
+            often it is named.
+        categories: Keep only these; empty keeps all.
+        limit: How many prompts in all, taken in turn from the categories, so that a smaller limit gives the
+            beginning of what a larger one gives. ``None`` keeps all, in the order of the sources.
+
+    Raises:
+        UsageError: A source does not exist or breaks the format (which line, and why), two prompts share an
+            id, a category does not exist, the limit is below 1, or there are no prompts.
+        RunError: The installation lacks the built-in sets.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"The limit on prompts is {limit}.", "Give at least 1.")
+    if not sources:
+        raise UsageError(
+            "No prompt set or file was named.", f"The sets are {_listed([*_built_in(), ALL_SETS])}."
+        )
+    origins: dict[str, str] = {}
+    prompts: list[Prompt] = []
+    for file, name in _resolve(sources).items():
+        for number, prompt in _read(file, name):
+            origin = f"{name} line {number}"
+            if prompt.id in origins:
+                raise UsageError(
+                    f"Two prompts have the id {prompt.id!r}: {origins[prompt.id]} and {origin}.",
+                    "Give every prompt an id of its own.",
+                )
+            origins[prompt.id] = origin
+            prompts.append(prompt)
+    if not prompts:
+        names = ", ".join(_resolve(sources).values())
+        raise UsageError(f"There are no prompts in {names}.", "Give each prompt a line of its own.")
+    prompts = _of_categories(prompts, categories)
+    return prompts if limit is None else _in_turn(prompts, limit)
+
+
+def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO | None) -> str:
+    """The prompt of ``generate``: its argument, standard input (``-``) or a file.
+
+    One line break at the end of standard input or a file is dropped, since editors and ``echo`` add it.
+
+    Args:
+        prompt: The argument, ``"-"`` for standard input; ``None`` when it was not given.
+        prompt_file: The file; ``None`` when it was not given.
+        stdin: A text stream over bytes, like ``sys.stdin``; read only for ``"-"``. ``None`` when closed.
+
+    Raises:
+        UsageError: Neither or both were given, the file cannot be read, the text is blank or not UTF-8.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("A prompt and a prompt file were given.", "Leave one of them out.")
+    if prompt_file is not None:
+        where = f"The prompt file {_shown(str(prompt_file))}"
+        text = _without_last_break(_decoded(_bytes_of(prompt_file, _shown(str(prompt_file))), where))
+    elif prompt == "-":
+        where = "The prompt from standard input"
+        if stdin is None:
+            raise UsageError(
+                "Standard input is closed.", "Give the prompt as an argument or with --prompt-file."
+            )
+        text = _without_last_break(_decoded(stdin.buffer.read(), where))
+    elif prompt is not None:
+        where, text = "The prompt", prompt
+    else:
+        raise UsageError(
+            "No prompt was given.", "Give it as an argument, as - for standard input, or with --prompt-file."
+        )
+    if not text.strip():
+        raise UsageError(f"{where} is empty.", "Give at least one character that is not white space.")
+    return _encodable(text)
+
+
+def _built_in() -> dict[str, Traversable]:
+    """The files of the built-in sets by name: ``specbench/_prompts``, or a checkout's ``prompts/``."""
+    folder = resources.files("specbench") / "_prompts"
+    if not folder.is_dir():
+        folder = Path(__file__).parent.parent / "prompts"
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    files = {entry.name.removesuffix(_SUFFIX): entry for entry in entries if entry.name.endswith(_SUFFIX)}
+    if not files:
+        raise RunError(
+            "The built-in prompt sets are missing from this installation.", "Install specbench again."
+        )
+    return dict(sorted(files.items()))
+
+
+def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
+    """The files behind the sources, in order and each once, with the name to show for it."""
+    built_in = _built_in()
+    files: dict[Traversable, str] = {}
+    for source in sources:
+        if source == ALL_SETS:
+            files.update({file: name for name, file in built_in.items()})
+        elif isinstance(source, str) and source in built_in:
+            files[built_in[source]] = source
+        else:
+            path = Path(source)
+            if isinstance(source, str) and source == path.name and not path.suffix and not _exists(path):
+                raise UsageError(
+                    f"There is no prompt set {_shown(source)}.",
+                    f"The sets are {_listed([*built_in, ALL_SETS])}; a file is named by its path.",
+                )
+            files[path] = _shown(str(path))
+    return files
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long a name, or a NUL in it
+        return False
+
+
+def _read(file: Traversable, name: str) -> list[tuple[int, Prompt]]:
+    """The prompts of a file, each with the number of its line; ``name`` stands in the errors."""
+    lines = _decoded(_bytes_of(file, name), f"The prompt file {name}").split("\n")
+    # Not splitlines(): a JSON string may hold U+2028 and its like as they are.
+    return [(n, _parsed(line, f"Line {n} of {name}")) for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parsed(line: str, where: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is not JSON: {error.msg} at column {error.colno}.", _FORM) from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of nested lists
+        raise UsageError(f"{where} is not JSON that can be read.", _FORM) from None
+    if not isinstance(fields, dict):
+        raise UsageError(f"{where} is not a JSON object.", _FORM)
+    key = "id" if "id" in fields or "question_id" not in fields else "question_id"
+    turns = _field(fields, "turns", list, "a list of strings", where)
+    if not turns or not all(isinstance(turn, str) for turn in turns):
+        raise UsageError(f'{where}: "turns" is not a list of one or more strings.', _FORM)
+    for number, turn in enumerate(turns, 1):
+        if not turn.strip():
+            raise UsageError(f"{where}: turn {number} is empty.", "Write its text or take it out.")
+    system = None
+    if fields.get("system") is not None:
+        system = _encodable(_field(fields, "system", str, "a string", where))
+    return Prompt(
+        id=_name(str(_field(fields, key, (str, int), "a string or an integer", where)), key, where),
+        category=_name(_field(fields, "category", str, "a string", where), "category", where),
+        turns=tuple(_encodable(turn) for turn in turns),
+        system=system,
+    )
+
+
+def _field(
+    fields: Mapping[str, Any], key: str, types: type | tuple[type, ...], called: str, where: str
+) -> Any:
+    if key not in fields:
+        raise UsageError(f'{where} has no "{key}".', _FORM)
+    value = fields[key]
+    if not isinstance(value, types) or isinstance(value, bool):  # true is an int to isinstance
+        raise UsageError(f'{where}: "{key}" is not {called}.', _FORM)
+    return value
+
+
+def _name(text: str, key: str, where: str) -> str:
+    if not text.strip():
+        raise UsageError(f'{where}: "{key}" is empty.', _FORM)
+    return _encodable(text)
+
+
+def _of_categories(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
+    existing = list(dict.fromkeys(prompt.category for prompt in prompts))
+    for category in categories:
+        if category not in existing:
+            raise UsageError(
+                f"No prompt has the category {_shown(category)}.", f"The categories are {_listed(existing)}."
+            )
+    return [prompt for prompt in prompts if not categories or prompt.category in categories]
+
+
+def _in_turn(prompts: Iterable[Prompt], limit: int) -> list[Prompt]:
+    """The first of every category, then the second of every category, and so on, up to ``limit``."""
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    rounds = zip_longest(*by_category.values())
+    return list(islice((prompt for taken in rounds for prompt in taken if prompt is not None), limit))
+
+
+def _bytes_of(file: Traversable, name: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"There is no prompt file {name}.", "Check its path.") from None
+    except IsADirectoryError:
+        raise UsageError(f"The prompt file {name} is a folder.", "Name a file in it.") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"The prompt file {name} cannot be read: {reason}.", "Check its path.") from None
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is no part of the text
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{where} is not UTF-8 (line {line}).", "Save it as UTF-8.") from None
+
+
+def _without_last_break(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
+def _encodable(text: str) -> str:
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def _shown(name: str) -> str:
+    """A name as it may stand in a message: nothing in it can drive a terminal or break its encoding."""
+    return name if name.isprintable() and name else ascii(name)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(_shown(name) for name in names)

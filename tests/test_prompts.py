@@ -1,0 +1,533 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbench import prompts as module
+from specbench.errors import RunError, UsageError
+from specbench.prompts import Prompt, load_prompts, prompt_sets, read_prompt_text
+
+ROOT = Path(__file__).parent.parent
+SINGLE_TURN = {
+    "chat",
+    "code",
+    "code-editing",
+    "mathematics",
+    "question-answering",
+    "retrieval",
+    "structured-output",
+    "summarisation",
+    "translation",
+}
+MULTI_TURN = {"multi-turn-chat", "multi-turn-code"}
+
+
+def row(**fields: Any) -> dict[str, Any]:
+    return {"id": "a", "category": "chat", "turns": ["Hello"], **fields}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+    return path
+
+
+def refused(path: Path | str) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_prompts([path])
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+    return caught.value.message
+
+
+def ids(prompts: list[Prompt]) -> list[str]:
+    return [prompt.id for prompt in prompts]
+
+
+# The sets that come with specbench
+
+
+def test_every_promised_set_exists_and_has_at_least_eight_prompts() -> None:
+    sets = prompt_sets()
+    assert set(sets) == SINGLE_TURN | MULTI_TURN
+    assert min(sets.values()) >= 8
+    assert list(sets) == sorted(sets)
+
+
+@pytest.mark.parametrize("name", sorted(SINGLE_TURN | MULTI_TURN))
+def test_a_set_has_its_own_category_numbered_ids_and_as_many_turns_as_it_says(name: str) -> None:
+    prompts = load_prompts([name])
+    assert ids(prompts) == [f"{name}-{number:02d}" for number in range(1, len(prompts) + 1)]
+    assert {prompt.category for prompt in prompts} == {name}
+    assert {len(prompt.turns) for prompt in prompts} <= ({2, 3} if name in MULTI_TURN else {1})
+    for prompt in prompts:
+        for text in [*prompt.turns, *([] if prompt.system is None else [prompt.system])]:
+            assert text.strip()
+            assert text == text.strip("\n")
+
+
+def test_no_text_occurs_twice_in_the_sets() -> None:
+    prompts = load_prompts(["all"])
+    assert len(prompts) == sum(prompt_sets().values())
+    assert len(set(ids(prompts))) == len(prompts)
+    turns = Counter(turn for prompt in prompts for turn in prompt.turns)
+    assert [turn for turn, count in turns.items() if count > 1] == []
+
+
+def test_the_texts_to_summarise_are_of_the_promised_length() -> None:
+    for prompt in load_prompts(["summarisation"]):
+        _, text = prompt.turns[0].split("\n\n", 1)
+        assert 120 <= len(text.split()) <= 250, prompt.id
+
+
+def test_every_code_editing_prompt_carries_a_file_of_some_size() -> None:
+    for prompt in load_prompts(["code-editing"]):
+        _, code, end = prompt.turns[0].split("```")
+        assert code.count("\n") >= 15, prompt.id
+        assert not end, prompt.id
+
+
+def test_the_python_in_the_prompts_is_valid() -> None:
+    blocks = [
+        part.removeprefix("python\n")
+        for prompt in load_prompts(["all"])
+        for turn in prompt.turns
+        for part in turn.split("```")[1::2]
+        if part.startswith("python\n")
+    ]
+    assert len(blocks) >= 10
+    for block in blocks:
+        compile(block, "prompt", "exec")
+
+
+def test_the_readme_names_every_set() -> None:
+    readme = (ROOT / "prompts" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in prompt_sets() if f"`{name}`" not in readme] == []
+
+
+# Where the sets are found
+
+
+def test_the_packages_of_the_build_are_all_there_are() -> None:
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "packages"
+    ]
+    found = {
+        ".".join(path.relative_to(ROOT).parent.parts)
+        for path in (ROOT / "specbench").rglob("*.py")
+        if not path.is_relative_to(ROOT / "specbench" / "_prompts")
+    }
+    assert set(built) == found | {"specbench._prompts"}
+
+
+LIST_SETS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import specbench, specbench.prompts as prompts
+assert specbench.__file__.startswith(sys.argv[1]), specbench.__file__
+assert len(prompts.load_prompts(["all"])) == sum(prompts.prompt_sets().values())
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+print(json.dumps(prompts.prompt_sets()))
+"""
+
+
+def sets_seen_from(folder: Path, cwd: Path) -> dict[str, int]:
+    """``prompt_sets()`` in a fresh interpreter that imports specbench from ``folder``."""
+    command = [sys.executable, "-c", LIST_SETS, str(folder)]
+    answer = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    return dict(json.loads(answer.stdout))
+
+
+def test_a_checkout_finds_the_sets_from_any_folder_without_importing_torch(tmp_path: Path) -> None:
+    assert sets_seen_from(ROOT, tmp_path) == prompt_sets()
+
+
+def test_a_wheel_carries_the_sets_zipped_and_unpacked(tmp_path: Path) -> None:
+    setuptools = pytest.importorskip("setuptools")
+    if int(setuptools.__version__.split(".")[0]) < 77:
+        pytest.skip("the build needs setuptools 77")
+    source, unpacked = tmp_path / "source", tmp_path / "unpacked"
+    for folder in ("specbench", "prompts"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", source)
+    for name in ("README.md", "LICENSE"):
+        (source / name).write_text("", encoding="utf-8")
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True, timeout=300
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(unpacked)
+    assert [name for name in names if name.startswith("prompts/")] == []
+    assert "specbench/py.typed" in names
+    for path in (ROOT / "prompts").iterdir():
+        assert (unpacked / "specbench" / "_prompts" / path.name).read_bytes() == path.read_bytes()
+    assert sets_seen_from(unpacked, tmp_path) == prompt_sets()
+    assert sets_seen_from(wheel, tmp_path) == prompt_sets()
+
+
+def test_an_installation_without_the_sets_says_so(tmp_path: Path) -> None:
+    shutil.copytree(
+        ROOT / "specbench", tmp_path / "specbench", ignore=shutil.ignore_patterns("_*_", "_prompts")
+    )
+    command = "import sys; sys.path.insert(0, '.'); import specbench.prompts as p\ntry:\n  p.prompt_sets()\n"
+    command += "except p.RunError as error:\n  print(error)"
+    answer = subprocess.run(
+        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.startswith("The built-in prompt sets are missing from this installation.")
+    assert RunError.exit_code == 1
+
+
+# Reading
+
+
+def test_a_file_is_read_with_all_its_fields(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.jsonl",
+        row(turns=["One", "Two"], system="Be brief."),
+        row(id="b", category="own", source="ignored", system=None),
+        row(id=7, system=""),
+    )
+    assert load_prompts([path]) == load_prompts([str(path)])
+    assert load_prompts([path]) == [
+        Prompt("a", "chat", ("One", "Two"), "Be brief."),
+        Prompt("b", "own", ("Hello",), None),
+        Prompt("7", "chat", ("Hello",), ""),
+    ]
+
+
+def test_the_form_of_spec_bench_is_read(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "question.jsonl",
+        {"question_id": 81, "category": "writing", "turns": ["One", "Two"]},
+        {"question_id": 161, "category": "math", "turns": ["Three"], "reference": ["3"]},
+    )
+    assert load_prompts([path]) == [
+        Prompt("81", "writing", ("One", "Two"), None),
+        Prompt("161", "math", ("Three",), None),
+    ]
+
+
+def test_blank_lines_crlf_a_byte_order_mark_and_unicode_line_separators_do_no_harm(tmp_path: Path) -> None:
+    lines = [
+        "",
+        json.dumps(row(turns=["a\u2028b\u0085c"]), ensure_ascii=False),
+        "  \t",
+        json.dumps(row(id="b")),
+        "",
+    ]
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    assert load_prompts([path]) == [
+        Prompt("a", "chat", ("a\u2028b\u0085c",), None),
+        Prompt("b", "chat", ("Hello",), None),
+    ]
+
+
+def test_text_is_kept_as_data_except_for_lone_surrogates(tmp_path: Path) -> None:
+    text = " [red]\x00\x1b[31m שלום 🚲 [/] <b> "
+    turns = [text, "a\ud800b", "\ud83d\ude00"]
+    (prompt,) = load_prompts([write(tmp_path / "mine.jsonl", row(turns=turns, system="\udfff"))])
+    assert prompt.turns == (
+        text,
+        "a\ufffdb",
+        "😀",
+    )  # JSON escapes a pair as two halves: together they are one
+    assert prompt.system == "\ufffd"
+
+
+def test_sources_are_read_in_order_and_each_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", row(), row(id="b"))
+    chat = load_prompts(["chat"])
+    assert load_prompts([path, "chat", path, "chat"]) == load_prompts([path]) + chat
+    assert load_prompts(["chat", "all"])[: len(chat)] == chat
+    assert len(load_prompts(["chat", "all"])) == len(load_prompts(["all"]))
+
+
+def test_a_name_means_the_set_and_a_path_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "chat", row())
+    write(tmp_path / "all", row(id="b"))
+    write(tmp_path / "plain", row(id="c"))
+    assert len(load_prompts(["chat"])) == prompt_sets()["chat"]
+    assert ids(load_prompts(["./chat"])) == ids(load_prompts([Path("chat")])) == ["a"]
+    assert ids(load_prompts([Path("all")])) == ["b"]
+    assert ids(load_prompts(["plain"])) == ["c"]
+
+
+# Filters
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Five prompts of x, one of y, two of z."""
+    categories = "xxxyzxzx"
+    return write(tmp_path / "mixed.jsonl", *(row(id=f"{c}{n}", category=c) for n, c in enumerate(categories)))
+
+
+def test_the_limit_takes_from_the_categories_in_turn(mixed: Path) -> None:
+    whole = ["x0", "y3", "z4", "x1", "z6", "x2", "x5", "x7"]
+    for limit in range(1, 9):
+        assert ids(load_prompts([mixed], limit=limit)) == whole[:limit]
+    assert ids(load_prompts([mixed], limit=100)) == whole
+    assert ids(load_prompts([mixed])) == ["x0", "x1", "x2", "y3", "z4", "x5", "z6", "x7"]
+
+
+def test_categories_are_chosen_before_the_limit_counts(mixed: Path) -> None:
+    assert ids(load_prompts([mixed], ["z"])) == ["z4", "z6"]
+    assert ids(load_prompts([mixed], ["z", "x"])) == ["x0", "x1", "x2", "z4", "x5", "z6", "x7"]
+    assert ids(load_prompts([mixed], ["z", "x"], limit=3)) == ["x0", "z4", "x1"]
+
+
+def test_a_limit_over_all_sets_spreads_over_all_categories() -> None:
+    sets = prompt_sets()
+    assert [prompt.category for prompt in load_prompts(["all"], limit=len(sets) + 2)] == [
+        *sets,
+        *list(sets)[:2],
+    ]
+
+
+@given(st.lists(st.sampled_from("xyz"), min_size=1, max_size=20), st.integers(1, 25))
+def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories: list[str], limit: int) -> None:
+    prompts = [Prompt(str(n), category, ("Hello",), None) for n, category in enumerate(categories)]
+    taken = module._in_turn(prompts, limit)
+    assert len(taken) == len(set(ids(taken))) == min(limit, len(prompts))
+    supply, counts = Counter(categories), Counter(prompt.category for prompt in taken)
+    most = max(counts.values())
+    assert all(counts[category] >= min(supply[category], most - 1) for category in supply)
+
+
+def test_an_unknown_category_is_named_with_those_that_exist(mixed: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_prompts([mixed], ["x", "nope"])
+    assert str(caught.value) == "No prompt has the category nope. The categories are x, y, z."
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_refused(limit: int) -> None:
+    with pytest.raises(UsageError, match=f"limit on prompts is {limit}"):
+        load_prompts(["chat"], limit=limit)
+
+
+# Errors in sources
+
+
+def test_an_unknown_set_is_named_with_those_that_exist() -> None:
+    with pytest.raises(UsageError) as caught:
+        load_prompts(["chta"])
+    assert caught.value.message == "There is no prompt set chta."
+    for name in [*prompt_sets(), "all"]:
+        assert name in str(caught.value)
+
+
+def test_no_sources_are_refused() -> None:
+    with pytest.raises(UsageError, match="No prompt set or file was named"):
+        load_prompts([])
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "folder/missing", "./missing"])
+def test_a_missing_file_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(name) == f"There is no prompt file {Path(name)}."
+
+
+def test_names_cannot_drive_the_terminal() -> None:
+    assert refused("\x1b[31mred") == r"There is no prompt set '\x1b[31mred'."
+    assert refused(Path("\x1b[31mred")) == r"There is no prompt file '\x1b[31mred'."
+    assert refused(Path("\udcff")) == r"There is no prompt file '\udcff'."
+    assert refused("nul\x00") == r"There is no prompt set 'nul\x00'."
+    assert refused(Path("nul\x00")).startswith(r"The prompt file 'nul\x00' cannot be read: ")
+    assert refused("n" * 5000).startswith("There is no prompt set nnn")
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path) == f"The prompt file {tmp_path} is a folder."
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "mine.jsonl", row())
+
+    def denied(self: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)  # a mode of 000 would not stop root
+    assert refused(path) == f"The prompt file {path} cannot be read: Permission denied."
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(json.dumps(row()).encode() + b"\n" + '{"id": "Grüße"}'.encode("latin-1"))
+    assert refused(path) == f"The prompt file {path} is not UTF-8 (line 2)."
+
+
+@pytest.mark.parametrize("content", ["", "\n \n\r\n"])
+def test_a_file_without_prompts_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(content, encoding="utf-8")
+    assert refused(path) == f"There are no prompts in {path}."
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"id": "a", ', "is not JSON: "),
+        ("Hello", "is not JSON: Expecting value at column 1."),
+        ('{"id": "a"} {"id": "b"}', "is not JSON: Extra data at column 13."),
+        ("[" * 100_000, "is not JSON that can be read."),
+        ('{"id": ' + "1" * 5000 + "}", "is not JSON that can be read."),
+        ('["a"]', "is not a JSON object."),
+        ("null", "is not a JSON object."),
+        ('{"category": "chat", "turns": ["Hello"]}', 'has no "id".'),
+        ('{"id": "a", "turns": ["Hello"]}', 'has no "category".'),
+        ('{"id": "a", "category": "chat"}', 'has no "turns".'),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(line: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(f"{json.dumps(row())}\n\n{line}\n", encoding="utf-8")
+    assert refused(path).startswith(f"Line 3 of {path} {reason}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"id": None}, '"id" is not a string or an integer.'),
+        ({"id": True}, '"id" is not a string or an integer.'),
+        ({"id": 1.5}, '"id" is not a string or an integer.'),
+        ({"id": " "}, '"id" is empty.'),
+        ({"category": 3}, '"category" is not a string.'),
+        ({"category": ""}, '"category" is empty.'),
+        ({"turns": "Hello"}, '"turns" is not a list of strings.'),
+        ({"turns": None}, '"turns" is not a list of strings.'),
+        ({"turns": []}, '"turns" is not a list of one or more strings.'),
+        ({"turns": ["Hello", 1]}, '"turns" is not a list of one or more strings.'),
+        ({"turns": [["Hello"]]}, '"turns" is not a list of one or more strings.'),
+        ({"turns": ["Hello", " \n"]}, "turn 2 is empty."),
+        ({"system": 1}, '"system" is not a string.'),
+        ({"system": ["Be brief."]}, '"system" is not a string.'),
+    ],
+)
+def test_a_field_of_the_wrong_form_is_refused(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", row(id="first"), row(**fields))
+    assert refused(path) == f"Line 2 of {path}: {reason}"
+
+
+def test_a_wrong_question_id_is_named_as_such(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", {"question_id": None, "category": "chat", "turns": ["Hello"]})
+    assert refused(path) == f'Line 1 of {path}: "question_id" is not a string or an integer.'
+
+
+def test_duplicate_ids_are_named_with_both_places(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.jsonl", row(), row(id="7"))
+    assert refused(write(tmp_path / "same.jsonl", row(), row(id="b"), row())) == (
+        f"Two prompts have the id 'a': {tmp_path / 'same.jsonl'} line 1 and {tmp_path / 'same.jsonl'} line 3."
+    )
+    two = write(tmp_path / "two.jsonl", {"question_id": 7, "category": "math", "turns": ["Hello"]})
+    with pytest.raises(UsageError) as caught:
+        load_prompts([one, two])
+    assert caught.value.message == f"Two prompts have the id '7': {one} line 2 and {two} line 1."
+
+
+# The prompt of generate
+
+
+def stdin(data: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(data), encoding="ascii")  # the terminal's own encoding plays no part
+
+
+def no_prompt(prompt: str | None, prompt_file: Path | None, data: bytes | None = b"unread") -> str:
+    with pytest.raises(UsageError) as caught:
+        read_prompt_text(prompt, prompt_file, None if data is None else stdin(data))
+    assert "\n" not in str(caught.value)
+    return caught.value.message
+
+
+def test_the_argument_is_the_prompt() -> None:
+    assert read_prompt_text(" Hello\n", None, None) == " Hello\n"
+    unread = stdin(b"unread")
+    assert read_prompt_text("--", None, unread) == "--"
+    assert unread.read() == "unread"
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"Hello", "Hello"),
+        (b"Hello\n", "Hello"),
+        (b"Hello\r\n", "Hello"),
+        (b"Hello\n\n", "Hello\n"),
+        (b" one\r\ntwo \r", " one\r\ntwo \r"),
+        (b"\xef\xbb\xbfHello", "Hello"),
+        ("Grüße 🚲".encode(), "Grüße 🚲"),
+        (b"-", "-"),
+        (b"\x00\x1b[31m[red]\x07\n", "\x00\x1b[31m[red]\x07"),
+    ],
+)
+def test_standard_input_and_a_file_give_the_same_text(data: bytes, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(data)
+    assert read_prompt_text("-", None, stdin(data)) == text
+    assert read_prompt_text(None, path, None) == text
+
+
+def test_lone_surrogates_of_the_command_line_are_replaced() -> None:
+    argument = os.fsdecode(b"caf\xe9 \xff!") if os.fsencode("é") == b"\xc3\xa9" else "caf\udce9 \udcff!"
+    text = read_prompt_text(argument, None, None)
+    assert text == "caf\ufffd \ufffd!"
+
+
+@given(st.text(st.characters(codec=None), min_size=1))
+def test_any_prompt_can_be_encoded_and_is_kept_otherwise(prompt: str) -> None:
+    if prompt == "-" or not prompt.strip():
+        return
+    text = read_prompt_text(prompt, None, None)
+    assert len(text.encode()) > 0
+    assert all(
+        a == b or ("\ud800" <= a <= "\udfff" and b == "\ufffd") for a, b in zip(prompt, text, strict=True)
+    )
+
+
+def test_one_source_of_the_prompt_and_no_more(tmp_path: Path) -> None:
+    assert no_prompt(None, None) == "No prompt was given."
+    for prompt in ("Hello", "-", ""):
+        assert no_prompt(prompt, tmp_path / "prompt.txt") == "A prompt and a prompt file were given."
+
+
+@pytest.mark.parametrize("data", [b"", b"\n", b" \t\r\n", "\u3000\u2003".encode(), b"\xef\xbb\xbf"])
+def test_an_empty_prompt_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(data)
+    assert no_prompt(data.decode("utf-8-sig"), None) == "The prompt is empty."
+    assert no_prompt("-", None, data) == "The prompt from standard input is empty."
+    assert no_prompt(None, path) == f"The prompt file {path} is empty."
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"one\ntwo \xff")
+    assert no_prompt("-", None, b"\xff") == "The prompt from standard input is not UTF-8 (line 1)."
+    assert no_prompt(None, path) == f"The prompt file {path} is not UTF-8 (line 2)."
+
+
+def test_a_missing_prompt_file_a_folder_and_a_closed_input_are_refused(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.txt"
+    assert no_prompt(None, missing) == f"There is no prompt file {missing}."
+    assert no_prompt(None, tmp_path) == f"The prompt file {tmp_path} is a folder."
+    assert no_prompt("-", None, None) == "Standard input is closed."
