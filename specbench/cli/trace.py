@@ -1,0 +1,28 @@
+"""`specbench trace`: show a step trace from its file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["trace"]
+
+
+def trace(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A file written with --trace-file; - reads standard input."),
+    ],
+) -> None:
+    """Show a step trace that `specbench generate --trace-file` wrote."""
+    from rich.console import Console
+
+    from specbench.trace import TraceView, parse_trace, read_trace
+
+    view = TraceView(Console())
+    events = parse_trace(sys.stdin.buffer, "Standard input") if str(file) == "-" else read_trace(file)
+    for event in events:
+        view.show(event)

@@ -1,0 +1,683 @@
+"""The step trace: what happened in every step, as events to keep in a file and as a view for the terminal.
+
+A trace is a sequence of plain dicts: one header, at most one prefill, the steps and an end. Written as JSON
+Lines it can be read and shown again later; the view does not care where the events come from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from specbench._version import __version__
+from specbench.errors import UsageError
+from specbench.records import FinishReason, Prefill, Step
+from specbench.textsafe import terminal_safe, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "TRACE_VERSION",
+    "Event",
+    "TraceView",
+    "end_event",
+    "header_event",
+    "parse_trace",
+    "prefill_event",
+    "read_trace",
+    "step_event",
+    "write_event",
+]
+
+TRACE_VERSION = 1
+"""Version of the trace format, written in its header. 1: first release."""
+
+Event = dict[str, Any]
+"""One line of a trace: JSON-ready, its kind under ``event``."""
+
+_PROMPT_TAIL = 240  # characters of the prompt's end that a header keeps
+_SMALLEST_Q = 2.0**-126  # smallest normal float32, the floor that the acceptance test puts under q
+_LONGEST_LINE = 1 << 24  # bytes; a file without line ends is not read whole before it is refused
+
+
+# --- Events ---------------------------------------------------------------------------------------
+
+
+def header_event(
+    *,
+    target: str,
+    drafter: str,
+    dtype: str,
+    options: Mapping[str, Any],
+    prompt: str,
+    prompt_tokens: int,
+    greedy: bool,
+    lossless: bool,
+) -> Event:
+    """The first event.
+
+    Args:
+        target, drafter: The names of what is run.
+        dtype: The target's dtype.
+        options: JSON-ready options by name, in the order to show them; the view leaves out ``None`` values.
+        prompt: The whole prompt as text; only its end is kept.
+        prompt_tokens: Its length in tokens.
+        greedy: Whether decoding is greedy, so that p and q decide nothing.
+        lossless: False with the residual adjustment off.
+    """
+    return {
+        "event": "header",
+        "trace_version": TRACE_VERSION,
+        "specbench": __version__,
+        "target": target,
+        "drafter": drafter,
+        "dtype": dtype,
+        "options": dict(options),
+        "prompt_tokens": prompt_tokens,
+        "prompt_tail": prompt[-_PROMPT_TAIL:],
+        "greedy": greedy,
+        "lossless": lossless,
+    }
+
+
+def prefill_event(prefill: Prefill, piece: Callable[[int], str]) -> Event:
+    """The pass over the prompt; ``piece`` gives a token's raw text."""
+    text = None if prefill.token is None else piece(prefill.token)
+    probability = _finite(prefill.probability)
+    return {"event": "prefill", **asdict(prefill), "probability": probability, "text": text}
+
+
+def step_event(step: Step, piece: Callable[[int], str]) -> Event:
+    """One step with everything its record says, the ratios p/q and the texts of all tokens.
+
+    Args:
+        step: Recorded with verdicts.
+        piece: Gives a token's raw text.
+
+    Raises:
+        ValueError: The step was recorded without verdicts.
+    """
+    if step.verdicts is None:
+        raise ValueError(f"step {step.index} was recorded without verdicts; ask the loop for a trace")
+    return {
+        "event": "step",
+        "index": step.index,
+        "position": step.position,
+        "gamma": step.gamma,
+        "drafted": list(step.drafted),
+        "accepted": step.accepted,
+        "tested": step.tested,
+        "tokens": list(step.tokens),
+        "texts": [piece(token) for token in step.tokens],
+        "closing": step.closing,
+        "closing_probability": _finite(step.closing_probability),
+        "expected_acceptance": [_finite(value) for value in step.expected_acceptance],
+        "times": asdict(step.times),
+        "finish_reason": step.finish_reason,
+        "policy": {name: _finite(value) for name, value in step.policy.items()},
+        "verdicts": [
+            {
+                "token": verdict.token,
+                "text": piece(verdict.token),
+                "q": _finite(verdict.q),
+                "p": _finite(verdict.p),
+                "ratio": None if verdict.p is None else _finite(verdict.p / max(verdict.q, _SMALLEST_Q)),
+                "r": verdict.r,
+                "verdict": verdict.verdict,
+            }
+            for verdict in step.verdicts
+        ],
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no word for what a broken model's logits may lead to."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def end_event(
+    *,
+    finish_reason: FinishReason | None,
+    new_tokens: int,
+    steps: int,
+    tokens_per_step: float | None,
+    drafted: int,
+    accepted: int,
+    acceptance_rate: float | None,
+    tokens_per_second: float | None,
+) -> Event:
+    """The last event: a summary under the names that the run's JSON uses.
+
+    ``finish_reason`` is ``None`` for an interrupted run, a rate where there is nothing to divide by.
+    """
+    return {
+        "event": "end",
+        "finish_reason": finish_reason,
+        "new_tokens": new_tokens,
+        "steps": steps,
+        "tokens_per_step": tokens_per_step,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": acceptance_rate,
+        "tokens_per_second": tokens_per_second,
+    }
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def write_event(file: TextIO, event: Event) -> None:
+    """Append one event as a line of ASCII JSON and flush it, so that a crash costs no finished step."""
+    file.write(json.dumps(event, allow_nan=False) + "\n")
+    file.flush()
+
+
+def read_trace(path: Path) -> Iterator[Event]:
+    """The events of a trace file, one by one.
+
+    Raises:
+        UsageError: The file cannot be opened, is not a trace, comes from a newer version, or is broken; the
+            events before a broken line have been yielded by then.
+    """
+    try:
+        with path.open("rb") as file:
+            yield from parse_trace(file, str(path))
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror or error}.") from error
+
+
+def parse_trace(file: BinaryIO, name: str) -> Iterator[Event]:
+    """Like `read_trace`, from an open binary file (a pipe as well) that messages call ``name``."""
+    hint = "Give a file that `specbench generate --trace-file` wrote."
+    in_trace = False
+    for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+        if line.isspace():
+            continue
+        try:
+            event = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            if not in_trace:
+                raise UsageError(f"{name} is not a step trace: line {number} is no JSON.", hint) from error
+            if not line.endswith(b"\n"):
+                raise UsageError(
+                    f"{name}, line {number} is cut short: the run that wrote it did not get further.",
+                    "Everything before it was read.",
+                ) from error
+            raise UsageError(f"{name}, line {number} is broken: it is no JSON.", hint) from error
+        kind = event.get("event") if isinstance(event, dict) else None
+        if not in_trace and kind != "header":
+            raise UsageError(f"{name} is not a step trace: line {number} is no header.", hint)
+        if kind == "header":
+            _check_version(event, name, number)
+            in_trace = True
+        if not isinstance(kind, str) or kind not in _EVENTS:
+            raise UsageError(f"{name}, line {number} is broken: it is no event of a trace.", hint)
+        if misfit := _misfit(event, _EVENTS[kind]):
+            raise UsageError(f"{name}, line {number} is broken: {kind}{misfit} is missing or wrong.", hint)
+        yield event
+    if not in_trace:
+        raise UsageError(f"{name} is not a step trace: it is empty.", hint)
+
+
+def _check_version(header: Event, name: str, number: int) -> None:
+    version = header.get("trace_version")
+    if type(version) is not int or version < 1:
+        raise UsageError(f"{name}, line {number} is broken: it has no trace version.")
+    if version > TRACE_VERSION:
+        raise UsageError(
+            f"{name} is a trace of version {version}, and this specbench reads up to {TRACE_VERSION}.",
+            "Update specbench.",
+        )
+
+
+def _is_number(value: object) -> bool:
+    # Neither NaN nor infinite, nor an integer that no float can hold.
+    return isinstance(value, int | float) and abs(value) < 1e300
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or _is_number(value)
+
+
+def _are_notes(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_number_or_none, value.values()))
+
+
+# What an event must hold for the view to show it: a dict lists fields, a list the shape of its elements, a
+# tuple the allowed values; a type and a predicate speak for themselves.
+_FINISH = ("eos", "stop-string", "length", "context-limit", None)
+_EVENTS: dict[str, dict[str, Any]] = {
+    "header": {
+        "target": str,
+        "drafter": str,
+        "dtype": str,
+        "options": dict,
+        "prompt_tokens": int,
+        "prompt_tail": str,
+        "greedy": bool,
+        "lossless": bool,
+    },
+    "prefill": {
+        "prompt_tokens": int,
+        "text": str | None,
+        "time_s": _is_number,
+        "finish_reason": _FINISH,
+        "probability": _is_number_or_none,
+    },
+    "step": {
+        "index": int,
+        "position": int,
+        "gamma": int,
+        "accepted": int,
+        "texts": [str],
+        "closing": ("corrected", "bonus", "target", None),
+        "closing_probability": _is_number_or_none,
+        "times": {
+            "draft_s": _is_number,
+            "verify_s": _is_number,
+            "accept_s": _is_number,
+            "rollback_s": _is_number,
+            "other_s": _is_number,
+            "draft_prefill_s": _is_number,
+        },
+        "finish_reason": _FINISH,
+        "policy": _are_notes,
+        "verdicts": [
+            {
+                "text": str,
+                "q": _is_number_or_none,
+                "p": _is_number_or_none,
+                "ratio": _is_number_or_none,
+                "r": _is_number_or_none,
+                "verdict": ("accepted", "rejected", "untested"),
+            }
+        ],
+    },
+    "end": {
+        "finish_reason": _FINISH,
+        "new_tokens": int,
+        "steps": int,
+        "tokens_per_step": _is_number_or_none,
+        "drafted": int,
+        "accepted": int,
+        "acceptance_rate": _is_number_or_none,
+        "tokens_per_second": _is_number_or_none,
+    },
+}
+
+
+def _misfit(value: object, shape: Any) -> str | None:
+    """Where ``value`` leaves the shape, such as ``.verdicts[2].q``; ``None`` if it fits."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return ""
+        for key, inner in shape.items():
+            place = _misfit(value[key], inner) if key in value else ""
+            if place is not None:
+                return f".{key}{place}"
+        return None
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return ""
+        places = ((i, _misfit(element, shape[0])) for i, element in enumerate(value))
+        return next((f"[{i}]{place}" for i, place in places if place is not None), None)
+    if isinstance(shape, tuple):
+        return None if any(value == allowed for allowed in shape) else ""
+    if callable(shape) and not isinstance(shape, type):
+        return None if shape(value) else ""
+    return None if isinstance(value, shape) else ""
+
+
+# --- View -----------------------------------------------------------------------------------------
+
+_WIDEST = 100  # cells; wider consoles are not filled
+_GUTTER = 13  # cells of a label and what stands before its value
+_ROOMY = 72  # cells from which the table of drafts starts in the column of the values
+_TOKEN_CELLS = (6, 30)  # least and most for a token in the table of drafts
+_TAIL_CHARACTERS, _TAIL_LINES = 600, 8  # of the text so far
+
+_PARTS = ("draft", "verify", "accept", "rollback", "other")  # of a step's time
+
+_STYLES = {
+    "accepted": "green",
+    "rejected": "red",
+    "untested": "dim",
+    "corrected": "bold yellow",
+    "bonus": "bold cyan",
+    "target": "bold blue",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Signs:
+    """What is not a letter of data, in the one encoding or the other."""
+
+    gamma: str
+    rule: str
+    between: str
+    nothing: str
+    cut: str
+    minus: str
+    verdicts: Mapping[str, str]
+    marks: Mapping[str, tuple[str, str]]
+    digits: str
+
+    def p(self, i: int) -> str:
+        """p with an index."""
+        return "p" + self._index(i)
+
+    def q(self, i: int) -> str:
+        """q with an index."""
+        return "q" + self._index(i)
+
+    def _index(self, i: int) -> str:
+        return "".join(self.digits[int(digit)] for digit in str(i)) if self.digits else f"_{i}"
+
+
+_UNICODE = _Signs(
+    gamma="γ",
+    rule="─",
+    between=" · ",
+    nothing="–",
+    cut="…",
+    minus="−",
+    verdicts={"accepted": "✓", "rejected": "✗", "untested": "·"},
+    marks={"corrected": ("⟨", "⟩"), "bonus": ("⟨+", "⟩"), "target": ("⟨=", "⟩")},
+    digits="₀₁₂₃₄₅₆₇₈₉",
+)
+_ASCII = _Signs(
+    gamma="gamma",
+    rule="-",
+    between=", ",
+    nothing="-",
+    cut="...",
+    minus="-",
+    verdicts={"accepted": "+", "rejected": "x", "untested": "."},
+    marks={"corrected": ("[", "]"), "bonus": ("[+", "]"), "target": ("[=", "]")},
+    digits="",
+)
+
+
+class TraceView:
+    """Shows a trace on a console, event by event: a rule and a few lines for each, from 60 columns up.
+
+    Tokens of the text so far are told apart by marks and, where the console has colours, by styles: accepted
+    drafts stand plain; a corrected token, a bonus token and the target's own (of the prefill and of steps
+    without a draft) stand in marks that the header explains.
+
+    Args:
+        console: Where to print. Without a UTF encoding everything is shown in characters that it has.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._encoding = console.encoding
+        self._signs = _UNICODE if self._encoding.startswith("utf") else _ASCII
+        self._begin(greedy=False, lossless=True)
+
+    def show(self, event: Event) -> None:
+        """Print one event of this module's making."""
+        show = {"header": self._header, "prefill": self._prefill, "step": self._step, "end": self._end}
+        show[event["event"]](event)
+
+    def _begin(self, *, greedy: bool, lossless: bool) -> None:
+        self._greedy = greedy
+        self._lossless = lossless
+        self._runs: list[tuple[str, str]] = []  # (where from, text): the end of the output so far
+        self._cut = False
+
+    # One method per kind of event.
+
+    def _header(self, event: Event) -> None:
+        self._begin(greedy=event["greedy"], lossless=event["lossless"])
+        self._rule("trace")
+        self._label("target", f"{self._one_line(event['target'])} ({self._one_line(event['dtype'])})")
+        self._label("drafter", self._one_line(event["drafter"]))
+        options = [
+            f"{self._one_line(name)} {self._option(value)}"
+            for name, value in event["options"].items()
+            if value is not None
+        ]
+        self._items("options", options)
+        self._label("prompt", f"{event['prompt_tokens']} tokens: {self._end_of(event['prompt_tail'])}")
+        if self._greedy:
+            self._label("verdict", "a draft is accepted if it is the argmax of p")
+            self._label("note", "greedy: p and q are of the untempered softmax and decide nothing")
+        else:
+            self._label("verdict", "a draft is accepted if r < p/q")
+        if not self._lossless:
+            self._label("note", Text("not lossless: the residual adjustment is off", "bold red"))
+        legend = Text("accepted")
+        for kind in ("corrected", "bonus", "target"):
+            legend.append("  ").append_text(self._marked(kind, kind))
+        self._label("legend", legend)
+        self._console.print()
+
+    def _prefill(self, event: Event) -> None:
+        self._rule("prefill", f"{event['prompt_tokens']} tokens", f"{_milliseconds(event['time_s'])} ms")
+        if event["text"] is not None:
+            self._closing("target", event["text"], event["probability"], self._signs.p(1))
+            self._extend("target", event["text"])
+        elif event["finish_reason"] is None:
+            self._label("target", "no first-target pass: the first step reads the prompt")
+        if event["finish_reason"] is not None:
+            self._label("stop", event["finish_reason"])
+        self._console.print()
+
+    def _step(self, event: Event) -> None:
+        gamma, accepted, times = event["gamma"], event["accepted"], event["times"]
+        total = sum(times[f"{part}_s"] for part in _PARTS)
+        self._rule(
+            f"step {event['index'] + 1}",
+            f"position {event['position']}",
+            f"{self._signs.gamma} {gamma}",
+            f"accepted {accepted}/{gamma}" if gamma else "nothing drafted",
+            f"{_milliseconds(total)} ms",
+        )
+        if event["verdicts"]:
+            self._drafts(event["verdicts"])
+        closing, texts = event["closing"], event["texts"]
+        if closing is not None and texts:
+            source = self._source(closing, accepted)
+            self._closing(closing, texts[-1], event["closing_probability"], source)
+        if event["finish_reason"] is not None:
+            inside = "" if closing else ", inside the accepted drafts: nothing behind it counts"
+            self._label("stop", event["finish_reason"] + inside)
+        self._time(times)
+        if event["policy"]:
+            notes = (f"{self._one_line(name)} {self._note(value)}" for name, value in event["policy"].items())
+            self._items("policy", list(notes))
+        for text in texts if closing is None else texts[:-1]:
+            self._extend("accepted", text)
+        if closing is not None and texts:
+            self._extend(closing, texts[-1])
+        self._text_so_far()
+        self._console.print()
+
+    def _end(self, event: Event) -> None:
+        self._rule("end", event["finish_reason"] or "interrupted")
+        output = [f"{event['new_tokens']} tokens", f"{event['steps']} steps"]
+        if event["tokens_per_step"] is not None:
+            output.append(f"{event['tokens_per_step']:.2f} tokens/step")
+        self._items("output", output)
+        if event["acceptance_rate"] is None:
+            self._label("drafts", "none")
+        else:
+            share = f"{100 * event['acceptance_rate']:.1f}%"
+            self._label("drafts", f"{event['accepted']} of {event['drafted']} accepted ({share})")
+        if event["tokens_per_second"] is not None:
+            self._label("speed", f"{event['tokens_per_second']:.1f} tokens/s")
+
+    # Parts of them.
+
+    def _drafts(self, verdicts: Sequence[Mapping[str, Any]]) -> None:
+        """The table: i, token, q, p, p/q, r and verdict; the token gets the room that is left."""
+        left = _GUTTER if self._width >= _ROOMY else 6
+        least, most = _TOKEN_CELLS
+        cells = max(least, min(most, self._width - left - 46))
+        names = "  ".join(f"{name:>6}" for name in ("q", "p", "p/q", "r"))
+        self._line(Text(f"{'i':>{left - 2}}  {'token':{cells}}  {names}    verdict", style="dim"))
+        for i, verdict in enumerate(verdicts, start=1):
+            decision = verdict["verdict"]
+            numbers = "  ".join(f"{self._number(verdict[name]):>6}" for name in ("q", "p", "ratio", "r"))
+            row = Text(style="dim" if decision == "untested" else "")
+            row.append(f"{i:>{left - 2}}", "dim")
+            row.append(f"  {self._fitted(verdict['text'], cells, pad=True)}  {numbers}  ")
+            row.append(f"{self._signs.verdicts[decision]} {decision}", _STYLES[decision])
+            self._line(row)
+
+    def _source(self, closing: str, accepted: int) -> str:
+        """The distribution that the closing token came from, by its formula."""
+        i = accepted + 1
+        p = self._signs.p(i)
+        if closing == "corrected" and not self._greedy:
+            if not self._lossless:
+                return f"{p}: adjustment off"
+            return f"norm(max(0, {p} {self._signs.minus} {self._signs.q(i)}))"
+        return p
+
+    def _closing(self, kind: str, text: str, probability: float | None, source: str) -> None:
+        line = Text().append(self._fitted(text, _TOKEN_CELLS[1]), _STYLES[kind])
+        if self._greedy:
+            drawn = "" if probability is None else f", probability {self._number(probability)}"
+            line.append(f"  argmax of {source}{drawn}")
+        else:
+            drawn = "" if probability is None else f"with probability {self._number(probability)} "
+            line.append(f"  {drawn}from {source}")
+        self._label(kind, line)
+
+    def _time(self, times: Mapping[str, float]) -> None:
+        prefill = times["draft_prefill_s"]
+        items = [f"draft {_milliseconds(times['draft_s'] - prefill)}"]
+        if prefill:
+            items.insert(0, f"draft prefill {_milliseconds(prefill)}")
+        items += (f"{part} {_milliseconds(times[f'{part}_s'])}" for part in _PARTS[1:])
+        items[-1] += " ms"
+        self._items("time", items)
+
+    def _extend(self, kind: str, text: str) -> None:
+        """Add a token to the text so far, and forget what lies too far back to be shown."""
+        if kind in ("accepted", "target") and self._runs and self._runs[-1][0] == kind:
+            text = self._runs.pop()[1] + text  # such tokens read better in one run
+        self._runs.append((kind, text))
+        excess = sum(len(run) for _, run in self._runs) - _TAIL_CHARACTERS
+        while excess > 0:
+            self._cut = True
+            kind, first = self._runs.pop(0)
+            if len(first) > excess:
+                self._runs.insert(0, (kind, first[excess:]))
+            excess -= len(first)
+
+    def _text_so_far(self) -> None:
+        text = Text()
+        for kind, run in self._runs:
+            text.append_text(self._marked(kind, run))
+        cut = self._signs.cut
+        lines = list(text.wrap(self._console, self._width - _GUTTER - len(cut), overflow="fold", tab_size=4))
+        while len(lines) > 1 and not lines[-1].plain.strip():
+            lines.pop()
+        if self._cut or len(lines) > _TAIL_LINES:
+            lines = lines[-_TAIL_LINES:]
+            lines[0] = Text().append(cut, "dim").append_text(lines[0])
+        self._lines("text", lines)
+
+    def _marked(self, kind: str, text: str) -> Text:
+        """A run of the output with its marks, white space around them; white space alone is made visible."""
+        safe = terminal_safe(text, self._encoding)
+        if kind == "accepted":
+            return Text(safe)
+        core = safe.strip()
+        before, _, after = safe.partition(core) if core else ("", "", "\n" * safe.count("\n"))
+        left, right = self._signs.marks[kind]
+        marked = Text(before)
+        marked.append(f"{left}{core or self._visible(safe)}{right}", _STYLES[kind])
+        return marked.append(after)
+
+    # Numbers and text in few cells.
+
+    def _number(self, value: float | None) -> str:
+        """At most six characters: up to four decimals, or a power of ten."""
+        if value is None:
+            return self._signs.nothing
+        if value == 0 or 1e-4 <= abs(value) < 1e6:
+            return next(shown for decimals in (4, 3, 2, 1, 0) if len(shown := f"{value:.{decimals}f}") <= 6)
+        return f"{value:.0e}"
+
+    def _note(self, value: float | None) -> str:
+        return f"{value:.0f}" if value is not None and value == round(value) else self._number(value)
+
+    def _option(self, value: Any) -> str:
+        return self._one_line(value if isinstance(value, str) else json.dumps(value))
+
+    def _visible(self, text: str) -> str:
+        return visible(text, self._encoding)
+
+    def _fitted(self, text: str, cells: int, *, pad: bool = False) -> str:
+        shown = self._visible(text)
+        if cell_len(shown) > cells:
+            shown = set_cell_size(shown, cells - len(self._signs.cut)) + self._signs.cut
+        return set_cell_size(shown, cells) if pad else shown
+
+    def _one_line(self, text: str) -> str:
+        safe = terminal_safe(text, self._encoding)
+        return safe.replace("\n", self._visible("\n")).replace("\t", self._visible("\t"))
+
+    def _end_of(self, prompt: str) -> str:
+        """The end of the prompt, about two lines of it."""
+        shown = self._one_line(prompt)
+        most = 2 * (self._width - _GUTTER) - 24  # less what stands before it and what wrapping leaves free
+        return self._signs.cut + shown[-most:] if len(shown) > most else shown
+
+    # Lines.
+
+    @property
+    def _width(self) -> int:
+        return min(self._console.width, _WIDEST)
+
+    def _line(self, line: Text) -> None:
+        line.rstrip()
+        self._console.print(line, soft_wrap=True)
+
+    def _rule(self, title: str, *facts: str) -> None:
+        """A title and the facts that fit beside it; the others stand below."""
+        rule, between = self._signs.rule, self._signs.between
+        line = Text(f"{rule * 2} ", "dim").append(title, "bold not dim")
+        rest = list(facts)
+        while rest and line.cell_len + len(between) + len(rest[0]) < self._width:
+            line.append(between).append(rest.pop(0), "not dim")
+        line.append(" ")
+        line.append(rule * (self._width - line.cell_len))
+        self._line(line)
+        self._items("", rest)
+
+    def _label(self, label: str, value: str | Text) -> None:
+        text = Text(value) if isinstance(value, str) else value
+        self._lines(label, text.wrap(self._console, self._width - _GUTTER, overflow="fold"))
+
+    def _items(self, label: str, items: Sequence[str]) -> None:
+        """Short items on as few lines as hold them, none broken in two."""
+        lines: list[str] = []
+        for item in items:
+            if lines and cell_len(lines[-1]) + 2 + cell_len(item) <= self._width - _GUTTER:
+                lines[-1] += f"  {item}"
+            else:
+                lines.append(item)
+        self._lines(label, map(Text, lines))
+
+    def _lines(self, label: str, lines: Iterable[Text]) -> None:
+        for number, line in enumerate(lines):
+            head = Text(f"  {'' if number else label:{_GUTTER - 2}}", "dim")
+            self._line(Text().append_text(head).append_text(line))
+
+
+def _milliseconds(seconds: float) -> str:
+    value = 1000 * seconds
+    return f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}"

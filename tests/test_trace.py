@@ -1,0 +1,705 @@
+"""The step trace: what events hold, how files fail, and how the view looks, to the letter."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+from typer.testing import CliRunner
+
+from specbench.cli.trace import trace
+from specbench.errors import UsageError
+from specbench.records import DraftVerdict, Prefill, Step, StepTimes
+from specbench.trace import (
+    TRACE_VERSION,
+    Event,
+    TraceView,
+    end_event,
+    header_event,
+    parse_trace,
+    prefill_event,
+    read_trace,
+    step_event,
+    write_event,
+)
+
+PIECES = ["The", " sky", " is", " blue", " because", "\n\n", "<|im_end|>", " air", " scatters", " light"]
+THE, SKY, IS, BLUE, BECAUSE, BREAK, END, AIR, SCATTERS, LIGHT = range(10)
+TIMES = StepTimes(draft_s=0.0121, verify_s=0.0203, accept_s=0.0004, rollback_s=0.0001, other_s=0.0023)
+
+
+def verdict(token: int, q: float, p: float | None, r: float | None) -> DraftVerdict:
+    """Untested without p; else by r < p/q, or accepted in greedy decoding."""
+    if p is None:
+        return DraftVerdict(token, q, None, None, "untested")
+    return DraftVerdict(token, q, p, r, "rejected" if r is not None and r >= p / q else "accepted")
+
+
+def header(**changes: Any) -> Event:
+    settings: dict[str, Any] = {
+        "target": "org/target",
+        "drafter": "org/drafter, int8",
+        "dtype": "bfloat16",
+        "options": {"gamma": 3, "temperature": 0.8, "top_k": None, "stop": ["\n\n\n"], "seed": 0},
+        "prompt": "Why is the sky blue?\n",
+        "prompt_tokens": 37,
+        "greedy": False,
+        "lossless": True,
+    }
+    return header_event(**(settings | changes))
+
+
+def prefill(token: int | None = THE) -> Event:
+    return prefill_event(
+        Prefill(37, token, 0.1203, probability=None if token is None else 0.8123), PIECES.__getitem__
+    )
+
+
+ACCEPTED_ALL = Step(
+    index=0,
+    position=38,
+    drafted=(SKY, IS, BLUE),
+    accepted=3,
+    tested=3,
+    tokens=(SKY, IS, BLUE, BECAUSE),
+    closing="bonus",
+    expected_acceptance=(0.9, 0.8, 0.7),
+    times=StepTimes(0.1121, 0.0203, 0.0004, 0.0001, 0.0023, draft_prefill_s=0.1),
+    policy={"H_norm": 0.12345, "gamma": 3.0},
+    verdicts=(
+        verdict(SKY, 0.9123, 0.953, 0.3124),
+        verdict(IS, 0.64, 0.512, 0.1133),
+        verdict(BLUE, 0.002, 0.97, 0.99),
+    ),
+    closing_probability=0.614,
+)
+REJECTION = Step(
+    index=1,
+    position=42,
+    drafted=(AIR, BREAK, IS),
+    accepted=1,
+    tested=2,
+    tokens=(AIR, SCATTERS),
+    closing="corrected",
+    expected_acceptance=(0.9, 0.1),
+    times=TIMES,
+    verdicts=(verdict(AIR, 0.5, 0.25, 0.4), verdict(BREAK, 0.7, 3e-7, 0.1133), verdict(IS, 1e-9, None, None)),
+    closing_probability=0.0314,
+)
+NOTHING_DRAFTED = Step(
+    index=11,
+    position=44,
+    drafted=(),
+    accepted=0,
+    tested=0,
+    tokens=(LIGHT,),
+    closing="target",
+    expected_acceptance=(),
+    times=StepTimes(0.0002, 0.0201),
+    finish_reason="length",
+    verdicts=(),
+    closing_probability=0.5,
+)
+STOP_CUT = Step(
+    index=2,
+    position=44,
+    drafted=(LIGHT, END, THE),
+    accepted=2,
+    tested=2,
+    tokens=(LIGHT, END),
+    closing=None,
+    expected_acceptance=(1.0, 1.0),
+    times=TIMES,
+    finish_reason="eos",
+    verdicts=(verdict(LIGHT, 1.0, 0.9, 0.2), verdict(END, 1.0, 0.95, 0.1), verdict(THE, 1.0, None, None)),
+)
+GREEDY = Step(
+    index=0,
+    position=38,
+    drafted=(SKY, IS),
+    accepted=1,
+    tested=2,
+    tokens=(SKY, BLUE),
+    closing="corrected",
+    expected_acceptance=(1.0, 0.0),
+    times=TIMES,
+    verdicts=(verdict(SKY, 0.9123, 0.953, None), DraftVerdict(IS, 0.6, 0.3, None, "rejected")),
+    closing_probability=0.61,
+)
+SUMMARY = end_event(
+    finish_reason="eos",
+    new_tokens=9,
+    steps=3,
+    tokens_per_step=8 / 3,
+    drafted=9,
+    accepted=6,
+    acceptance_rate=2 / 3,
+    tokens_per_second=31.24,
+)
+
+
+def event(step: Step) -> Event:
+    return step_event(step, PIECES.__getitem__)
+
+
+def shown(*events: Event, width: int = 80, encoding: str = "utf-8", **console: Any) -> str:
+    buffer = io.BytesIO()
+    file = io.TextIOWrapper(buffer, encoding=encoding, newline="")
+    view = TraceView(Console(file=file, width=width, **console))
+    for each in events:
+        view.show(each)
+    file.flush()
+    return buffer.getvalue().decode(encoding)
+
+
+def last(*events: Event, **options: Any) -> str:
+    """What showing the last event adds."""
+    return shown(*events, **options).removeprefix(shown(*events[:-1], **options))
+
+
+def block(text: str) -> str:
+    return dedent(text).removeprefix("\n")
+
+
+# --- What events hold -----------------------------------------------------------------------------
+
+
+def test_a_step_event_holds_the_whole_record() -> None:
+    assert event(REJECTION) == {
+        "event": "step",
+        "index": 1,
+        "position": 42,
+        "gamma": 3,
+        "drafted": [AIR, BREAK, IS],
+        "accepted": 1,
+        "tested": 2,
+        "tokens": [AIR, SCATTERS],
+        "texts": [" air", " scatters"],
+        "closing": "corrected",
+        "closing_probability": 0.0314,
+        "expected_acceptance": [0.9, 0.1],
+        "times": {
+            "draft_s": 0.0121,
+            "verify_s": 0.0203,
+            "accept_s": 0.0004,
+            "rollback_s": 0.0001,
+            "other_s": 0.0023,
+            "draft_prefill_s": 0.0,
+        },
+        "finish_reason": None,
+        "policy": {},
+        "verdicts": [
+            {
+                "token": AIR,
+                "text": " air",
+                "q": 0.5,
+                "p": 0.25,
+                "ratio": 0.5,
+                "r": 0.4,
+                "verdict": "accepted",
+            },
+            {
+                "token": BREAK,
+                "text": "\n\n",
+                "q": 0.7,
+                "p": 3e-7,
+                "ratio": 3e-7 / 0.7,
+                "r": 0.1133,
+                "verdict": "rejected",
+            },
+            {
+                "token": IS,
+                "text": " is",
+                "q": 1e-9,
+                "p": None,
+                "ratio": None,
+                "r": None,
+                "verdict": "untested",
+            },
+        ],
+    }
+
+
+def test_the_header_keeps_only_the_end_of_the_prompt() -> None:
+    assert header(prompt="x" * 10_000 + "end")["prompt_tail"] == "x" * 237 + "end"
+
+
+def test_a_step_without_verdicts_is_no_trace() -> None:
+    step = Step(0, 5, (1,), 1, 1, (1, 2), "bonus", (1.0,), TIMES)
+    with pytest.raises(ValueError, match="without verdicts"):
+        event(step)
+
+
+def test_values_that_json_lacks_are_left_open() -> None:
+    nan = float("nan")
+    step = Step(
+        0, 5, (SKY, IS), 1, 2, (SKY, IS), "corrected", (nan, 0.0), TIMES,
+        policy={"H_norm": float("inf")},
+        verdicts=(DraftVerdict(SKY, 0.0, 0.5, 0.1, "accepted"), DraftVerdict(IS, nan, nan, 0.1, "rejected")),
+        closing_probability=nan,
+    )  # fmt: skip
+    held = event(step)
+    assert held["verdicts"][0]["ratio"] == 0.5 * 2.0**126  # as if q were the smallest normal float
+    assert [held["verdicts"][1][name] for name in ("q", "p", "ratio")] == [None, None, None]
+    assert (held["closing_probability"], held["expected_acceptance"], held["policy"]) == (
+        None,
+        [None, 0.0],
+        {"H_norm": None},
+    )
+    file = io.StringIO()
+    write_event(file, header())
+    write_event(file, held)
+    read = list(parse_trace(io.BytesIO(file.getvalue().encode()), "it"))
+    assert shown(*read) == shown(header(), held)
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "[red]",
+    "[/]",
+    "\x1b[31m\x9b2J",
+    "\x00\r",
+    "👩\u200d👧",
+    "שלום\u202e",
+    "\ud800",
+    " \u2028\n",
+    ":smile:",
+]
+
+
+def hostile_events() -> list[Event]:
+    drafted = tuple(range(len(HOSTILE)))
+    verdicts = tuple(verdict(token, 0.5, 0.5, 0.2) for token in drafted)
+    step = Step(0, 9, drafted, 9, 9, (*drafted, 0), "bonus", (), TIMES, None, {"[b]\x1b": 1.0}, verdicts, 0.5)
+    text = "".join(HOSTILE)
+    return [
+        header(target=text, drafter=text, dtype=text, options={text: text, "stop": [text]}, prompt=text),
+        prefill_event(Prefill(9, 2, 0.1, probability=0.5), HOSTILE.__getitem__),
+        step_event(step, HOSTILE.__getitem__),
+        SUMMARY,
+    ]
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Callable[..., Path]:
+    def write(*events: Event, rest: bytes = b"") -> Path:
+        path = tmp_path / "trace.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for each in events:
+                write_event(file, each)
+        path.write_bytes(path.read_bytes() + rest)
+        return path
+
+    return write
+
+
+def test_round_trip(trace_file: Callable[..., Path]) -> None:
+    events = [header(), prefill(), *map(event, (ACCEPTED_ALL, REJECTION, NOTHING_DRAFTED, STOP_CUT)), SUMMARY]
+    events += hostile_events()  # a second trace in the same file
+    path = trace_file(*events)
+    assert list(read_trace(path)) == events
+    assert len(path.read_bytes().splitlines()) == len(events)
+    assert path.read_bytes().isascii()
+
+
+def test_events_are_written_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        write_event(file, header())
+        assert list(read_trace(path)) == [header()]
+
+
+def test_a_last_line_cut_short_is_reported_after_the_rest(trace_file: Callable[..., Path]) -> None:
+    path = trace_file(header(), prefill(), rest=json.dumps(event(REJECTION))[:100].encode())
+    events = read_trace(path)
+    assert [next(events), next(events)] == [header(), prefill()]
+    with pytest.raises(UsageError, match=r"trace\.jsonl, line 3 is cut short") as raised:
+        next(events)
+    assert raised.value.exit_code == 2
+
+
+def test_a_missing_last_line_end_is_no_harm(trace_file: Callable[..., Path]) -> None:
+    path = trace_file(header(), rest=b"\n" + json.dumps(prefill()).encode())
+    assert list(read_trace(path)) == [header(), prefill()]
+
+
+def without(whole: Event, *path: Any) -> bytes:
+    """The event as a line, one field of it gone."""
+    changed = json.loads(json.dumps(whole))
+    holder = changed
+    for key in path[:-1]:
+        holder = holder[key]
+    del holder[path[-1]]
+    return json.dumps(changed).encode() + b"\n"
+
+
+def instead(whole: Event, **fields: Any) -> bytes:
+    return json.dumps(whole | fields).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (b'{"event": \n{}\n', "line 2 is broken: it is no JSON"),
+        (b"\xff\xfe\n", "line 2 is broken: it is no JSON"),
+        (b"[" * 100_000 + b"\n", "line 2 is broken: it is no JSON"),
+        (b"[1]\n", "line 2 is broken: it is no event"),
+        (b"{}\n", "line 2 is broken: it is no event"),
+        (b'{"event": ["step"]}\n', "line 2 is broken: it is no event"),
+        (b'{"event": "leap"}\n', "line 2 is broken: it is no event"),
+        (without(event(REJECTION), "texts"), r"line 2 is broken: step\.texts is missing"),
+        (without(event(REJECTION), "times", "draft_s"), r"line 2 is broken: step\.times\.draft_s is missing"),
+        (
+            without(event(REJECTION), "verdicts", 1, "q"),
+            r"line 2 is broken: step\.verdicts\[1\]\.q is missing",
+        ),
+        (instead(event(REJECTION), closing="lost"), r"line 2 is broken: step\.closing is missing or wrong"),
+        (
+            instead(event(REJECTION), texts=[" air", 7]),
+            r"line 2 is broken: step\.texts\[1\] is missing or wrong",
+        ),
+        (instead(event(REJECTION), verdicts=7), r"line 2 is broken: step\.verdicts is missing or wrong"),
+        (instead(event(REJECTION), times=[]), r"line 2 is broken: step\.times is missing or wrong"),
+        (instead(event(REJECTION), policy={"a": "b"}), r"line 2 is broken: step\.policy is missing or wrong"),
+        (instead(event(REJECTION), index="1"), r"line 2 is broken: step\.index is missing or wrong"),
+        (instead(SUMMARY, tokens_per_second=float("nan")), r"line 2 is broken: end\.tokens_per_second"),
+        (instead(SUMMARY, tokens_per_step=10**400), r"line 2 is broken: end\.tokens_per_step"),
+        (instead(prefill(), time_s=None), r"line 2 is broken: prefill\.time_s"),
+        (instead(header(), trace_version=TRACE_VERSION + 1), f"a trace of version {TRACE_VERSION + 1}"),
+        (instead(header(), trace_version="new"), "line 2 is broken: it has no trace version"),
+    ],
+)
+def test_broken_lines(trace_file: Callable[..., Path], rest: bytes, message: str) -> None:
+    events = read_trace(trace_file(header(), rest=rest))
+    assert next(events) == header()
+    with pytest.raises(UsageError, match=message):
+        next(events)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a step trace: it is empty"),
+        (b"\n\n", "is not a step trace: it is empty"),
+        (b"Dear diary\n", "is not a step trace: line 1 is no JSON"),
+        (b"\x00" * 1000, "is not a step trace: line 1 is no JSON"),
+        (b'{"text": "a result"}\n', "is not a step trace: line 1 is no header"),
+        (b'["header"]\n', "is not a step trace: line 1 is no header"),
+        (json.dumps(event(REJECTION)).encode(), "is not a step trace: line 1 is no header"),
+        (
+            instead(header(), trace_version=TRACE_VERSION + 1),
+            f"a trace of version {TRACE_VERSION + 1}.* Update",
+        ),
+        (without(header(), "trace_version"), "line 1 is broken: it has no trace version"),
+    ],
+)
+def test_files_that_are_no_trace(trace_file: Callable[..., Path], content: bytes, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        next(read_trace(trace_file(rest=content)))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"Cannot read .*absent: No such file"):
+        next(read_trace(tmp_path / "absent"))
+    with pytest.raises(UsageError, match="Cannot read"):
+        next(read_trace(tmp_path))
+
+
+# --- The view -------------------------------------------------------------------------------------
+
+
+def test_header_and_prefill() -> None:
+    assert shown(header(), prefill()) == block("""
+        ── trace ───────────────────────────────────────────────────────────────────────
+          target     org/target (bfloat16)
+          drafter    org/drafter, int8
+          options    gamma 3  temperature 0.8  stop ["\\n\\n\\n"]  seed 0
+          prompt     37 tokens: Why is the sky blue?⏎
+          verdict    a draft is accepted if r < p/q
+          legend     accepted  ⟨corrected⟩  ⟨+bonus⟩  ⟨=target⟩
+
+        ── prefill · 37 tokens · 120.3 ms ──────────────────────────────────────────────
+          target     The  with probability 0.8123 from p₁
+
+        """)
+
+
+def test_every_draft_accepted() -> None:
+    assert last(header(), prefill(), event(ACCEPTED_ALL)) == block("""
+        ── step 1 · position 38 · γ 3 · accepted 3/3 · 135.2 ms ────────────────────────
+                  i  token                       q       p     p/q       r    verdict
+                  1  ␣sky                   0.9123  0.9530  1.0446  0.3124  ✓ accepted
+                  2  ␣is                    0.6400  0.5120  0.8000  0.1133  ✓ accepted
+                  3  ␣blue                  0.0020  0.9700  485.00  0.9900  ✓ accepted
+          bonus      ␣because  with probability 0.6140 from p₄
+          time       draft prefill 100.0  draft 12.1  verify 20.3  accept 0.40
+                     rollback 0.10  other 2.3 ms
+          policy     H_norm 0.1235  gamma 3
+          text       ⟨=The⟩ sky is blue ⟨+because⟩
+
+        """)
+
+
+def test_rejection() -> None:
+    assert last(header(), event(REJECTION)) == block("""
+        ── step 2 · position 42 · γ 3 · accepted 1/3 · 35.2 ms ─────────────────────────
+                  i  token                       q       p     p/q       r    verdict
+                  1  ␣air                   0.5000  0.2500  0.5000  0.4000  ✓ accepted
+                  2  ⏎⏎                     0.7000   3e-07   4e-07  0.1133  ✗ rejected
+                  3  ␣is                     1e-09       –       –       –  · untested
+          corrected  ␣scatters  with probability 0.0314 from norm(max(0, p₂ − q₂))
+          time       draft 12.1  verify 20.3  accept 0.40  rollback 0.10  other 2.3 ms
+          text        air ⟨scatters⟩
+
+        """)
+
+
+def test_nothing_drafted() -> None:
+    assert last(header(), event(NOTHING_DRAFTED)) == block("""
+        ── step 12 · position 44 · γ 0 · nothing drafted · 20.3 ms ─────────────────────
+          target     ␣light  with probability 0.5000 from p₁
+          stop       length
+          time       draft 0.20  verify 20.1  accept 0.00  rollback 0.00  other 0.00 ms
+          text        ⟨=light⟩
+
+        """)
+
+
+def test_stop_inside_the_accepted_drafts() -> None:
+    assert last(header(), event(REJECTION), event(STOP_CUT)) == block("""
+        ── step 3 · position 44 · γ 3 · accepted 2/3 · 35.2 ms ─────────────────────────
+                  i  token                       q       p     p/q       r    verdict
+                  1  ␣light                 1.0000  0.9000  0.9000  0.2000  ✓ accepted
+                  2  <|im_end|>             1.0000  0.9500  0.9500  0.1000  ✓ accepted
+                  3  The                    1.0000       –       –       –  · untested
+          stop       eos, inside the accepted drafts: nothing behind it counts
+          time       draft 12.1  verify 20.3  accept 0.40  rollback 0.10  other 2.3 ms
+          text        air ⟨scatters⟩ light<|im_end|>
+
+        """)
+
+
+def test_greedy() -> None:
+    assert shown(header(greedy=True), event(GREEDY)) == block("""
+        ── trace ───────────────────────────────────────────────────────────────────────
+          target     org/target (bfloat16)
+          drafter    org/drafter, int8
+          options    gamma 3  temperature 0.8  stop ["\\n\\n\\n"]  seed 0
+          prompt     37 tokens: Why is the sky blue?⏎
+          verdict    a draft is accepted if it is the argmax of p
+          note       greedy: p and q are of the untempered softmax and decide nothing
+          legend     accepted  ⟨corrected⟩  ⟨+bonus⟩  ⟨=target⟩
+
+        ── step 1 · position 38 · γ 2 · accepted 1/2 · 35.2 ms ─────────────────────────
+                  i  token                       q       p     p/q       r    verdict
+                  1  ␣sky                   0.9123  0.9530  1.0446       –  ✓ accepted
+                  2  ␣is                    0.6000  0.3000  0.5000       –  ✗ rejected
+          corrected  ␣blue  argmax of p₂, probability 0.6100
+          time       draft 12.1  verify 20.3  accept 0.40  rollback 0.10  other 2.3 ms
+          text        sky ⟨blue⟩
+
+        """)
+
+
+def test_adjustment_off() -> None:
+    text = shown(header(lossless=False), event(REJECTION))
+    assert "\n  note       not lossless: the residual adjustment is off\n" in text
+    assert "\n  corrected  ␣scatters  with probability 0.0314 from p₂: adjustment off\n" in text
+    assert "norm" not in text
+
+
+def test_end() -> None:
+    assert shown(SUMMARY) == block("""
+        ── end · eos ───────────────────────────────────────────────────────────────────
+          output     9 tokens  3 steps  2.67 tokens/step
+          drafts     6 of 9 accepted (66.7%)
+          speed      31.2 tokens/s
+        """)
+
+
+def test_end_of_an_interrupted_plain_run() -> None:
+    nothing = end_event(
+        finish_reason=None,
+        new_tokens=0,
+        steps=0,
+        tokens_per_step=None,
+        drafted=0,
+        accepted=0,
+        acceptance_rate=None,
+        tokens_per_second=None,
+    )
+    assert shown(nothing) == block("""
+        ── end · interrupted ───────────────────────────────────────────────────────────
+          output     0 tokens  0 steps
+          drafts     none
+        """)
+
+
+def test_no_first_target_pass() -> None:
+    assert shown(prefill(None)) == block("""
+        ── prefill · 37 tokens · 120.3 ms ──────────────────────────────────────────────
+          target     no first-target pass: the first step reads the prompt
+
+        """)
+
+
+def test_no_room() -> None:
+    assert "  stop       context-limit\n" in shown(
+        prefill_event(Prefill(37, None, 0.0, "context-limit"), str)
+    )
+
+
+def test_ascii_at_60_columns() -> None:
+    assert shown(header(), event(REJECTION), event(NOTHING_DRAFTED), width=60, encoding="ascii") == block("""
+        -- trace ---------------------------------------------------
+          target     org/target (bfloat16)
+          drafter    org/drafter, int8
+          options    gamma 3  temperature 0.8  stop ["\\n\\n\\n"]
+                     seed 0
+          prompt     37 tokens: Why is the sky blue?\\n
+          verdict    a draft is accepted if r < p/q
+          legend     accepted  [corrected]  [+bonus]  [=target]
+
+        -- step 2, position 42, gamma 3, accepted 1/3, 35.2 ms -----
+           i  token          q       p     p/q       r    verdict
+           1  _air      0.5000  0.2500  0.5000  0.4000  + accepted
+           2  \\n\\n      0.7000   3e-07   4e-07  0.1133  x rejected
+           3  _is        1e-09       -       -       -  . untested
+          corrected  _scatters  with probability 0.0314 from
+                     norm(max(0, p_2 - q_2))
+          time       draft 12.1  verify 20.3  accept 0.40
+                     rollback 0.10  other 2.3 ms
+          text        air [scatters]
+
+        -- step 12, position 44, gamma 0, nothing drafted, 20.3 ms -
+          target     _light  with probability 0.5000 from p_1
+          stop       length
+          time       draft 0.20  verify 20.1  accept 0.00
+                     rollback 0.00  other 0.00 ms
+          text        air [scatters] [=light]
+
+        """)
+
+
+@pytest.mark.parametrize("width", [60, 71, 72, 80, 200])
+def test_no_line_is_wider_than_the_console(width: int) -> None:
+    deep = Step(
+        index=9998,
+        position=1_234_567,
+        drafted=(SKY,) * 12,
+        accepted=12,
+        tested=12,
+        tokens=(SKY,) * 13,
+        closing="bonus",
+        expected_acceptance=(),
+        times=StepTimes(9.9, 9.9, 9.9, 9.9, 9.9, 5.0),
+        finish_reason="context-limit",
+        policy={f"note_{i}": i / 7 for i in range(9)},
+        verdicts=(verdict(SKY, 1e-30, 1.0, 0.1),) * 12,
+        closing_probability=1e-5,
+    )
+    for greedy in (False, True):
+        events = [
+            header(greedy=greedy, lossless=False),
+            *map(event, (ACCEPTED_ALL, REJECTION, STOP_CUT, deep)),
+            SUMMARY,
+        ]
+        assert max(cell_len(line) for line in shown(*events, width=width).splitlines()) <= min(width, 100)
+
+
+def test_text_so_far_is_a_tail() -> None:
+    words = [f" word{i}" for i in range(400)]
+    steps = [
+        Step(i, i, (), 0, 0, (i,), "target", (), TIMES, verdicts=(), closing_probability=0.5)
+        for i in range(400)
+    ]
+    text = last(*(step_event(step, words.__getitem__) for step in steps))
+    tail = text[text.index("  text") :].splitlines()
+    assert len(tail) == 9  # with the blank line behind the step
+    assert tail[0].startswith("  text       …")
+
+
+def test_text_so_far_keeps_lines_and_marks_white_space() -> None:
+    pieces = ["def f():", "\n", "    ", "return 1", " ", "\t"]
+    drafts = Step(0, 1, (0, 1, 2), 3, 3, (0, 1, 2, 3), "bonus", (), TIMES,
+                  verdicts=tuple(verdict(i, 0.5, 0.5, 0.1) for i in range(3)))  # fmt: skip
+    breaks = Step(1, 5, (0,), 0, 1, (1,), "corrected", (), TIMES, verdicts=(verdict(0, 0.9, 0.1, 0.8),))
+    spaces = Step(2, 6, (), 0, 0, (4,), "target", (), TIMES, verdicts=())
+    events = [step_event(step, pieces.__getitem__) for step in (drafts, breaks, spaces)]
+    text = last(*events)
+    assert text[text.index("  text") :].splitlines() == [
+        "  text       def f():",
+        "                 ⟨+return 1⟩⟨⏎⟩",
+        "             ⟨=␣⟩",
+        "",
+    ]
+
+
+def test_tokens_and_numbers_fit_their_columns() -> None:
+    long = " " + "x" * 60 + "日本"
+    step = Step(
+        0, 1, (0,), 1, 1, (0, 0), "bonus", (), TIMES, verdicts=(verdict(0, 0.00005, 0.99991, 0.99999),)
+    )
+    row = shown(step_event(step, [long].__getitem__), width=60).splitlines()[2]
+    assert row == "   1  ␣xxxxxx…   5e-05  0.9999   19998  1.0000  ✓ accepted"
+
+
+def test_hostile_text_stays_text() -> None:
+    plain = shown(*hostile_events())
+    assert {c for c in plain if not c.isprintable()} <= {"\n", "\u200d", "\u2028"}
+    for piece in (
+        "[red]",
+        "[/]",
+        "\\x1b[31m\\x9b2J",
+        "\\x00\\r",
+        "שלום\\u202e",
+        "\\ud800",
+        "␣\\u2028⏎",
+        ":smile:",
+    ):
+        assert piece in plain
+    shown(*hostile_events(), width=60, encoding="ascii")
+
+
+def test_colour_changes_no_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [header(lossless=False), prefill(), *map(event, (ACCEPTED_ALL, REJECTION, STOP_CUT)), SUMMARY]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = shown(*events, force_terminal=True, color_system="standard")
+    assert "\x1b[31m" in coloured  # a rejected draft is red
+    assert shown(*events, force_terminal=True, color_system="standard", no_color=True).count("\x1b[31m") == 0
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown(*events)
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+def command() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(trace)
+    return app
+
+
+def test_command(trace_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    events = [header(), prefill(), event(ACCEPTED_ALL), SUMMARY]
+    path = trace_file(*events)
+    result = CliRunner().invoke(command(), [str(path)])
+    assert (result.exit_code, result.stdout) == (0, shown(*events))
+    result = CliRunner().invoke(command(), ["-"], input=path.read_bytes())
+    assert (result.exit_code, result.stdout) == (0, shown(*events))
+
+
+def test_command_shows_what_there_is_before_it_complains(trace_file: Callable[..., Path]) -> None:
+    result = CliRunner().invoke(command(), [str(trace_file(header(), rest=b'{"event"'))])
+    assert "drafter" in result.stdout
+    assert isinstance(result.exception, UsageError)
