@@ -1,0 +1,87 @@
+"""specbench: speculative decoding, exact and measured.
+
+from specbench import load_target, load_drafter, speculative_generate
+
+target = load_target("smollm2-135m")
+drafter = load_drafter("lookup", target)
+print(speculative_generate("Why is the sky blue?", target, drafter, gamma=5).text)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from specbench._version import __version__
+
+if TYPE_CHECKING:
+    from specbench.caches import prune_legacy
+    from specbench.decode import decode_steps
+    from specbench.errors import RunError, SpecbenchError, UsageError
+    from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
+    from specbench.lengths import FixedLength
+    from specbench.loading import Target, load_drafter, load_target, wrap_drafter, wrap_target
+    from specbench.metrics import summary
+    from specbench.models import LoadOptions
+    from specbench.records import Generation, Prefill, Step
+    from specbench.sampling import Greedy, Multinomial, Nucleus, Sampling, TopK, TopKNucleus
+    from specbench.store import load_results
+
+_HOMES = {
+    "caches": ("prune_legacy",),
+    "decode": ("decode_steps",),
+    "errors": ("RunError", "SpecbenchError", "UsageError"),
+    "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
+    "lengths": ("FixedLength",),
+    "loading": ("Target", "load_drafter", "load_target", "wrap_drafter", "wrap_target"),
+    "metrics": ("summary",),
+    "models": ("LoadOptions",),
+    "records": ("Generation", "Prefill", "Step"),
+    "sampling": ("Greedy", "Multinomial", "Nucleus", "Sampling", "TopK", "TopKNucleus"),
+    "store": ("load_results",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "FixedLength",
+    "Generation",
+    "GenerationRun",
+    "Greedy",
+    "LoadOptions",
+    "Multinomial",
+    "Nucleus",
+    "Prefill",
+    "RunError",
+    "Sampling",
+    "SpecbenchError",
+    "Step",
+    "Target",
+    "TopK",
+    "TopKNucleus",
+    "UsageError",
+    "__version__",
+    "autoregressive_generate",
+    "decode_steps",
+    "encode_prompt",
+    "load_drafter",
+    "load_results",
+    "load_target",
+    "prune_legacy",
+    "speculative_generate",
+    "summary",
+    "wrap_drafter",
+    "wrap_target",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: torch and transformers take seconds, and ``specbench --help`` needs neither."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'specbench' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"specbench.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,266 @@
+"""Generate from a prompt: the Python interface to the decoding loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from specbench.decode import decode_steps
+from specbench.drafters.base import Drafter, NoDraft
+from specbench.errors import UsageError
+from specbench.lengths import FixedLength, LengthPolicy
+from specbench.measure import clock_for
+from specbench.records import Generation, Prefill, Step
+from specbench.sampling import Greedy, Randomness, Sampling
+from specbench.text import StopRules, TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specbench.loading import Target
+
+__all__ = ["GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"]
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool | None = None, system: str | None = None
+) -> list[int]:
+    """Turn a prompt into token ids.
+
+    Args:
+        tokenizer: The target's.
+        text: The user's message, or the raw text.
+        chat: Wrap it with the tokenizer's chat template; ``None`` when there is one.
+        system: A system message; needs the chat template.
+
+    Raises:
+        UsageError: The prompt gives no tokens, or a chat template is asked for and there is none.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    chat = has_template if chat is None else chat
+    if chat and not has_template:
+        raise UsageError(
+            "The target's tokenizer has no chat template.", "Use --raw to continue the prompt as it is."
+        )
+    if system is not None and not chat:
+        raise UsageError("A system message needs a chat template.", "Leave --system out, or use --chat.")
+    if not text.strip():
+        raise UsageError("The prompt is empty.", "Give some text.")
+    if not chat:
+        ids = tokenizer(text)["input_ids"]
+    else:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": text})
+        ids = encode_messages(tokenizer, messages)
+    if not ids:
+        raise UsageError("The prompt gives no tokens.", "Give some text.")
+    return [int(token) for token in ids]
+
+
+def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation up to where the assistant's next answer begins, by the chat template."""
+    try:
+        # The template writes the special tokens itself: tokenising its text the usual way would add a second BOS.
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates are programs of the model's author and may raise anything
+        raise UsageError(
+            f"The model's chat template refuses this conversation: {error}.",
+            "Use --raw, or leave --system out.",
+        ) from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class GenerationRun:
+    """One generation in progress: iterate over it for its records, then (or in between) ask for the result.
+
+    Args: those of ``speculative_generate``, with the prompt as token ids.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        policy: LengthPolicy | None = None,
+        sampling: Sampling | None = None,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        seed: int = 0,
+        first_target: bool = True,
+        residual_adjustment: bool = True,
+        trace: bool = False,
+    ) -> None:
+        self.target, self.drafter = target, drafter or NoDraft()
+        self.seed, self.residual_adjustment = seed, residual_adjustment
+        self.prompt_tokens = len(prompt)
+        tokenizer = target.tokenizer
+        if any(not text for text in stop):
+            raise UsageError("A stop string is empty.", "Give at least one character.")
+        if stop and tokenizer is None:
+            raise UsageError("Stop strings need a tokenizer, and the target has none.", "Leave them out.")
+        self._stops = stop
+        end_ids = () if ignore_eos else target.end_ids
+        self._prefill: Prefill | None = None
+        self._steps: list[Step] = []
+        device = str(target.scorer.device)
+        self._records = decode_steps(
+            prompt,
+            target.scorer,
+            self.drafter,
+            policy=policy or FixedLength(5),
+            sampling=sampling or Greedy(),
+            random=Randomness(seed, device),
+            max_new_tokens=max_new_tokens,
+            stops=StopRules(end_ids, stop, tokenizer),
+            first_target=first_target,
+            residual_adjustment=residual_adjustment,
+            clock=clock_for(device),
+            trace=trace,
+        )
+
+    def __iter__(self) -> Iterator[Prefill | Step]:
+        for record in self._records:
+            if isinstance(record, Prefill):
+                self._prefill = record
+            else:
+                self._steps.append(record)
+            yield record
+
+    def text_stream(self) -> TextStream | None:
+        """A stream that turns this run's tokens into its text; ``None`` without a tokenizer."""
+        return None if self.target.tokenizer is None else TextStream(self.target.tokenizer, self._stops)
+
+    def result(self) -> Generation:
+        """What there is so far; ``finish_reason`` is ``None`` unless the run has come to its end."""
+        prefill = self._prefill or Prefill(self.prompt_tokens, None, 0.0)
+        tokens = [] if prefill.token is None else [prefill.token]
+        tokens += [token for step in self._steps for token in step.tokens]
+        last: Prefill | Step = self._steps[-1] if self._steps else prefill
+        return Generation(
+            prompt_tokens=self.prompt_tokens,
+            token_ids=tuple(tokens),
+            text=self._text(shown_tokens(tokens, last.finish_reason)),
+            finish_reason=last.finish_reason,
+            prefill=prefill,
+            steps=tuple(self._steps),
+            target=self.target.name,
+            drafter=self.drafter.name,
+            dtype=self.target.dtype,
+            seed=self.seed,
+            lossless=self.residual_adjustment,
+        )
+
+    def _text(self, tokens: Sequence[int]) -> str | None:
+        stream = self.text_stream()
+        if stream is None:
+            return None
+        for token in tokens:
+            stream.push(token)
+        stream.finish()
+        return stream.text
+
+
+def shown_tokens(tokens: Sequence[int], finish_reason: str | None) -> Sequence[int]:
+    """The tokens that make the text: all but an end token."""
+    return tokens[:-1] if finish_reason == "eos" else tokens
+
+
+def speculative_generate(
+    prompt: str | Sequence[int],
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    gamma: int = 5,
+    policy: LengthPolicy | None = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    seed: int = 0,
+    first_target: bool = True,
+    residual_adjustment: bool = True,
+    trace: bool = False,
+    chat: bool | None = None,
+    system: str | None = None,
+) -> Generation:
+    """Generate with speculative decoding (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023).
+
+    Args:
+        prompt: Text, or token ids to continue as they are.
+        target: The model whose output distribution is kept (``load_target``).
+        drafter: Proposes tokens (``load_drafter``); ``None`` for plain decoding.
+        gamma: Tokens drafted in a step, at least 1. Not looked at when ``policy`` is given.
+        policy: A draft-length rule.
+        sampling: The transforms of both models; greedy by default.
+        max_new_tokens: The output never gets longer.
+        stop: Texts that end the output.
+        ignore_eos: Go on behind end tokens.
+        seed: Of the one generator that every draw comes from.
+        first_target: Let the target emit the first token before anything is drafted.
+        residual_adjustment: False makes the output distribution wrong, to show what the adjustment is for.
+        trace: Record q, p, r and the verdict of every draft.
+        chat, system: How a text prompt is wrapped, see ``encode_prompt``.
+
+    Returns:
+        The output with all of its records; ``specbench.metrics`` reads them.
+
+    Raises:
+        UsageError: An argument is out of its range, or the prompt does not fit the target's context.
+    """
+    if gamma < 1:
+        raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
+    if isinstance(prompt, str):
+        if target.tokenizer is None:
+            raise UsageError("The target has no tokenizer.", "Give the prompt as token ids.")
+        prompt = encode_prompt(target.tokenizer, prompt, chat=chat, system=system)
+    run = GenerationRun(
+        prompt,
+        target,
+        drafter,
+        policy=policy or FixedLength(gamma),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        seed=seed,
+        first_target=first_target,
+        residual_adjustment=residual_adjustment,
+        trace=trace,
+    )
+    for _ in run:
+        pass
+    return run.result()
+
+
+def autoregressive_generate(
+    prompt: str | Sequence[int],
+    target: Target,
+    *,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    seed: int = 0,
+    trace: bool = False,
+    chat: bool | None = None,
+    system: str | None = None,
+) -> Generation:
+    """Generate one token per target pass: the same loop with a drafter that proposes nothing.
+
+    For the arguments see ``speculative_generate``.
+    """
+    return speculative_generate(
+        prompt,
+        target,
+        None,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        seed=seed,
+        trace=trace,
+        chat=chat,
+        system=system,
+    )
