@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specbench.attention import fold_attention
 from specbench.caches import CacheKind
 from specbench.drafters import drafter_word
 from specbench.drafters.base import Drafter, NoDraft
@@ -99,7 +100,7 @@ def wrap_target(
     cache: CacheKind = "dynamic",
     pack: bool = True,
 ) -> Target:
-    """A target made of ``transformers`` objects you hold. ``pack`` replaces the model's linear layers in place."""
+    """A target made of ``transformers`` objects you hold. ``pack`` makes its layers fast, in place."""
     return _prepare_target(wrap_model(model, tokenizer, name), cache, pack=pack)
 
 
@@ -108,6 +109,8 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
     # First, for it can refuse: a cache that cannot hold the model's layers.
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     packed = False
+    if pack:
+        fold_attention(model)
     if language_model.quantise_int8:
         quantise_linears(model)
         dtype = "int8"
@@ -190,6 +193,7 @@ def wrap_drafter(
         dtype = "int8"
     else:
         pack_linears(model)
+    fold_attention(model)
     return ModelDrafter(scorer, f"{language_model.name} ({dtype})")
 
 
