@@ -1,0 +1,110 @@
+"""Greedy, float32: does every drafter, cache and γ give the tokens of `transformers`' own `generate`?
+
+    python benchmarks/lossless.py                       # the built-in model, 12 prompts × 128 tokens
+    python benchmarks/lossless.py --target FOLDER --drafters self:int8 FOLDER2 --prompts 4 --gammas 2 5
+
+Prints a line per combination as it goes, every difference with the gap of the two best logits there, and closes
+with one JSON line. Exit code 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+import torch
+from transformers import GenerationConfig
+
+from specbench.generate import GenerationRun, encode_prompt
+from specbench.lengths import FixedLength
+from specbench.loading import load_drafter, load_target
+from specbench.models import LoadOptions, load_model
+from specbench.parity import find_difference
+from specbench.prompts import load_prompts
+from specbench.sampling import Greedy
+
+DRAFTERS = ["none", "lookup", "ngram", "ngram:sample,top-k=3", "self:int8", "self:layers=10", "smollm2-135m"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--drafters", nargs="+", default=DRAFTERS)
+    parser.add_argument("--caches", nargs="+", default=["dynamic", "preallocated"])
+    parser.add_argument("--gammas", nargs="+", type=int, default=[1, 2, 5, 8])
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="float32")
+    arguments = parser.parse_args()
+
+    options = LoadOptions(dtype=arguments.dtype, device="cpu")
+    prompts = load_prompts(["all"], limit=arguments.prompts)
+    reference = load_model(arguments.target, options)
+    encoded = [encode_prompt(reference.tokenizer, p.turns[0], system=p.system) for p in prompts]
+    expected = []
+    for ids in encoded:
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=arguments.tokens,
+            eos_token_id=list(reference.end_ids),
+            pad_token_id=reference.end_ids[0],
+        )
+        batch = torch.tensor([ids])
+        with torch.inference_mode():
+            output = reference.model.generate(
+                batch, attention_mask=torch.ones_like(batch), generation_config=config
+            )
+        expected.append(output[0, len(ids) :].tolist())
+    print(f"transformers generate: {sum(map(len, expected))} tokens for {len(expected)} prompts", flush=True)
+    del reference
+
+    results, differences = [], []
+    for cache in arguments.caches:
+        target = load_target(arguments.target, options, cache=cache)
+        for spec in arguments.drafters:
+            drafter = load_drafter(spec, target, cache=cache)
+            for gamma in [1] if spec == "none" else arguments.gammas:
+                began, same, accepted, drafted = time.perf_counter(), 0, 0, 0
+                for prompt, ids, tokens in zip(prompts, encoded, expected, strict=True):
+                    run = GenerationRun(
+                        ids, target, drafter, policy=FixedLength(gamma), max_new_tokens=arguments.tokens
+                    )
+                    for _ in run:
+                        pass
+                    result = run.result()
+                    accepted += sum(step.accepted for step in result.steps)
+                    drafted += sum(step.gamma for step in result.steps)
+                    part = find_difference(target.scorer, ids, result.token_ids, tokens, Greedy())
+                    same += part is None
+                    if part is not None:
+                        print(f"  DIFFERS {prompt.id}: {part}", flush=True)
+                        differences.append([cache, spec, gamma, prompt.id, part.position, part.gap_units])
+                results.append([cache, spec, gamma, same, len(prompts), accepted, drafted])
+                print(
+                    f"{cache:12} {spec:22} γ {gamma}: {same}/{len(prompts)} identical, "
+                    f"{accepted}/{drafted} accepted, {time.perf_counter() - began:.0f} s",
+                    flush=True,
+                )
+    print(
+        json.dumps(
+            {
+                "benchmark": "lossless",
+                "target": target.name,
+                "dtype": arguments.dtype,
+                "prompts": len(prompts),
+                "tokens": arguments.tokens,
+                "combinations": len(results),
+                "runs": len(results) * len(prompts),
+                "differences": differences,
+            }
+        )
+    )
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Sampled runs of real (tiny) transformers with real caches, against the target's exact probabilities.
+
+The exact enumeration of test_exact.py shows that the rules are right; this shows that they are wired to real models.
+The full-size version, which finds a bias of 1%, is benchmarks/distribution.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / "distribution.py"
+    spec = importlib.util.spec_from_file_location("distribution_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("drafter", "cache"),
+    [
+        ("model", "dynamic"),
+        ("model", "none"),
+        ("self:int8", "preallocated"),
+        ("self:layers=1", "dynamic"),
+        ("ngram:sample", "dynamic"),
+        ("lookup", "preallocated"),
+    ],
+)
+def test_sampled_outputs_follow_the_target(benchmark: ModuleType, drafter: str, cache: str) -> None:
+    outcome = benchmark.sample(drafter, cache, 1200, 1e-4)
+    assert outcome.sound, outcome
+
+
+def test_the_test_finds_a_wrong_residual(benchmark: ModuleType) -> None:
+    outcome = benchmark.sample("model", "dynamic", 1200, 1e-4, residual_adjustment=False)
+    assert not outcome.sound
+
+
+def test_the_number_of_runs_has_the_power_it_claims(benchmark: ModuleType) -> None:
+    assert benchmark.runs_needed(0.02, 0.001) == pytest.approx(
+        benchmark.runs_needed(0.01, 0.001) / 4, rel=0.01
+    )
+    assert benchmark.p_value([500, 500], [0.5, 0.5]) == pytest.approx(1.0)
+    assert benchmark.p_value([600, 400], [0.5, 0.5]) < 1e-8
+    assert benchmark.p_value([999, 1], [1.0, 0.0]) == 0.0
