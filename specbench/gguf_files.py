@@ -1,0 +1,216 @@
+"""GGUF files: what their headers tell, and their conversion into ordinary model folders."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGML_QUANT_SIZES
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from specbench.checkpoints import check_config, check_memory
+from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.progress import Progress, one_line, quiet_transformers
+
+__all__ = ["GgufHeader", "convert_gguf", "read_gguf_header"]
+
+# llama.cpp's names for vocabularies that split every digit off before the usual byte-level rules.
+DIGIT_SPLITTERS = frozenset(
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_FLOATS = {0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2)}
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What must be known of a GGUF file before it is read.
+
+    Attributes:
+        architecture: llama.cpp's name, such as "llama" or "qwen2".
+        pre_tokenizer: llama.cpp's name for how the text is split; ``None`` when the file does not say.
+        elements: Numbers in all tensors.
+        dtype: The converted copy's, as torch calls it: the file's own, or bfloat16 for quantised files.
+    """
+
+    architecture: str
+    pre_tokenizer: str | None
+    elements: int
+    dtype: str
+
+    @property
+    def stored_itemsize(self) -> int:
+        """Bytes per number of the converted copy."""
+        return 4 if self.dtype == "float32" else 2
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read a GGUF file's metadata and tensor table, and check that the tensors are all there.
+
+    Raises:
+        RunError: It cannot be read, is no GGUF, or is damaged or truncated.
+        UsageError: It is one part of several.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise RunError(
+                    f"The file {str(path)!r} is no GGUF file, or is damaged: it does not start with GGUF."
+                )
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parse_gguf(path, data)
+    except OSError as error:
+        raise RunError(f"The file {str(path)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
+    except (struct.error, ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise RunError(f"The GGUF file {str(path)!r} is damaged or truncated.", "Fetch it again.") from error
+
+
+def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
+    at = 4
+
+    def take(form: str) -> Any:
+        nonlocal at
+        (value,) = struct.unpack_from(f"<{form}", data, at)
+        at += struct.calcsize(f"<{form}")
+        return value
+
+    def take_bytes() -> bytes:
+        nonlocal at
+        length: int = take("Q")
+        if at + length > len(data):
+            raise ValueError("a string reaches behind the end")
+        at += length
+        return data[at - length : at]
+
+    def take_value(kind: int) -> Any:
+        nonlocal at
+        if kind == _STRING:
+            return take_bytes().decode("utf-8", "replace")
+        if kind != _ARRAY:
+            return take(_SCALARS[kind])
+        element, count = take("I"), take("Q")
+        if element in _SCALARS:
+            at += count * struct.calcsize(f"<{_SCALARS[element]}")
+            return None
+        for _ in range(count):  # strings or arrays: nothing to do but walk them; none are needed here
+            take_value(element)
+        return None
+
+    version, tensor_count, key_count = take("I"), take("Q"), take("Q")
+    if version not in (2, 3):
+        raise UsageError(
+            f"The GGUF file {str(path)!r} is of version {version}; versions 2 and 3 can be read."
+        )
+    keys: dict[str, Any] = {}
+    for _ in range(key_count):
+        key = take_bytes().decode("utf-8")
+        keys[key] = take_value(take("I"))
+    if keys.get("split.count", 0) > 1:
+        raise UsageError(f"The GGUF file {str(path)!r} is one part of several.", "Merge the parts first.")
+
+    elements, end, kinds = 0, 0, set()
+    for _ in range(tensor_count):
+        take_bytes()
+        size = 1
+        for _ in range(take("I")):
+            size *= take("Q")
+        kind, offset = take("I"), take("Q")
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        elements += size
+        end = max(end, offset + size // block * block_bytes)
+        kinds.add(int(kind))
+    alignment = keys.get("general.alignment", 32)
+    start = -(-at // alignment) * alignment
+    if start + end > len(data):
+        raise ValueError("tensors reach behind the end")
+
+    floats = [_FLOATS[kind] for kind in kinds if kind in _FLOATS]
+    # Half-precision files keep their norms in float32: the narrower dtype is the model's.
+    dtype = min(floats, key=lambda known: known[1])[0] if len(floats) == len(kinds) else "bfloat16"
+    return GgufHeader(str(keys["general.architecture"]), keys.get("tokenizer.ggml.pre"), elements, dtype)
+
+
+def convert_gguf(
+    gguf: Path,
+    folder: Path,
+    *,
+    name: str,
+    progress: Progress | None = None,
+) -> None:
+    """Write a GGUF file as an ordinary model folder: config, safetensors, tokenizer, generation config.
+
+    Quantised weights become bfloat16: its rounding is small beside that of 4 to 8 bits, and the copy takes
+    half the space that an exact one in float32 would.
+
+    Args:
+        gguf: The file to read.
+        folder: An empty folder to fill.
+        name: What the model is called in messages and in its configuration.
+        progress: Told how many tensors have been read.
+
+    Raises:
+        RunError: The file is damaged, or does not fit into memory.
+        UsageError: The model cannot be decoded speculatively, or `transformers` cannot read its kind of GGUF.
+    """
+    header = read_gguf_header(gguf)
+    stage = f"converting {name}"
+    if progress is not None:
+        progress.update(stage, 0, None)
+    # An empty folder as the model's: other files beside the GGUF are none of its business.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as empty, quiet_transformers(progress, stage):
+        place: dict[str, Any] = {
+            "pretrained_model_name_or_path": empty,
+            "gguf_file": str(gguf.resolve()),
+            "trust_remote_code": False,
+            "local_files_only": True,
+        }
+        try:
+            config = AutoConfig.from_pretrained(**place)
+            check_config(config, name)
+            # the weights as they are read, in float32, and the model they go into
+            check_memory(header.elements * (4 + header.stored_itemsize), name=name)
+            tokenizer = AutoTokenizer.from_pretrained(**place)
+            model = AutoModelForCausalLM.from_pretrained(
+                config=config,
+                dtype=getattr(torch, header.dtype),
+                quantization_config=GgufConfig(dequantize=True),
+                **place,
+            )
+        except SpecbenchError:
+            raise
+        except Exception as error:  # of many kinds: unknown architectures, vocabularies, tensor names
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise UsageError(
+                f"The GGUF file {name!r} (architecture {header.architecture!r}) cannot be converted:"
+                f" {one_line(str(error)).rstrip('.')}.",
+                "Use the model's safetensors instead.",
+            ) from error
+        if header.pre_tokenizer in DIGIT_SPLITTERS:
+            _split_digits(tokenizer)
+        for trace in ("_model_name_or_path", "quantization_config"):  # of the file, and of how it was read
+            if hasattr(model.config, trace):
+                delattr(model.config, trace)
+        model.config.name_or_path = tokenizer.name_or_path = name
+        for trace in ("gguf_file", "local_files_only"):
+            tokenizer.init_kwargs.pop(trace, None)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():  # the weights are written for their owner only, which a shared cache is not
+        shutil.copymode(folder / "config.json", path)
+
+
+def _split_digits(tokenizer: Any) -> None:
+    """One token per digit, as the file asks and `transformers` does not do, then the byte-level rules."""
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )

@@ -1,0 +1,637 @@
+"""From a model spec (hub id, folder, .gguf file, built-in name) to a model and tokenizer that were checked.
+
+What can be refused is refused before weights are read: from the configuration, the model's class, the files'
+headers and the free memory. Remote code is never run, and pickled weights are not loaded unless asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from specbench.builtin import BUILTIN_MODELS, discard_if_damaged, prepare_builtin, prepare_gguf
+from specbench.checkpoints import (
+    available_memory,
+    check_class,
+    check_memory,
+    custom_code,
+    read_config,
+    safetensors_elements,
+    text_config,
+    weight_files,
+)
+from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.hub import HubModel
+from specbench.progress import Progress, one_line, quiet_transformers
+
+__all__ = [
+    "DTYPES",
+    "LanguageModel",
+    "LoadOptions",
+    "ModelSpec",
+    "Progress",
+    "check_compatible",
+    "check_options",
+    "cpu_computes_bfloat16",
+    "end_ids_of",
+    "load_config",
+    "load_model",
+    "parse_model_spec",
+    "resolve_device",
+    "wrap_model",
+]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+SAMPLING_SETTINGS = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model is meant.
+
+    Attributes:
+        kind: How it is found.
+        source: The hub id, path or built-in name.
+        revision: Branch, tag or commit on the hub; ``None`` is the default branch.
+    """
+
+    kind: Literal["hub", "folder", "gguf", "builtin"]
+    source: str
+    revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the model is called in results: hub id and revision, or the folder's or file's own name."""
+        if self.kind in ("folder", "gguf"):
+            return os.path.basename(os.path.abspath(self.source)) or "model"  # noqa: PTH100, PTH119
+        return self.source if self.revision is None else f"{self.source}@{self.revision}"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    Attributes:
+        dtype: One of `DTYPES`. "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a
+            half-precision checkpoint if the processor computes in it, otherwise float32. "int8" loads as
+            "auto" does and asks the caller to quantise.
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
+        device_map: One of accelerate's strategies, or the path of a JSON file from module names to devices;
+            excludes ``device``.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+
+
+@dataclass
+class LanguageModel:
+    """A causal language model ready to decode with.
+
+    Attributes:
+        model: In evaluation mode, without gradients.
+        tokenizer: ``None`` if it was not asked for: the decoding loop knows token ids only.
+        name: Hub id and revision, built-in name, or the folder's or file's own name; never a path.
+        fingerprint: Short hash of configuration and weights, to tell models of one name apart.
+        dtype: Of the weights as loaded, such as "bfloat16".
+        device: Of the input embeddings.
+        vocab_size: Width of the logits, padding included.
+        context_limit: Positions the model has been made for; ``None`` if its configuration sets no limit.
+        end_ids: Every token id that ends a text, ascending; see `end_ids_of`.
+        quantise_int8: Whether "int8" was asked for; quantising is the caller's to do.
+        sampling_defaults: Sampling settings that the model's own configuration carries. They are not used.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    fingerprint: str
+    dtype: str
+    device: str
+    vocab_size: int
+    context_limit: int | None
+    end_ids: tuple[int, ...]
+    quantise_int8: bool = False
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return int(text_config(self.model.config).num_hidden_layers)
+
+
+# -- specs and options -----------------------------------------------------------------------------
+
+
+def parse_model_spec(text: str) -> ModelSpec:
+    """What a ``--target`` or ``--drafter`` that names a model means.
+
+    A built-in name comes first, then a path that exists, then a hub id (``org/name[@revision]``).
+
+    Raises:
+        UsageError: It is none of these, or looks like a path that does not exist.
+    """
+    if text in BUILTIN_MODELS:
+        return ModelSpec("builtin", text)
+    path = os.path.expanduser(text)  # noqa: PTH111 - pathlib's raises for a user there is not
+    is_gguf = text.lower().endswith(".gguf")
+    if text and os.path.isdir(path):  # noqa: PTH112 - the pathlib forms raise for names no file can have
+        return ModelSpec("folder", path)
+    if text and os.path.isfile(path):  # noqa: PTH113
+        if is_gguf:
+            return ModelSpec("gguf", path)
+        raise UsageError(f"{text!r} is neither a model folder nor a .gguf file.", "Name the folder it is in.")
+    identifier, _, revision = text.partition("@")
+    if is_gguf or text.startswith((".", "~", "/", os.sep)) or identifier.replace(os.sep, "/").count("/") > 1:
+        raise UsageError(f"There is no such file or folder: {text!r}.", _known_kinds())
+    if not _is_hub_id(identifier) or ("@" in text and not re.fullmatch(r"[\w./-]+", revision)):
+        raise UsageError(f"{text!r} names no model.", _known_kinds())
+    return ModelSpec("hub", identifier, revision or None)
+
+
+def _known_kinds() -> str:
+    return f"Give a hub id, a model folder, a .gguf file, or {', '.join(BUILTIN_MODELS)}."
+
+
+def _is_hub_id(text: str) -> bool:
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return bool(text)
+
+
+def check_options(options: LoadOptions) -> None:
+    """Refuse options that cannot be, before anything is read.
+
+    Raises:
+        UsageError: Unknown dtype or device, a device this machine lacks, an invalid device map, or both.
+    """
+    if options.dtype not in DTYPES:
+        raise UsageError(f"Unknown dtype {options.dtype!r}.", f"Choose one of {', '.join(DTYPES)}.")
+    if options.device_map is None:
+        resolve_device(options.device)
+    elif options.device != "auto":
+        raise UsageError("A device and a device map exclude each other.", "Give one of the two.")
+    else:
+        _read_device_map(options.device_map)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device that "auto", "cpu", "cuda", "cuda:N" or "mps" stands for on this machine.
+
+    Raises:
+        UsageError: There is no such device here.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if _has_mps() else "cpu")
+    kind, colon, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (
+        colon and (kind != "cuda" or not re.fullmatch("[0-9]+", index))
+    ):
+        raise UsageError(f"Unknown device {name!r}.", "Choose auto, cpu, cuda, cuda:N or mps.")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "mps":
+        if not _has_mps():
+            raise UsageError("The device mps is not available on this machine.", "Use --device cpu.")
+        return torch.device("mps")
+    if not torch.cuda.is_available():
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
+        raise UsageError(f"The device {name} is not available: {reason}.", "Use --device cpu.")
+    number = int(index) if colon else torch.cuda.current_device()
+    count = torch.cuda.device_count()
+    if number >= count:
+        raise UsageError(
+            f"The device {name} is out of range: this machine has {count}.", "Counting starts at cuda:0."
+        )
+    return torch.device("cuda", number)
+
+
+def _has_mps() -> bool:
+    mps: Any = torch.backends.mps
+    return bool(mps.is_available())
+
+
+def _read_device_map(text: str) -> str | dict[str, Any]:
+    if text in DEVICE_MAPS:
+        return text
+    hint = f"Give one of {', '.join(DEVICE_MAPS)}, or a JSON file from module names to devices."
+    try:
+        places = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+    except (OSError, RuntimeError) as error:
+        raise UsageError(
+            f"The device map {text!r} is neither a strategy nor a readable file.", hint
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"The device map {text!r} is not valid JSON.", hint) from error
+    if not isinstance(places, dict) or not places:
+        raise UsageError(f"The device map {text!r} is not an object from module names to devices.", hint)
+    for module, place in places.items():
+        if isinstance(place, bool) or not isinstance(place, int | str):
+            raise UsageError(f"The device map {text!r} places {module!r} on no device: {place!r}.", hint)
+        if place == "disk":
+            raise UsageError(
+                f"The device map {text!r} leaves {module!r} on disk, which cannot be decoded from.", hint
+            )
+        resolve_device(f"cuda:{place}" if isinstance(place, int) else place)
+    return places
+
+
+def cpu_computes_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 matrices natively; elsewhere float32 is faster."""
+    try:
+        if platform.machine() in ("aarch64", "arm64"):
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    except (AttributeError, RuntimeError):  # questions that other versions or builds of torch do not know
+        return False
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def load_model(
+    spec: str | ModelSpec,
+    options: LoadOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    allow_pickle: bool = False,
+    tokenizer: bool = True,
+) -> LanguageModel:
+    """Load a model and its tokenizer, after every check that needs no weights.
+
+    Args:
+        spec: The model; a string is read by `parse_model_spec`.
+        options: Dtype, device, device map; ``None`` is `LoadOptions()`.
+        progress: Told how far fetching, converting and loading have come.
+        allow_pickle: Load pickled weights if there are no others, with torch's restricted unpickler.
+        tokenizer: Whether to load one.
+
+    Raises:
+        UsageError: No such model, or one that cannot be decoded speculatively; an impossible device or dtype.
+        RunError: It cannot be fetched, is damaged, or does not fit into memory.
+    """
+    spec = parse_model_spec(spec) if isinstance(spec, str) else spec
+    options = options or LoadOptions()
+    check_options(options)
+    if spec.kind == "hub":
+        hub = HubModel(spec.source, spec.revision, spec.name, progress)
+        config = read_config(hub.folder, spec.name)
+
+        def check_size(total: int) -> None:
+            """Roughly, before tens of gigabytes are fetched; `_load_folder` knows exactly."""
+            if isinstance(config.dtype, torch.dtype):
+                loaded = _resolve_dtype(options, config, Counter())
+                _placement(options, total * loaded.itemsize // config.dtype.itemsize, spec.name)
+
+        hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
+        return _load_folder(hub.folder, hub, spec.name, options, progress, allow_pickle, tokenizer)
+    folder = _local_folder(spec, progress)
+    try:
+        return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer)
+    except RunError:
+        # A prepared copy that fails may have been damaged since; fetch or convert it anew, once.
+        if spec.kind == "folder" or not discard_if_damaged(folder):
+            raise
+    folder = _local_folder(spec, progress)
+    return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer)
+
+
+def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
+    """A model's configuration alone, checked; a built-in model or GGUF file is prepared if need be."""
+    spec = parse_model_spec(spec) if isinstance(spec, str) else spec
+    if spec.kind == "hub":
+        folder = HubModel(spec.source, spec.revision, spec.name, progress).folder
+    else:
+        folder = _local_folder(spec, progress)
+    return read_config(folder, spec.name)
+
+
+def wrap_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    name: str | None = None,
+    *,
+    quantise_int8: bool = False,
+) -> LanguageModel:
+    """A `LanguageModel` of objects you already hold; the model goes into evaluation mode, without gradients.
+
+    Raises:
+        UsageError: The model cannot be decoded speculatively.
+    """
+    name = name or _name_of(model)
+    check_class(type(model), model.config, name)
+    untyped: Any = model
+    untyped.eval().requires_grad_(False)
+    head = untyped.get_output_embeddings()
+    width = text_config(model.config).vocab_size if head is None else head.weight.shape[0]
+    return LanguageModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        fingerprint=_fingerprint(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(_input_device(model)),
+        vocab_size=int(width),
+        context_limit=_context_limit(model.config),
+        end_ids=end_ids_of(model, tokenizer),
+        quantise_int8=quantise_int8,
+        sampling_defaults=_sampling_defaults(model),
+    )
+
+
+def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:
+    if spec.kind == "builtin":
+        return prepare_builtin(spec.source, progress=progress)
+    if spec.kind == "gguf":
+        return prepare_gguf(Path(spec.source), progress=progress)
+    return Path(spec.source)
+
+
+def _load_folder(
+    folder: Path,
+    hub: HubModel | None,
+    name: str,
+    options: LoadOptions,
+    progress: Progress | None,
+    allow_pickle: bool,
+    with_tokenizer: bool,
+) -> LanguageModel:
+    """Load what lies in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well)."""
+    config = read_config(folder, name)
+    files = weight_files(folder, name, config, allow_pickle)
+    pickled = files[0].suffix != ".safetensors"
+    counts = Counter[torch.dtype]()
+    for file in files if not pickled else []:
+        counts.update(safetensors_elements(file))
+    dtype = _resolve_dtype(options, config, counts)
+    if pickled:
+        needed = sum(file.stat().st_size for file in files)
+    else:
+        needed = sum(n * (dtype if kind.is_floating_point else kind).itemsize for kind, n in counts.items())
+    placement = _placement(options, needed, name)
+    tokenizer = _load_tokenizer(folder, hub, name) if with_tokenizer else None
+
+    stage = f"loading {name}"
+    loader: Any = AutoModelForCausalLM  # typed as if it returned no loading report
+    with quiet_transformers(progress, stage):
+        try:
+            model, report = loader.from_pretrained(
+                str(folder),
+                config=config,
+                dtype=dtype,
+                device_map=placement,
+                use_safetensors=not pickled,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except SpecbenchError:
+            raise
+        except Exception as error:  # whatever a damaged file or an odd configuration sets off in there
+            raise _loading_failed(name, error) from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # these would be random numbers
+        raise RunError(
+            f"The weights of {name} are incomplete: {len(missing)} of the model's tensors are not in them"
+            f" (the first is {missing[0]})."
+        )
+    model.config.name_or_path = name
+    return wrap_model(model, tokenizer, name, quantise_int8=options.dtype == "int8")
+
+
+def _loading_failed(name: str, error: Exception) -> RunError:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error):
+        return RunError(
+            f"There is not enough memory for {name}.", "Choose a smaller model or a narrower dtype."
+        )
+    return RunError(
+        f"The model {name} cannot be loaded: {one_line(str(error)).rstrip('.') or type(error).__name__}."
+    )
+
+
+def _resolve_dtype(
+    options: LoadOptions, config: PreTrainedConfig, counts: Counter[torch.dtype]
+) -> torch.dtype:
+    if options.dtype not in ("auto", "int8"):
+        chosen: torch.dtype = getattr(torch, options.dtype)
+        return chosen
+    own = config.dtype or getattr(text_config(config), "dtype", None)
+    if isinstance(own, str):
+        own = getattr(torch, own, None)
+    if not isinstance(own, torch.dtype):
+        floats = [kind for kind, _ in counts.most_common() if kind.is_floating_point and kind.itemsize > 1]
+        own = floats[0] if floats else torch.float32
+    if (
+        resolve_device(options.device).type != "cpu"
+    ):  # "auto", which comes with a device map, prefers a GPU too
+        return own
+    return torch.bfloat16 if own.itemsize == 2 and cpu_computes_bfloat16() else torch.float32
+
+
+def _placement(options: LoadOptions, needed: int, name: str) -> Any:
+    """What `from_pretrained` takes as ``device_map``, after asking whether the weights fit there."""
+    if options.device_map is not None:
+        available = available_memory() + sum(
+            available_memory(torch.device("cuda", index)) for index in range(torch.cuda.device_count())
+        )
+        check_memory(needed, name=name, available=available)
+        return _read_device_map(options.device_map)
+    device = resolve_device(options.device)
+    check_memory(needed, name=name, device=device)
+    return None if device.type == "cpu" else {"": device}
+
+
+def _load_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    if hub is not None:
+        where = {"pretrained_model_name_or_path": hub.repository, "revision": hub.revision}
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(trust_remote_code=False, **where)
+        except Exception as error:  # the many ways in which tokenizer files can be absent, odd or damaged
+            if "trust_remote_code" in str(error):
+                raise custom_code(f"The tokenizer of {name}") from error
+            raise RunError(
+                f"The tokenizer of {name} cannot be loaded: {one_line(str(error)).rstrip('.')}.",
+                "A model folder needs its tokenizer files beside the weights.",
+            ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise RunError(f"The model {name} has no tokenizer.", "A model folder needs its tokenizer files.")
+    tokenizer.name_or_path = name
+    return tokenizer
+
+
+def _context_limit(config: PreTrainedConfig) -> int | None:
+    text = text_config(config)
+    limit = getattr(text, "max_position_embeddings", None) or getattr(
+        text, "max_seq_len", None
+    )  # the latter: MPT
+    return int(limit) if limit else None
+
+
+def _sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:
+    """The generation settings that would sample, as far as they differ from doing nothing."""
+    own = getattr(model, "generation_config", None)
+    if own is None:
+        return {}
+    changed = own.to_diff_dict()
+    return {name: changed[name] for name in SAMPLING_SETTINGS if changed.get(name)}
+
+
+def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every token id that ends a text, ascending.
+
+    From the generation config, the configuration, the tokenizer's end-of-text token, and the token with which
+    the chat template closes an assistant's turn.
+    """
+    named: list[Any] = [
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        getattr(text_config(model.config), "eos_token_id", None),
+    ]
+    if tokenizer is not None:
+        named += [tokenizer.eos_token_id, _end_of_turn(tokenizer)]
+    ids: set[int] = set()
+    for value in named:
+        values: Iterable[Any] = value if isinstance(value, list | tuple) else (value,)
+        ids.update(int(each) for each in values if each is not None)
+    return tuple(sorted(ids))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that follows an assistant's message in the chat template, if one does."""
+    if not tokenizer.chat_template:
+        return None
+    marker = "An answer that ends here"
+    conversation = [{"role": "user", "content": "A question"}, {"role": "assistant", "content": marker}]
+    try:
+        text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
+    except Exception:  # templates are programs: they raise what they like, and this one then tells us nothing
+        return None
+    _, found, rest = text.rpartition(marker)
+    if not found:
+        return None
+    rest = rest.lstrip()
+    special = {str(token) for token in tokenizer.all_special_tokens}
+    special |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    closing = max((token for token in special if token and rest.startswith(token)), key=len, default=None)
+    return None if closing is None else tokenizer.get_vocab().get(closing)
+
+
+# -- identity --------------------------------------------------------------------------------------
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    name = model.config.name_or_path
+    if not name:
+        return type(model).__name__
+    return Path(name).name if os.path.isabs(name) or Path(name).exists() else name  # noqa: PTH117 - of any string
+
+
+def _input_device(model: PreTrainedModel) -> torch.device:
+    embeddings: Any = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device
+    if device.type == "meta":  # kept on the CPU by accelerate and moved for each pass
+        hook = getattr(embeddings, "_hf_hook", None)
+        device = torch.device(getattr(hook, "execution_device", None) or "cpu")
+    return device
+
+
+UNSTABLE_SETTINGS = ("_name_or_path", "architectures", "transformers_version", "dtype", "use_cache")
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """16 hex digits over the configuration and each tensor's name, shape, dtype, first and last 64 values."""
+    config = {
+        key: value for key, value in model.config.to_diff_dict().items() if key not in UNSTABLE_SETTINGS
+    }
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.device.type != "meta":
+            flat = tensor.detach().reshape(-1)
+            sample = torch.cat((flat[:64], flat[-64:])).cpu().contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# -- two models ------------------------------------------------------------------------------------
+
+
+def check_compatible(target: LanguageModel, drafter: LanguageModel) -> None:
+    """Refuse a drafter whose token ids mean something else than the target's.
+
+    Logits padded to different widths are no difference. Without both tokenizers only the widths are compared.
+
+    Raises:
+        UsageError: The vocabularies or special tokens differ; the message says in what.
+    """
+    if target.tokenizer is None or drafter.tokenizer is None:
+        if target.vocab_size != drafter.vocab_size:
+            raise _incompatible(
+                target,
+                drafter,
+                f"{target.vocab_size} logits against {drafter.vocab_size}, and no tokenizer to compare",
+            )
+        return
+    ours, theirs = target.tokenizer.get_vocab(), drafter.tokenizer.get_vocab()
+    if ours != theirs:
+        raise _incompatible(target, drafter, _vocabulary_difference(ours, theirs))
+    for role in ("bos_token", "eos_token", "unk_token"):  # padding is never decoded
+        own, other = getattr(target.tokenizer, role), getattr(drafter.tokenizer, role)
+        if own != other:
+            raise _incompatible(target, drafter, f"{role} is {own!r} against {other!r}")
+    needed = max(ours.values(), default=-1) + 1
+    for model in (target, drafter):
+        if model.vocab_size < needed:
+            raise _incompatible(
+                target, drafter, f"{model.name} has {model.vocab_size} logits for {needed} tokens"
+            )
+
+
+def _vocabulary_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
+    """Sizes, and the first token, in the order of the target's ids, that the two number differently."""
+    said = "" if len(ours) == len(theirs) else f"{len(ours)} tokens against {len(theirs)}; "
+    here = [(number, token) for token, number in ours.items() if theirs.get(token) != number]
+    there = [(number, token) for token, number in theirs.items() if ours.get(token) != number]
+    _, token = min(here or there)
+    own, other = (
+        f"id {vocabulary[token]}" if token in vocabulary else "absent" for vocabulary in (ours, theirs)
+    )
+    return f"{said}the first difference is {token!r}, {own} against {other}"
+
+
+def _incompatible(target: LanguageModel, drafter: LanguageModel, difference: str) -> UsageError:
+    return UsageError(
+        f"The drafter {drafter.name} cannot draft for {target.name}, their tokenizers differ: {difference}.",
+        "Choose a drafter with the target's tokenizer, or one that needs no model, such as ngram or lookup.",
+    )

@@ -1,0 +1,86 @@
+"""How far slow stages have come, and the libraries underneath kept from telling it themselves."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+__all__ = ["Progress", "one_line", "quiet_transformers"]
+
+
+class Progress(Protocol):
+    """Told how far a slow stage has come; the command line draws it."""
+
+    def update(self, stage: str, done: int, total: int | None) -> None:
+        """``done`` of ``total`` (``None``: unknown) units of ``stage``, a phrase such as "fetching NAME"."""
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """The first paragraph of someone else's message as one printable line of at most ``limit`` characters."""
+    paragraph = text.strip().partition("\n\n")[0]
+    line = " ".join("".join(c if c.isprintable() else " " for c in paragraph).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+class _Bar:
+    """The part of tqdm's interface that `transformers` uses, reporting to a `Progress`."""
+
+    def __init__(self, progress: Progress | None, stage: str, iterable: Any, total: int | None) -> None:
+        if total is None and hasattr(iterable, "__len__"):
+            total = len(iterable)
+        self.progress, self.stage, self.iterable, self.total, self.n = progress, stage, iterable, total, 0
+
+    def update(self, n: int = 1) -> None:
+        self.n += n
+        if self.progress is not None:
+            self.progress.update(self.stage, self.n, self.total)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.iterable or ():
+            yield item
+            self.update()
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_arguments, **_options: None  # set_description, close, refresh, ...
+
+
+@contextmanager
+def quiet_transformers(progress: Progress | None = None, stage: str = "") -> Iterator[None]:
+    """Within, `transformers` and the hub client write nothing; their bars go to ``progress`` as ``stage``."""
+    from huggingface_hub import utils
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils import logging
+
+    def bar(iterable: Any = None, *_: Any, total: int | None = None, **__: Any) -> _Bar:
+        return _Bar(progress, stage, iterable, total)
+
+    hub: Any = utils  # its bar functions are exported at run time only
+    loggers: list[Any] = [logging, hub.logging]
+    levels = [logger.get_verbosity() for logger in loggers]
+    hub_draws = not hub.are_progress_bars_disabled()
+    gguf_reader = vars(modeling_gguf_pytorch_utils)  # it takes its bar from tqdm, past the hook
+    gguf_bar = gguf_reader["tqdm"]
+    hook = logging.set_tqdm_hook(lambda _, arguments, options: bar(*arguments, **options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            gguf_reader["tqdm"] = bar
+            hub.disable_progress_bars()
+            for logger in loggers:
+                logger.set_verbosity_error()
+            yield
+        finally:
+            gguf_reader["tqdm"] = gguf_bar
+            logging.set_tqdm_hook(hook)
+            if hub_draws:
+                hub.enable_progress_bars()
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.set_verbosity(level)

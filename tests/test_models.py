@@ -1,0 +1,787 @@
+"""Specs, options, the checks before weights are loaded, loading itself, and the comparison of tokenizers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import (
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS,
+    save_tiny,
+    tiny_language_model,
+    tiny_llama,
+    tiny_tokenizer,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    GenerationConfig,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    T5Config,
+)
+from transformers.utils import logging as transformers_logging
+
+from specbench import checkpoints, models
+from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.models import (
+    LoadOptions,
+    ModelSpec,
+    check_compatible,
+    check_options,
+    end_ids_of,
+    load_config,
+    load_model,
+    parse_model_spec,
+    wrap_model,
+)
+
+CPU = LoadOptions(device="cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "tiny-model")
+
+
+def refusal(call: Any, *arguments: Any, kind: type[SpecbenchError], **options: Any) -> str:
+    """What ``call`` is refused with: one sentence and a hint, on one line."""
+    with pytest.raises(kind) as caught:
+        call(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# -- specs ---------------------------------------------------------------------------------------
+
+
+def test_a_built_in_name_is_itself_even_beside_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-135m").mkdir()
+    assert parse_model_spec("smollm2-135m") == ModelSpec("builtin", "smollm2-135m")
+    assert parse_model_spec("./smollm2-135m").kind == "folder"
+
+
+def test_an_existing_path_wins_over_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse_model_spec("org/name") == ModelSpec("hub", "org/name")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert parse_model_spec("org/name") == ModelSpec("folder", "org/name")
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert parse_model_spec("~/model") == ModelSpec("folder", str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("gpt2", ModelSpec("hub", "gpt2")),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", ModelSpec("hub", "Qwen/Qwen2.5-Coder-1.5B-Instruct")),
+        ("org/name@abc123", ModelSpec("hub", "org/name", "abc123")),
+        ("org/name@refs/pr/1", ModelSpec("hub", "org/name", "refs/pr/1")),
+    ],
+)
+def test_hub_ids(text, spec):
+    assert parse_model_spec(text) == spec
+    assert spec.name == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "./no-such",
+        "~/no-such",
+        "/no/such",
+        "../no-such",
+        "a/b/c",
+        "model.gguf",
+        "org/model.GGUF",
+        "~nobody/x",
+    ],
+)
+def test_what_looks_like_a_path_must_exist(text):
+    message = refusal(parse_model_spec, text, kind=UsageError)
+    assert message.startswith(f"There is no such file or folder: {text!r}.")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "two words",
+        "org/name@",
+        "org/name@a b",
+        "@rev",
+        "a--b",
+        "x\0y",
+        "\x1b[31m",
+        "org//x",
+        "y" * 9999,
+    ],
+)
+def test_what_names_no_model(text):
+    message = refusal(parse_model_spec, text, kind=UsageError)
+    assert message.isprintable()
+
+
+def test_a_file_that_is_no_gguf(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    message = refusal(parse_model_spec, str(tmp_path / "model.safetensors"), kind=UsageError)
+    assert "neither a model folder nor a .gguf file" in message
+
+
+def test_names_hold_no_path(tmp_path):
+    assert ModelSpec("folder", str(tmp_path / "mine") + os.sep).name == "mine"
+    assert ModelSpec("gguf", str(tmp_path / "mine.gguf")).name == "mine.gguf"
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:0", "mps:1", "", "cuda:-1", "cuda:²"])
+def test_unknown_devices(device):
+    assert "Unknown device" in refusal(check_options, LoadOptions(device=device), kind=UsageError)
+
+
+def test_unknown_dtype():
+    assert "Unknown dtype 'fp8'" in refusal(check_options, LoadOptions(dtype="fp8"), kind=UsageError)
+
+
+def test_devices_this_machine_lacks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert "cuda:0 is not available" in refusal(check_options, LoadOptions(device="cuda:0"), kind=UsageError)
+    assert "mps is not available" in refusal(check_options, LoadOptions(device="mps"), kind=UsageError)
+    assert models.resolve_device("auto") == torch.device("cpu")
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert "out of range" in refusal(check_options, LoadOptions(device="cuda:2"), kind=UsageError)
+    assert models.resolve_device("cuda:0") == torch.device("cuda", 0)
+    assert models.resolve_device("auto") == models.resolve_device("cuda") == torch.device("cuda", 1)
+
+
+def test_device_and_device_map_exclude_each_other():
+    options = LoadOptions(device="cpu", device_map="auto")
+    assert "exclude each other" in refusal(check_options, options, kind=UsageError)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "neither a strategy nor a readable file"),
+        ("{", "not valid JSON"),
+        ("[]", "not an object"),
+        ("{}", "not an object"),
+        ('{"": true}', "on no device"),
+        ('{"": null}', "on no device"),
+        ('{"model": "disk"}', "on disk"),
+        ('{"model": "gpu"}', "Unknown device"),
+    ],
+)
+def test_device_maps_that_make_no_sense(tmp_path, content, says):
+    path = tmp_path / "map.json"
+    if content is not None:
+        path.write_text(content)
+    assert says in refusal(check_options, LoadOptions(device_map=str(path)), kind=UsageError)
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_loaded_as_it_was_saved(folder):
+    loaded = load_model(str(folder), CPU)
+    original = tiny_llama()
+    ids = torch.arange(8)[None]
+    assert torch.equal(loaded.model(ids).logits, original(ids).logits)
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert (loaded.name, loaded.dtype, loaded.device) == ("tiny-model", "float32", "cpu")
+    assert (loaded.layers, loaded.vocab_size, loaded.context_limit) == (2, original.config.vocab_size, 512)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("naïve 🎉")) == "naïve 🎉"
+    assert str(folder.parent) not in repr(loaded.model.config) + repr(loaded.tokenizer)
+
+
+def test_without_a_tokenizer(folder):
+    assert load_model(str(folder), CPU, tokenizer=False).tokenizer is None
+
+
+def test_options_default_to_a_device_and_dtype_there_are(folder):
+    assert load_model(str(folder)).dtype == "float32"
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("asked", ["auto", "int8"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, asked, native):
+    monkeypatch.setattr(models, "cpu_computes_bfloat16", lambda: native)
+    save_tiny(tmp_path / "m", dtype=stored)
+    loaded = load_model(str(tmp_path / "m"), LoadOptions(dtype=asked, device="cpu"), tokenizer=False)
+    half = native and stored is not torch.float32
+    assert loaded.dtype == ("bfloat16" if half else "float32")
+    assert loaded.quantise_int8 is (asked == "int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_explicit_dtype_is_taken(folder, dtype):
+    loaded = load_model(str(folder), LoadOptions(dtype=dtype, device="cpu"), tokenizer=False)
+    assert {str(parameter.dtype) for parameter in loaded.model.parameters()} == {f"torch.{dtype}"}
+    assert loaded.dtype == dtype
+
+
+def test_the_dtype_is_read_from_the_weights_when_the_config_is_silent(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "cpu_computes_bfloat16", lambda: True)
+    folder = save_tiny(tmp_path / "m", dtype=torch.bfloat16)
+    edit_config(folder, dtype=None)
+    assert load_model(str(folder), CPU, tokenizer=False).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("places", ["auto", "balanced", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
+def test_device_maps(folder, tmp_path, monkeypatch, places):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device_map = places
+    if isinstance(places, dict):
+        device_map = str(tmp_path / "map.json")
+        Path(device_map).write_text(json.dumps(places))
+    loaded = load_model(str(folder), LoadOptions(device_map=device_map), tokenizer=False)
+    assert loaded.device == "cpu"
+    assert torch.equal(loaded.model(torch.arange(8)[None]).logits, tiny_llama()(torch.arange(8)[None]).logits)
+
+
+def test_nothing_is_written_to_the_terminal(folder, capfd):
+    verbosity = transformers_logging.get_verbosity()
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {**weights, "model.layers.0.extra": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"}
+    )
+    load_model(str(folder), CPU)
+    assert capfd.readouterr() == ("", "")
+    assert transformers_logging.get_verbosity() == verbosity
+
+
+def test_progress_is_told(folder):
+    seen: list[tuple[str, int, int | None]] = []
+    load_model(str(folder), CPU, progress=SimpleNamespace(update=lambda *step: seen.append(step)))
+    stage, done, total = seen[-1]
+    assert stage == "loading tiny-model"
+    assert done == total == len(load_file(folder / "model.safetensors"))
+
+
+def test_sharded_weights(tmp_path):
+    tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded = load_model(str(tmp_path), CPU, tokenizer=False)
+    assert torch.equal(loaded.model(torch.arange(8)[None]).logits, tiny_llama()(torch.arange(8)[None]).logits)
+
+
+def test_load_config_reads_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    assert load_config(str(folder)).num_hidden_layers == 2
+
+
+# -- folders that are refused --------------------------------------------------------------------
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def write_config(folder: Path, config: PreTrainedConfig, *architectures: str) -> str:
+    """A folder with a configuration and no weights: what is refused is refused before those are read."""
+    config.architectures = list(architectures)
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_folder_without_a_config(tmp_path):
+    assert "it has no config.json" in refusal(load_model, str(tmp_path), kind=UsageError)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "adapter" in refusal(load_model, str(tmp_path), kind=UsageError)
+    (tmp_path / "model.gguf").touch()
+    assert "name the file itself" in refusal(load_model, str(tmp_path), kind=UsageError)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\0", '{"model_type": "llama", "hidden_size": "wide"}'])
+def test_a_damaged_config(folder, content):
+    (folder / "config.json").write_text(content)
+    message = refusal(load_model, str(folder), CPU, kind=RunError)
+    assert "config.json" in message
+    assert "damaged" in message
+
+
+@pytest.mark.parametrize("kind", [None, "", 3, "no-such-type"])
+def test_a_config_of_no_known_type(folder, kind):
+    edit_config(folder, model_type=kind)
+    message = refusal(load_model, str(folder), CPU, kind=UsageError)
+    assert "names no model_type" in message or "does not know: 'no-such-type'" in message
+
+
+def test_encoder_decoder_models(tmp_path):
+    for config, architecture in [
+        (T5Config(), "T5ForConditionalGeneration"),
+        (BartConfig(), "BartForCausalLM"),
+    ]:
+        path = write_config(tmp_path / config.model_type, config, architecture)
+        assert "is an encoder-decoder model" in refusal(load_model, path, CPU, kind=UsageError)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"),
+    [
+        (BertConfig(), "BertForMaskedLM"),
+        (BertConfig(), "BertLMHeadModel"),
+        (LlamaConfig(), "LlamaForSequenceClassification"),
+    ],
+)
+def test_models_that_are_not_causal(tmp_path, config, architecture):
+    path = write_config(tmp_path, config, architecture)
+    assert "is no causal language model" in refusal(load_model, path, CPU, kind=UsageError)
+
+
+def test_recurrent_models(tmp_path):
+    path = write_config(tmp_path, MambaConfig(), "MambaForCausalLM")
+    message = refusal(load_model, path, CPU, kind=UsageError)
+    assert "recurrent state" in message
+    assert "'mamba'" in message
+    config = MambaConfig(vocab_size=8, hidden_size=8, state_size=2, num_hidden_layers=1)
+    assert "recurrent state" in refusal(
+        wrap_model, AutoModelForCausalLM.from_config(config), None, kind=UsageError
+    )
+
+
+EVIL = "open(__file__ + '.ran', 'w').close()\n"
+
+
+def test_code_of_a_model_is_never_run(folder):
+    (folder / "evil.py").write_text(EVIL)
+    custom = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    edit_config(folder, auto_map=custom)
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(EVIL)
+    assert type(load_model(str(folder), CPU).model).__name__ == "LlamaForCausalLM"
+    edit_config(folder, model_type="evil")
+    assert "never run" in refusal(load_model, str(folder), CPU, kind=UsageError)
+    assert not list(folder.rglob("*.ran"))
+
+
+def test_code_of_a_tokenizer_is_never_run(folder):
+    (folder / "evil.py").write_text(EVIL)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+    settings["tokenizer_class"] = "EvilTokenizer"
+    path.write_text(json.dumps(settings))
+    assert "never run" in refusal(load_model, str(folder), CPU, kind=UsageError)
+    assert not list(folder.rglob("*.ran"))
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    message = refusal(load_model, str(tmp_path), CPU, kind=RunError)
+    assert message.startswith(f"The tokenizer of {tmp_path.name} cannot be loaded")
+
+
+def test_a_damaged_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{")
+    assert "The tokenizer of tiny-model cannot be loaded" in refusal(
+        load_model, str(folder), CPU, kind=RunError
+    )
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    assert "holds no model.safetensors" in refusal(load_model, str(folder), CPU, kind=UsageError)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
+def test_truncated_safetensors(folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    message = refusal(load_model, str(folder), CPU, kind=RunError)
+    assert str(path) in message
+    assert "damaged" in message or "truncated" in message
+
+
+def header_of(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not safetensors at all, but long enough",
+        struct.pack("<Q", 2**63) + b"{}",
+        header_of(b"{"),
+        header_of(b"[]"),
+        header_of(b'{"w": 3}'),
+        header_of(b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}'),
+        header_of(b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', b"12345"),
+        header_of(b"[" * 100_000),
+    ],
+)
+def test_corrupt_safetensors(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    message = refusal(load_model, str(folder), CPU, kind=RunError)
+    assert "model.safetensors' is damaged" in message
+
+
+def test_weights_of_the_wrong_shape(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {**weights, "lm_head.weight": torch.zeros(3, 32)}, folder / "model.safetensors", {"format": "pt"}
+    )
+    assert "cannot be loaded" in refusal(load_model, str(folder), CPU, kind=RunError)
+
+
+def test_missing_tensors_are_not_made_up(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    message = refusal(load_model, str(folder), CPU, kind=RunError)
+    assert "incomplete" in message
+    assert "lm_head.weight" in message
+
+
+def test_a_missing_shard(tmp_path):
+    tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = max(tmp_path.glob("model-*.safetensors"))
+    shard.unlink()
+    message = refusal(load_model, str(tmp_path), CPU, kind=RunError)
+    assert "incomplete" in message
+    assert shard.name in message
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../elsewhere.safetensors", "/etc/passwd", "a/../../b.safetensors", "..\\b.safetensors", "C:\\b"],
+)
+def test_shards_outside_the_folder(tmp_path, shard):
+    save_tiny(tmp_path / "m")
+    shutil.move(tmp_path / "m" / "model.safetensors", tmp_path / "elsewhere.safetensors")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": shard}}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "outside its own folder" in refusal(load_model, str(tmp_path / "m"), CPU, kind=UsageError)
+
+
+def test_weights_that_the_config_names_outside_the_folder(folder):
+    edit_config(folder, transformers_weights="../model.safetensors")
+    assert "outside its own folder" in refusal(load_model, str(folder), CPU, kind=UsageError)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": {}}'])
+def test_a_damaged_index(folder, content):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert "index.json' is damaged" in refusal(load_model, str(folder), CPU, kind=RunError)
+
+
+class Payload:
+    """What a hostile pickle holds: unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_pickled_weights_only_when_asked_for(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert "are pickled" in refusal(load_model, str(folder), CPU, kind=UsageError)
+    loaded = load_model(str(folder), CPU, allow_pickle=True)
+    assert torch.equal(loaded.model(torch.arange(8)[None]).logits, tiny_llama()(torch.arange(8)[None]).logits)
+
+
+def test_a_pickle_that_runs_code_is_refused_even_then(folder, tmp_path):
+    torch.save({"lm_head.weight": Payload(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert "cannot be loaded" in refusal(load_model, str(folder), CPU, allow_pickle=True, kind=RunError)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_not_enough_memory(folder, monkeypatch):
+    size = sum(weight.nbytes for weight in load_file(folder / "model.safetensors").values())
+    monkeypatch.setattr(checkpoints, "available_memory", lambda device: size - 1)
+    message = refusal(load_model, str(folder), CPU, kind=RunError)
+    assert "The weights of tiny-model take 0.0 GB of memory" in message
+    load_model(str(folder), LoadOptions(dtype="bfloat16", device="cpu"), tokenizer=False)  # half of that fits
+    monkeypatch.setattr(checkpoints, "available_memory", lambda device: size)
+    load_model(str(folder), CPU, tokenizer=False)
+
+
+def test_memory_that_runs_out_in_the_middle(folder, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: not enough memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    assert "not enough memory for tiny-model" in refusal(load_model, str(folder), CPU, kind=RunError)
+
+
+def test_a_container_may_leave_less_memory_than_the_machine_has(monkeypatch):
+    group = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 500\ninactive_file 100\n"}
+    monkeypatch.setattr(Path, "read_text", lambda self, *_: group[self.name])
+    assert checkpoints.available_memory() == 400
+    group["memory.max"] = "max"
+    assert checkpoints.available_memory() > 1000
+
+
+# -- what a loaded model tells -------------------------------------------------------------------
+
+
+def test_wrapping_keeps_paths_out_of_the_name(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert wrap_model(model, None).name == "tiny-model"
+    model.config.name_or_path = "org/name"
+    assert wrap_model(model, None).name == "org/name"
+    assert wrap_model(tiny_llama(), None).name == "LlamaForCausalLM"
+
+
+def test_wrapping_ends_training():
+    wrapped = wrap_model(tiny_llama().train(), None)
+    assert not wrapped.model.training
+    assert not any(parameter.requires_grad for parameter in wrapped.model.parameters())
+
+
+def test_the_fingerprint_tells_weights_and_nothing_else_apart(folder, tmp_path):
+    def of(path: Path, dtype: str = "float32") -> str:
+        return load_model(str(path), LoadOptions(dtype=dtype, device="cpu"), tokenizer=False).fingerprint
+
+    copy = shutil.copytree(folder, tmp_path / "renamed")
+    assert of(folder) == of(copy) == wrap_model(tiny_llama(), None).fingerprint
+    assert of(folder) != of(folder, "bfloat16")
+    assert of(folder) != of(save_tiny(tmp_path / "other", seed=1))
+    edit_config(copy, rms_norm_eps=1e-3)
+    assert of(folder) != of(copy)
+
+
+def test_no_context_limit_where_the_config_sets_none():
+    config = models.PreTrainedConfig()
+    assert models._context_limit(config) is None
+    assert tiny_language_model(context=64).context_limit == 64
+
+
+def test_sampling_defaults_are_told():
+    model = tiny_llama()
+    assert wrap_model(model, None).sampling_defaults == {}
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_k=20, eos_token_id=3)
+    assert wrap_model(model, None).sampling_defaults == {"do_sample": True, "temperature": 0.6, "top_k": 20}
+
+
+def test_end_ids_come_from_everywhere():
+    model, tokenizer = tiny_llama(), tiny_tokenizer()
+    end_of_text, _, turn_end = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
+    assert end_ids_of(model, None) == ()
+    assert end_ids_of(model, tokenizer) == (end_of_text, turn_end)
+    model.generation_config.eos_token_id = [5, 7]
+    model.config.eos_token_id = 6
+    assert end_ids_of(model, tokenizer) == (5, 6, 7, end_of_text, turn_end)
+
+
+@pytest.mark.parametrize(
+    ("template", "closes"),
+    [
+        (CHAT_TEMPLATE, True),
+        ("{% for m in messages %}{{ m.role + ': ' + m.content + ' <|im_end|>\\n' }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}", False),
+        ("{% for m in messages %}{{ m.role + ': ' + m.content + '\\nUser:<|im_end|>' }}{% endfor %}", False),
+        ("{{ raise_exception('Only with a system prompt') }}", False),
+        ("{% for m in messages %}", False),
+        ("nothing of the conversation", False),
+        (None, False),
+    ],
+)
+def test_the_chat_template_tells_how_a_turn_ends(template, closes):
+    tokenizer = tiny_tokenizer(chat_template=template)
+    turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (turn_end in end_ids_of(tiny_llama(), tokenizer)) is closes
+
+
+# -- two models ----------------------------------------------------------------------------------
+
+
+def test_the_same_tokenizer_is_compatible_whatever_the_padding():
+    width = len(tiny_tokenizer())
+    target = tiny_language_model(vocab_size=width + 7)
+    check_compatible(target, tiny_language_model(seed=1, vocab_size=width))
+    check_compatible(tiny_language_model(vocab_size=width), target)
+
+
+def test_vocabularies_of_other_sizes():
+    drafter = tiny_language_model(tokenizer=tiny_tokenizer(special_tokens=[*SPECIAL_TOKENS, "<|more|>"]))
+    size = len(tiny_tokenizer())
+    message = refusal(check_compatible, tiny_language_model(), drafter, kind=UsageError)
+    assert f"{size} tokens against {size + 1}" in message
+    assert f"'<|more|>', absent against id {size}" in message
+
+
+def test_the_first_token_that_differs_is_named_with_both_ids():
+    swapped = tiny_tokenizer(special_tokens=[SPECIAL_TOKENS[0], SPECIAL_TOKENS[2], SPECIAL_TOKENS[1]])
+    message = refusal(
+        check_compatible, tiny_language_model(), tiny_language_model(tokenizer=swapped), kind=UsageError
+    )
+    first = tiny_tokenizer().convert_tokens_to_ids(SPECIAL_TOKENS[1])
+    assert f"the first difference is '<|im_start|>', id {first} against id {first + 1}" in message
+
+
+def test_tokens_added_later_count():
+    extended = tiny_tokenizer()
+    extended.add_tokens(["<tool>"])
+    message = refusal(
+        check_compatible, tiny_language_model(tokenizer=extended), tiny_language_model(), kind=UsageError
+    )
+    assert "'<tool>'" in message
+
+
+def test_special_tokens_that_differ():
+    other = tiny_tokenizer()
+    other.eos_token = "<|im_end|>"
+    message = refusal(
+        check_compatible, tiny_language_model(), tiny_language_model(tokenizer=other), kind=UsageError
+    )
+    assert "eos_token is '<|endoftext|>' against '<|im_end|>'" in message
+
+
+def test_a_model_too_narrow_for_its_tokens():
+    width = len(tiny_tokenizer())
+    narrow = tiny_language_model(vocab_size=width - 1)
+    message = refusal(check_compatible, tiny_language_model(), narrow, kind=UsageError)
+    assert f"{width - 1} logits for {width} tokens" in message
+
+
+def test_without_tokenizers_only_widths_are_compared():
+    bare = [wrap_model(tiny_llama(vocab_size=width), None) for width in (300, 300, 320)]
+    check_compatible(bare[0], bare[1])
+    assert "300 logits against 320" in refusal(check_compatible, bare[0], bare[2], kind=UsageError)
+
+
+# -- the hub -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """An empty hub cache and no network, as the hub client sees them."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def put_into_cache(cache: Path, repository: str, commit: str) -> Path:
+    """An empty snapshot of a repository, laid out as the hub client does."""
+    home = cache / f"models--{repository.replace('/', '--')}"
+    snapshot = home / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+def test_a_hub_model_without_network_or_cache(hub_cache):
+    message = refusal(load_model, "org/name", CPU, kind=RunError)
+    assert message.startswith("The model org/name is not in the hub's cache, and the hub cannot be reached.")
+
+
+def test_a_hub_model_that_is_cached(hub_cache):
+    snapshot = put_into_cache(hub_cache, "org/name", "0" * 40)
+    save_tiny(snapshot)
+    loaded = load_model("org/name", CPU)
+    assert loaded.name == "org/name"
+    assert loaded.tokenizer is not None
+    assert load_model(f"org/name@{'0' * 40}", CPU).name == f"org/name@{'0' * 40}"
+    assert load_config("org/name").num_hidden_layers == 2
+    (snapshot / "model.safetensors").unlink()
+    assert "not in the hub's cache" in refusal(load_model, "org/name", CPU, kind=RunError)
+
+
+def test_a_sharded_hub_model_that_is_cached(hub_cache, monkeypatch):
+    snapshot = put_into_cache(hub_cache, "org/name", "0" * 40)
+    tiny_llama().save_pretrained(snapshot, max_shard_size="20KB")
+    assert load_model("org/name", CPU, tokenizer=False).layers == 2
+    max(snapshot.glob("model-*.safetensors")).unlink()
+    assert "not in the hub's cache" in refusal(load_model, "org/name", CPU, tokenizer=False, kind=RunError)
+    monkeypatch.setattr(checkpoints, "available_memory", lambda device: 1000)
+    assert "take 0.0 GB" in refusal(load_model, "org/name", CPU, tokenizer=False, kind=RunError)
+
+
+def test_a_recurrent_hub_model_is_refused_before_its_weights_are_fetched(hub_cache):
+    write_config(put_into_cache(hub_cache, "org/name", "0" * 40), MambaConfig(), "MambaForCausalLM")
+    assert "recurrent state" in refusal(load_model, "org/name", CPU, kind=UsageError)
+
+
+def hub_answers(monkeypatch: pytest.MonkeyPatch, answers: Any) -> None:
+    import huggingface_hub
+
+    def download(repository: str, file: str, **_: Any) -> str:
+        answer = answers(file)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+
+def hub_error(name: str) -> Exception:
+    from huggingface_hub import errors
+
+    error: Exception = getattr(errors, name)("Refused.", response=SimpleNamespace(headers={}, request=None))
+    return error
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("RepositoryNotFoundError", UsageError, "There is no model 'org/name@v1' on the hub"),
+        ("GatedRepoError", RunError, "is gated"),
+        ("RevisionNotFoundError", UsageError, "no revision 'v1'"),
+        ("RemoteEntryNotFoundError", UsageError, "has no config.json"),
+        ("HfHubHTTPError", RunError, "cannot be fetched: Refused."),
+    ],
+)
+def test_what_the_hub_may_answer(monkeypatch, name, kind, says):
+    hub_answers(monkeypatch, lambda file: hub_error(name))
+    assert says in refusal(load_model, "org/name@v1", CPU, kind=kind)
+
+
+def test_a_full_disk_while_fetching(monkeypatch):
+    hub_answers(monkeypatch, lambda file: OSError(28, "No space left on device"))
+    assert "No space is left in the hub's cache" in refusal(load_model, "org/name", CPU, kind=RunError)
+
+
+def test_a_hub_model_with_only_pickled_weights(monkeypatch, folder):
+    missing = hub_error("RemoteEntryNotFoundError")
+    hub_answers(monkeypatch, lambda file: folder / file if file == "config.json" else missing)
+    assert "no safetensors weights" in refusal(load_model, "org/name", CPU, kind=UsageError)
+
+
+def test_the_hub_clients_bar_reports():
+    from specbench.hub import _reporting_bar
+
+    seen: list[tuple[str, int, int | None]] = []
+    progress: Any = SimpleNamespace(update=lambda *step: seen.append(step))
+    with _reporting_bar(progress, "fetching x")(total=10, initial=2, unit="B", name="hub.get") as bar:
+        bar.update(3)
+        bar.update(5)
+    assert seen == [("fetching x", 5, 10), ("fetching x", 10, 10)]
