@@ -25,7 +25,7 @@ from specbench.parity import find_difference
 from specbench.prompts import load_prompts
 from specbench.sampling import Greedy
 
-DRAFTERS = ["none", "lookup", "ngram", "ngram:sample,top-k=3", "self:int8", "self:layers=10", "smollm2-135m"]
+DRAFTERS = ["none", "lookup", "ngram:top-k=2", "self:int8", "self:layers=10", "smollm2-135m"]
 
 
 def main() -> int:

@@ -140,14 +140,13 @@ class DynamicKVCache:
             self._untrimmed = True
 
     def rollback(self, length: int) -> None:
-        surplus = self.length - length
         if length <= 0 or self.length == 0:
             self.reset()
             return
+        surplus = max(self.length - length, 0)
         for layer in self._cache.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                if self._untrimmed:
-                    layer.crop(-max(surplus, 0))
+                self._rollback_convolution(layer, surplus)
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 self._rollback_sliding(layer, length)
             elif (
@@ -159,12 +158,21 @@ class DynamicKVCache:
         self._untrimmed = False
 
     def _rollback_sliding(self, layer: DynamicSlidingWindowLayer, length: int) -> None:
-        own = layer.get_seq_length()
-        if not layer.is_initialized or (own <= length and not self._untrimmed):
+        if layer.keys is None:
             return
-        if not self._untrimmed and own >= layer.sliding_window:
+        surplus = max(layer.get_seq_length() - length, 0)
+        if surplus and layer.keys.shape[-2] - surplus < min(length, layer.sliding_window - 1):
             raise ValueError(f"cannot roll back to {length}: the window before it has been given up")
-        layer.crop(-max(own - length, 0))
+        if surplus or self._untrimmed:
+            layer.crop(-surplus)
+
+    def _rollback_convolution(self, layer: Any, surplus: int) -> None:
+        # Such a layer knows no length; what it recorded stands behind the few positions its kernel needs.
+        for index, state in layer.conv_states.items():
+            if surplus > state.shape[-1] - layer.conv_kernel_size[index]:
+                raise ValueError(f"cannot roll back by {surplus}: the states before have been given up")
+        if self._untrimmed:
+            layer.crop(-surplus)
 
 
 def _forgets(layer: object) -> bool:

@@ -47,7 +47,7 @@ def encode_prompt(
     if not text.strip():
         raise UsageError("The prompt is empty.", "Give some text.")
     if not chat:
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(_encodable(text))["input_ids"]
     else:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
@@ -67,7 +67,12 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str,
             f"The model's chat template refuses this conversation: {error}.",
             "Use --raw, or leave --system out.",
         ) from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(_encodable(str(text)), add_special_tokens=False)["input_ids"])
+
+
+def _encodable(text: str) -> str:
+    """Text without lone surrogates (of an argument that is no UTF-8, say), which tokenizers refuse."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class GenerationRun:

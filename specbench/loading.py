@@ -186,7 +186,13 @@ def wrap_drafter(
     """
     check_compatible(target.language_model, language_model)
     model = language_model.model
-    scorer = Scorer(model, cache, vocab_size=target.vocab_size, context_limit=language_model.context_limit)
+    scorer = Scorer(
+        model,
+        cache,
+        vocab_size=target.vocab_size,
+        context_limit=language_model.context_limit,
+        output_device=target.scorer.device,
+    )
     dtype = language_model.dtype
     if language_model.quantise_int8 or (int8 and scorer.device.type == "cpu"):
         quantise_linears(model)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -164,12 +165,15 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """The model's first ``count`` decoder layers with its own final norm and head; all weights are shared.
 
     Raises:
-        ValueError: The model's list of decoder layers was not found, or ``count`` is not between 1 and its length.
+        ValueError: The model's list of decoder layers was not found, ``count`` is not between 1 and its length, or
+            layers keep convolution states: these know no length, so a cache cannot tell that some were left out.
     """
     config = model.config.get_text_config(decoder=True)
     total = config.num_hidden_layers
     if not 1 <= count <= total:
         raise ValueError(f"{count} layers asked for, the model has {total}")
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers):
+        raise ValueError("some of its layers keep convolution states")
     clone = _structural_copy(model)
     lists = [
         (parent, name, child)

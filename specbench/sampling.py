@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specbench.errors import UsageError
+from specbench.errors import RunError, UsageError
 
 __all__ = [
     "Greedy",
@@ -102,8 +102,15 @@ class Sampling:
         return scores
 
     def choose(self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()) -> list[int]:
-        """The greedy choice of every row: indices of the largest scores (the first of equals). See ``scores``."""
-        choice: list[int] = self.scores(logits, context, drafted).argmax(dim=-1).tolist()
+        """The greedy choice of every row: indices of the largest scores (the first of equals). See ``scores``.
+
+        Raises:
+            RunError: The logits hold NaN.
+        """
+        best = self.scores(logits, context, drafted).max(dim=-1)
+        if bool(best.values.isnan().any()):
+            raise _not_numbers()
+        choice: list[int] = best.indices.tolist()
         return choice
 
     def probabilities(
@@ -126,6 +133,12 @@ class Sampling:
         if self.min_p > 0.0:
             scores = _keep_min_p(scores, self.min_p)
         return scores.softmax(dim=-1)
+
+
+def _not_numbers() -> RunError:
+    return RunError(
+        "The model's logits are no numbers (NaN).", "Use another dtype, such as bfloat16 or float32."
+    )
 
 
 def _keep_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -221,6 +234,8 @@ class Randomness:
     def draw(self, probabilities: torch.Tensor) -> int:
         """One token id from ``probabilities``, [vocab], which need not sum to 1. Inverse CDF in float64."""
         cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+        if not float(cumulative[-1]) > 0.0:
+            raise _not_numbers()
         u = (
             torch.rand(1, generator=self.generator, device=cumulative.device, dtype=torch.float64)
             * cumulative[-1]

@@ -25,6 +25,8 @@ class Scorer:
         vocab_size: Width of the logits to return; the model's own are cut or padded with -inf to it. ``None`` for the
             model's own width. (Two models of one tokenizer may pad their vocabularies differently.)
         context_limit: The longest context the model can read, in tokens; ``None`` for no limit.
+        output_device: Where the logits go; ``None`` for the device of the input embeddings. (A drafter's distributions
+            have to lie beside the target's, and a model spread over devices ends on another one than it began on.)
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class Scorer:
         *,
         vocab_size: int | None = None,
         context_limit: int | None = None,
+        output_device: torch.device | None = None,
     ) -> None:
         self.model = model
         self.cache: KVCache = make_cache(cache, model.config) if isinstance(cache, str) else cache
         self.context_limit = context_limit
         weight = cast("torch.Tensor", model.get_input_embeddings().weight)
         self.device = weight.device
+        self.output_device = output_device or self.device
         self.vocab_size = vocab_size
         self.embeddings = weight.shape[0]
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -61,11 +65,12 @@ class Scorer:
         Returns:
             [rows, vocab], in the model's dtype; with ``rows=None`` row i is what stands behind ``drafted[:i]``.
         """
-        if drafted and self.cache.length == 0 and self.cache.prefill_apart and len(context) > 1:
-            self._forward(context[:-1], 1)
+        rows = len(drafted) + 1 if rows is None else rows
         start = self.cache.length
-        tokens = [*context[start:], *drafted[max(0, start - len(context)) :]]
-        return self._forward(tokens, len(drafted) + 1 if rows is None else rows)
+        if drafted and start == 0 and self.cache.prefill_apart:
+            behind_context = self._forward(context, 1)
+            return torch.cat([behind_context, self._forward(drafted, len(drafted))])[-rows:]
+        return self._forward([*context[start:], *drafted[max(0, start - len(context)) :]], rows)
 
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens in the cache."""
@@ -77,7 +82,7 @@ class Scorer:
         if self._keeps_logits:
             arguments["logits_to_keep"] = rows
         ids = torch.tensor([tokens], device=self.device)
-        logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0, -rows:]
+        logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0, -rows:].to(self.output_device)
         self.cache.fed()
         return self._fit(logits)
 

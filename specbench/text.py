@@ -30,7 +30,10 @@ class TextStream:
         self._stops = tuple(stop_strings)
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._ids: list[int] = []
-        self._before = 0  # first token of the window that is decoded
+        self._before = (
+            0  # first token of the window that is decoded: the last whole chunk and what came since
+        )
+        self._chunk = 0  # first token that came since
         self._window_text = 0  # characters of the window's text that are decoded for good
         self._decoded = ""  # decoded for good, not yet released
         self._released: list[str] = []
@@ -51,10 +54,14 @@ class TextStream:
         stable = len(window.rstrip(_REPLACEMENT))
         fresh = window[self._window_text : stable]
         self._window_text = max(stable, self._window_text)
-        if stable == len(window) and window:
-            # A new window starts with this token, so that a tokenizer that drops a leading space drops it in both.
-            self._before = len(self._ids) - 1
+        if fresh and stable == len(window):
+            # The next window starts with this chunk, so that a tokenizer that drops a leading space drops it in both,
+            # and with the whole of it, for tokens of single bytes mean nothing without the rest of their character.
+            self._before, self._chunk = self._chunk, len(self._ids)
             self._window_text = len(self._decode(self._ids[self._before :]))
+        elif stable == len(window) and self._is_special(token):
+            # As the first token of a window it would let the next one lose its leading space.
+            self._ids.pop()
         return self._release(fresh)
 
     def finish(self) -> str:
@@ -62,14 +69,19 @@ class TextStream:
         if self.stopped:
             return ""
         rest = self._decode(self._ids[self._before :])[self._window_text :] if self._ids else ""
-        self._before, self._window_text = len(self._ids), 0
+        self._before, self._chunk, self._window_text = len(self._ids), len(self._ids), 0
         out = self._release(rest)
         held, self._decoded = self._decoded, ""  # nothing, if a stop string was found
         self._released.append(held)
         return out + held
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _is_special(self, token: int) -> bool:
+        return not self._decode([token]) and bool(self._decode([token], skip_special_tokens=False))
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text if isinstance(text, str) else "".join(text)
 
     def _release(self, fresh: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from specbench.accept import acceptance_probabilities, expected_acceptance, judge, residual
 from specbench.drafters.base import Draft
+from specbench.errors import RunError
 from specbench.sampling import Greedy, Multinomial, Randomness
 
 
@@ -126,3 +127,11 @@ def test_logits_of_minus_infinity_are_never_emitted() -> None:
         verdict = judge(Draft([0]), logits, [1], Multinomial(), random)
         assert verdict.accepted == 0
         assert 0 not in verdict.tokens
+
+
+@pytest.mark.parametrize("sampling", [Greedy(), Multinomial()])
+@pytest.mark.parametrize("draft", [Draft(), Draft([1])], ids=["plain", "drafted"])
+def test_logits_that_are_no_numbers_are_an_error(sampling: Greedy, draft: Draft) -> None:
+    logits = torch.full((len(draft.tokens) + 1, 3), math.nan)
+    with pytest.raises(RunError, match="no numbers"):
+        judge(draft, logits, [0], sampling, Randomness(0))
