@@ -177,8 +177,7 @@ def weight_files(folder: Path, name: str, config: PreTrainedConfig, allow_pickle
     if any(path.suffix in PICKLE_SUFFIXES for path in folder.iterdir()):
         raise UsageError(
             f"The weights of {name} are pickled, and loading a pickle can run code that is hidden in it.",
-            "Use a safetensors copy; in Python, load_model(..., allow_pickle=True) loads pytorch_model.bin if"
-            " you trust its source.",
+            "Use a safetensors copy, or --allow-pickle if you trust their source.",
         )
     raise UsageError(f"The folder {name!r} is no model: it holds no model.safetensors.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Protocol
 
@@ -52,8 +53,11 @@ def peak_memory(device: str) -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated(device))
-    import resource
-    import sys
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
 
+        return int(psutil.Process().memory_info().peak_wset)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,163 @@
+"""The command line. Commands are one small module each and import what is heavy when they run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from specbench._version import __version__
+from specbench.cli.compare import compare
+from specbench.cli.drafters import drafters
+from specbench.cli.generate import generate
+from specbench.cli.options import GroupedCommand
+from specbench.cli.plot import plot
+from specbench.cli.sweep import sweep
+from specbench.cli.trace import trace
+from specbench.errors import SpecbenchError
+
+__all__ = ["app", "main", "run"]
+
+INTERRUPTED, OUTPUT_CLOSED = 130, 141  # what shells report for SIGINT and SIGPIPE
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
+_VALIDATOR_WORDS = re.compile("Value error, |, unable to parse .*")
+
+
+class _EscapeError(Exception):
+    """Carries, as its cause, an error that typer would answer with an exit of its own."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, BrokenPipeError, EOFError) as error:
+            raise _EscapeError from error
+
+
+app = typer.Typer(
+    name="specbench",
+    cls=_Commands,
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (generate, drafters, sweep, compare, plot, trace):
+    app.command(cls=GroupedCommand)(_command)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"specbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    ctx: typer.Context,
+    version: Annotated[  # noqa: ARG001 - read by its callback
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Generate text with speculative decoding, and measure whether it pays."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help(), err=True)
+        raise typer.Exit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code.
+
+    0: done. 1: the run failed. 2: the command line or its input is at fault. 130: interrupted. 141: the reader of the
+    output went away.
+    """
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code; every error becomes one sentence on stderr."""
+    _prepare_streams()
+    command = typer.main.get_command(app)
+    try:
+        result: Any = command.main(arguments, prog_name="specbench", standalone_mode=False)
+        sys.stdout.flush()
+    except BaseException as raised:
+        error = raised.__cause__ if isinstance(raised, _EscapeError) and raised.__cause__ else raised
+        if "--traceback" in arguments and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        return _explain(error)
+    return result if isinstance(result, int) else 0
+
+
+def _prepare_streams() -> None:
+    """Text of models holds anything: what a stream's encoding lacks gets a stand-in there, not a crash."""
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the program runs
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _explain(error: BaseException) -> int:
+    """Say what went wrong in a sentence; return the exit code."""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        _say("interrupted.")
+        return INTERRUPTED
+    # rich turns a closed pipe into an exit.
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+        _give_up_stdout()
+        _say("the output was closed before everything was written.")
+        return OUTPUT_CLOSED
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, SpecbenchError):
+        _say(str(error))
+        return error.exit_code
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's own errors
+        context = getattr(error, "ctx", None)
+        hint = f" See `{context.command_path} --help`." if context is not None else ""
+        _say(_sentence(str(error.format_message())) + hint)
+        return int(error.exit_code)
+    if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+        _give_up_stdout()
+        _say(f"the output cannot be written: {error.strerror}.")
+        return 1
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
+        _say("not enough memory. Use a smaller model, a narrower dtype, or a shorter prompt.")
+        return 1
+    _say(f"{type(error).__name__}: {error or 'no message'} (this should not happen; --traceback shows where)")
+    return 1
+
+
+def _sentence(message: str) -> str:
+    """A complaint of the option parser as a sentence of its own, without its validator's words."""
+    message = _VALIDATOR_WORDS.sub("", message).replace("Input should be", "it should be").rstrip(" .")
+    return f"{message}."
+
+
+def _give_up_stdout() -> None:
+    """What is left in the buffer goes nowhere, or the interpreter would complain once more when it leaves."""
+    with suppress(OSError, ValueError):  # ValueError: not a real file, or closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(message: str) -> None:
+    from specbench.textsafe import terminal_safe
+
+    line = " ".join(terminal_safe(message, sys.stderr.encoding or "utf-8").split())
+    with suppress(OSError):  # stderr may be closed as well
+        print(f"specbench: {line}", file=sys.stderr, flush=True)  # noqa: T201

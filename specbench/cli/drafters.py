@@ -1,0 +1,46 @@
+"""`specbench drafters`: what ``--drafter`` takes."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["drafters"]
+
+_WIDEST = 100
+_INDENT = 10  # cells before a summary: the longest word and a gap
+
+
+def drafters() -> None:
+    """List the drafters with their options."""
+    from rich.console import Console
+
+    from specbench.drafters import DRAFTER_WORDS
+
+    console = Console(highlight=False)
+    for entry in DRAFTER_WORDS:
+        _item(console, entry.word, entry.summary, 0, _INDENT, "bold")
+        column = _INDENT + max(map(len, entry.options), default=0) + 2
+        for option, meaning in entry.options.items():
+            _item(console, option, meaning, _INDENT, column, "cyan")
+        _item(console, "", f"Draft probabilities: {entry.probabilities}.", _INDENT, _INDENT, "dim")
+        console.print()
+    for line in (
+        "Options follow a colon, separated by commas: --drafter ngram:order=3,window=512",
+        "A drafter changes the speed, never the output's distribution.",
+    ):
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def _item(console: Console, name: str, text: str, indent: int, column: int, style: str) -> None:
+    """A name at ``indent``, and its text from ``column`` on, wrapped to stay there."""
+    from rich.text import Text
+
+    width = min(console.width, _WIDEST) - column
+    for number, line in enumerate(textwrap.wrap(text, max(width, 20)) or [""]):
+        shown = Text(" " * indent).append("" if number else name, style)
+        shown.pad_right(column - len(shown))
+        console.print(shown.append(line, "" if name else style), soft_wrap=True)

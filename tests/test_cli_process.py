@@ -1,0 +1,221 @@
+"""The command line as a process of its own: signals, pipes, terminals, and what it imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tiny import tiny_llama, tiny_tokenizer
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+
+# A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
+PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from specbench.cli import main
+main()
+"""
+COMMAND = [sys.executable, "-c", PROGRAM]
+HEAVY = ("torch", "transformers", "numpy", "pandas", "matplotlib", "scipy")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that never comes to an end, and whose tokenizer would complain about any prompt."""
+    folder = tmp_path_factory.mktemp("models") / "endless"
+    tiny_llama(context=200_000).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 8
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def endless(folder: Path) -> list[str]:
+    return [*COMMAND, "generate", "the thing", "--target", str(folder), "--ignore-eos", "--temperature", "5"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"} | more
+
+
+def in_terminal(command: list[str], **more: str) -> tuple[int, str]:
+    """Exit code and output of a command whose stdout and stderr are a terminal of 80 columns."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=inner, stderr=inner, env=environment(**more)
+    )
+    os.close(inner)
+    output = b""
+    try:
+        while block := os.read(outer, 65536):
+            output += block
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(outer)
+    return process.wait(60), output.decode("utf-8").replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["sweep", "--help"],
+        ["compare", "--help"],
+        ["plot", "--help"],
+        ["trace", "--help"],
+        ["drafters"],
+    ],
+)
+def test_help_and_listings_import_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        f"import sys; from specbench.cli import run; run({arguments}); print(*sys.modules, file=sys.stderr)"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert child.stdout
+    assert not {*HEAVY} & {*child.stderr.split()}
+
+
+def test_completion_knows_the_commands() -> None:
+    completion = {"_SPECBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "specbench gen", "COMP_CWORD": "1"}
+    child = subprocess.run(
+        COMMAND, capture_output=True, text=True, timeout=60, env=environment(**completion), check=False
+    )
+    assert child.stdout.split() == ["generate"]
+
+
+def test_ctrl_c_leaves_the_text_and_130(endless: list[str]) -> None:
+    child = subprocess.Popen(
+        [*endless, "-n", "150000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    )
+    assert child.stdout is not None
+    first = child.stdout.read(40)
+    child.send_signal(signal.SIGINT)
+    rest, errors = child.communicate(timeout=60)
+    assert (first + rest).endswith(b"\n")
+    lines = errors.decode().splitlines()
+    assert child.returncode == 130
+    assert lines[-1] == "specbench: interrupted."
+    # Nothing but the summary before it: no log of a library, no traceback.
+    assert [line.split()[0] for line in lines[:-1]] == ["model", "output", "speed", "steps", "time"]
+    assert re.fullmatch("output  [0-9]+ tokens?, interrupted", lines[1])
+
+
+def test_ctrl_c_leaves_a_partial_object(endless: list[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    os.mkfifo(trace)  # tells when the run is in its midst
+    child = subprocess.Popen(
+        [*endless, "-n", "150000", "--json", "--quiet", "--trace-file", str(trace)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    with trace.open() as events:
+        for line in events:
+            if json.loads(line).get("index") == 3:
+                child.send_signal(signal.SIGINT)
+                break
+        events.read()
+    output, errors = child.communicate(timeout=60)
+    figures = json.loads(output)
+    assert child.returncode == 130
+    assert errors == b"specbench: interrupted.\n"
+    assert figures["finish_reason"] is None
+    assert figures["steps"] >= 4
+    assert figures["new_tokens"] == len(figures["token_ids"]) >= 5
+
+
+def test_a_closed_pipe_is_one_sentence_and_141(endless: list[str]) -> None:
+    command = " ".join("'" + word.replace("'", "'\\''") + "'" for word in [*endless, "-n", "150000"])
+    child = subprocess.run(
+        ["bash", "-c", f"{command} | head -c 5; echo :${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        timeout=120,
+        env=environment(),
+        check=False,
+    )
+    assert child.stdout[5:] == b":141\n"
+    assert child.stderr == b"specbench: the output was closed before everything was written.\n"
+
+
+def test_listings_survive_a_closed_pipe() -> None:
+    """The pipe is closed before the first byte, so that the moment does not matter."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    child = subprocess.run(
+        [*COMMAND, "drafters"], stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(writing)
+    assert child.returncode == 141
+    assert child.stderr == b"specbench: the output was closed before everything was written.\n"
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        command = ["bash", "-c", f'"$@" {closed}', "-", *COMMAND, "drafters"]
+        assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_under_the_output() -> None:
+    with Path("/dev/full").open("w") as full:
+        child = subprocess.run(
+            [*COMMAND, "drafters"], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert child.returncode == 1
+    assert child.stderr == b"specbench: the output cannot be written: No space left on device.\n"
+
+
+@pytest.mark.parametrize("more", [{"TERM": "dumb"}, {"TERM": "xterm-256color", "NO_COLOR": "1"}])
+def test_neither_prompts_nor_models_steer_a_terminal(folder: Path, more: Mapping[str, str]) -> None:
+    prompt = "\x1b]0;title\x07\x1b[31m[red]x[/] 👩‍👧 שלום \udced\udca0\udc80 \u202e"
+    command = [*COMMAND, "generate", prompt, "--target", str(folder), "--ignore-eos", "-t", "5", "-n", "150"]
+    code, output = in_terminal([*command, "--drafter", "self:layers=1", "--debug", "--compare"], **more)
+    assert code == 0, output
+    if "NO_COLOR" in more:
+        assert not re.search("\x1b\\[[0-9;]*[34][0-9][0-9;]*m", output), "a colour"
+        # What stays is rich's own: bold and dim, and the progress bar's moves.
+        output = re.sub("\x1b\\[([0-9;]*m|[0-9]*[AK]|\\?25[lh])", "", output).replace("\r", "")
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", output)
+    assert "[red]x[/]" in output
+    assert "\\x1b" in output
+    assert re.search(r"\\x0[0-9a-f]", output), (
+        "the model has written no control character: the test shows nothing"
+    )
+
+
+def test_a_terminal_gets_colour_and_80_columns(folder: Path) -> None:
+    command = [
+        *COMMAND,
+        "generate",
+        "the thing",
+        "--target",
+        str(folder),
+        "--ignore-eos",
+        "-n",
+        "40",
+        "--compare",
+    ]
+    code, output = in_terminal([*command, "--debug"], TERM="xterm-256color")
+    assert code == 0, output
+    assert re.search("\x1b\\[[0-9;]*[34][0-9][0-9;]*m", output)
+    summary = output[output.rindex("model") :]
+    lines = re.sub("\x1b\\[[0-9;]*m", "", summary).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line[:8].strip() for line in lines][:6] == ["model", "output", "speed", "steps", "time", "plain"]
