@@ -1,0 +1,102 @@
+"""The documentation is true: every command of the README runs, every command there is stands in it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import specbench
+from specbench.cli import app, run
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [
+    shlex.split(line, comments=True)[1:]
+    for block in BLOCKS
+    for line in block.splitlines()
+    if line.startswith("specbench ")
+]
+
+
+def names_of_commands() -> list[str]:
+    return [str(command.name or command.callback.__name__) for command in app.registered_commands]
+
+
+def test_the_readme_names_every_command() -> None:
+    assert names_of_commands()
+    for name in names_of_commands():
+        assert f"specbench {name}" in README, f"the README does not show `specbench {name}`"
+
+
+def test_the_readme_names_every_file_it_links() -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), f"the README links {link}, which does not exist"
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    command = next(line for block in BLOCKS for line in block.splitlines() if "pytest" in line)
+    checks = command[command.index("pip install") :].replace("pip install", "pip install --quiet")
+    assert checks in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def small(arguments: list[str], out: Path) -> list[str] | None:
+    """The same command at a size a test can afford; ``None`` if it needs a model from the hub."""
+    if any("/" in argument and argument.count("/") == 1 and argument[0].isupper() for argument in arguments):
+        return None
+    arguments = [
+        str(out) if argument.rstrip("/").startswith("results") else argument for argument in arguments
+    ]
+    if arguments[0] == "generate":
+        return [*arguments, "--max-new-tokens", "6", "--quiet"]
+    if arguments[0] == "sweep":
+        limits = [
+            "--gamma",
+            "1,2",
+            "--limit",
+            "2",
+            "--max-new-tokens",
+            "6",
+            "--repeats",
+            "1",
+            "--warmup",
+            "0",
+        ]
+        return [*arguments, *limits, *([] if "--out" in arguments else ["--out", str(out)])]
+    return arguments
+
+
+@pytest.mark.real
+def test_the_commands_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert COMMANDS
+    for arguments in COMMANDS:
+        shortened = small(arguments, tmp_path / "run")
+        if shortened is None:
+            continue
+        code = run(shortened)
+        captured = capsys.readouterr()
+        assert code == 0, f"specbench {shlex.join(shortened)}: {captured.err}"
+        assert captured.out or arguments[0] not in ("generate", "drafters", "trace")
+
+
+@pytest.mark.real
+def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    exec(compile(code.replace("gamma=5", "gamma=5, max_new_tokens=8"), "README.md", "exec"), {})  # noqa: S102
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_package_exports_what_it_says() -> None:
+    for name in specbench.__all__:
+        assert getattr(specbench, name) is not None
+    with pytest.raises(AttributeError):
+        specbench.nothing_of_this_name  # noqa: B018
+    assert set(specbench.__all__) <= set(dir(specbench))

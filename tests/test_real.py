@@ -1,0 +1,88 @@
+"""The built-in model's real weights: greedy output in float32 is `transformers`' own, for every drafter and cache.
+
+A part of benchmarks/lossless.py, which does all drafters, caches, several γ and more prompts.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from specbench.generate import GenerationRun, encode_prompt, speculative_generate
+from specbench.lengths import FixedLength
+from specbench.loading import Target, load_drafter, load_target
+from specbench.models import LoadOptions, load_model
+from specbench.prompts import load_prompts
+from specbench.sampling import Multinomial
+
+pytestmark = pytest.mark.real
+
+MODEL, NEW = "smollm2-135m", 40
+FLOAT32 = LoadOptions(dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[int, ...], list[int]]:
+    """What `generate` answers to a few prompts, with the same end tokens and no sampling defaults."""
+    reference = load_model(MODEL, FLOAT32)
+    prompts = load_prompts(["code-editing", "chat", "structured-output"], limit=3)
+    answers = {}
+    for prompt in prompts:
+        ids = encode_prompt(reference.tokenizer, prompt.turns[0], system=prompt.system)
+        batch = torch.tensor([ids])
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=list(reference.end_ids),
+            pad_token_id=reference.end_ids[0],
+        )
+        with torch.inference_mode():
+            output = reference.model.generate(
+                batch, attention_mask=torch.ones_like(batch), generation_config=config
+            )
+        answers[tuple(ids)] = output[0, len(ids) :].tolist()
+    return answers
+
+
+@pytest.fixture(scope="module", params=["dynamic", "preallocated"])
+def target(request: pytest.FixtureRequest) -> Target:
+    return load_target(MODEL, FLOAT32, cache=request.param)
+
+
+@pytest.mark.parametrize(
+    ("spec", "gamma"),
+    [("none", 1), ("lookup", 5), ("ngram:top-k=2", 3), ("self:int8", 4), ("self:layers=10", 2), (MODEL, 2)],
+)
+def test_greedy_tokens_are_those_of_transformers(
+    target: Target, expected: dict[tuple[int, ...], list[int]], spec: str, gamma: int
+) -> None:
+    drafter = load_drafter(spec, target)
+    for ids, tokens in expected.items():
+        run = GenerationRun(ids, target, drafter, policy=FixedLength(gamma), max_new_tokens=NEW)
+        for _ in run:
+            pass
+        result = run.result()
+        assert list(result.token_ids) == tokens
+        if spec in ("self:int8", MODEL):
+            assert sum(step.accepted for step in result.steps) > 0
+
+
+def test_sampling_repeats_with_its_seed(target: Target) -> None:
+    drafter = load_drafter("self:int8", target)
+
+    def tokens(seed: int) -> tuple[int, ...]:
+        result = speculative_generate(
+            "Tell me a story.", target, drafter, sampling=Multinomial(0.9), seed=seed, max_new_tokens=16
+        )
+        return result.token_ids
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+
+
+def test_the_answer_makes_sense(target: Target) -> None:
+    result = speculative_generate("What is the capital of France?", target, None, max_new_tokens=24)
+    assert result.text is not None
+    assert "Paris" in result.text
+    assert result.finish_reason == "eos"
