@@ -106,8 +106,8 @@ class DynamicKVCache:
     """``transformers``' DynamicCache with the layer kinds the model's configuration asks for.
 
     Layers that forget (sliding windows, convolution states) can be rolled back only if they record the past: recording
-    is switched on after the first pass, so that a long prompt is not kept whole, and afterwards ``crop`` is called once
-    between passes on every such layer, also when nothing is removed (then it trims the layer to its window).
+    is switched on after the first pass, so that a long prompt is not kept whole, and from then on every rollback crops
+    every such layer, also when nothing is removed (that trims it to its window).
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -117,7 +117,6 @@ class DynamicKVCache:
     def reset(self) -> None:
         self._cache = DynamicCache(config=self._config)
         self._recording = False
-        self._untrimmed = False
         self.prefill_apart = any(_forgets(layer) for layer in self._cache.layers)
 
     @property
@@ -128,16 +127,15 @@ class DynamicKVCache:
         return {"past_key_values": self._cache, "use_cache": True}
 
     def fed(self) -> None:
-        if not self._recording:
-            if not self._cache.is_croppable:
-                raise UsageError(
-                    "This model keeps a recurrent state, which cannot be rolled back after a rejected draft.",
-                    "Choose a target and a drafter with attention caches only.",
-                )
-            self._cache.activate_past_recording()
-            self._recording = True
-        else:
-            self._untrimmed = True
+        if self._recording:
+            return
+        if not self._cache.is_croppable:
+            raise UsageError(
+                "This model keeps a recurrent state, which cannot be rolled back after a rejected draft.",
+                "Choose a target and a drafter with attention caches only.",
+            )
+        self._cache.activate_past_recording()
+        self._recording = True
 
     def rollback(self, length: int) -> None:
         if length <= 0 or self.length == 0:
@@ -155,7 +153,6 @@ class DynamicKVCache:
                 and layer.get_seq_length() > length
             ):
                 layer.crop(length - layer.get_seq_length())  # type: ignore[attr-defined]
-        self._untrimmed = False
 
     def _rollback_sliding(self, layer: DynamicSlidingWindowLayer, length: int) -> None:
         if layer.keys is None:
@@ -163,16 +160,14 @@ class DynamicKVCache:
         surplus = max(layer.get_seq_length() - length, 0)
         if surplus and layer.keys.shape[-2] - surplus < min(length, layer.sliding_window - 1):
             raise ValueError(f"cannot roll back to {length}: the window before it has been given up")
-        if surplus or self._untrimmed:
-            layer.crop(-surplus)
+        layer.crop(-surplus)
 
     def _rollback_convolution(self, layer: Any, surplus: int) -> None:
         # Such a layer knows no length; what it recorded stands behind the few positions its kernel needs.
         for index, state in layer.conv_states.items():
             if surplus > state.shape[-1] - layer.conv_kernel_size[index]:
                 raise ValueError(f"cannot roll back by {surplus}: the states before have been given up")
-        if self._untrimmed:
-            layer.crop(-surplus)
+        layer.crop(-surplus)
 
 
 def _forgets(layer: object) -> bool:

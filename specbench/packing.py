@@ -2,7 +2,8 @@
 
 A packed layer computes what ``torch.nn.Linear`` computes, up to the order of float additions. An int8 layer is a
 different (slightly coarser) model: symmetric per-channel weights, symmetric per-row activations, integer
-accumulation, so a row's result never depends on the rows beside it. Both fall back to ordinary operators where oneDNN's are missing.
+accumulation, so a row's result never depends on the rows beside it. Both fall back to ordinary operators where oneDNN's
+are missing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+
+from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,9 +103,9 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Stands in for the weight where model code asks for its dtype or device; holds no values."""
+        """Stands in for the weight where code asks for its dtype, device or number of rows; holds no values."""
         dtype = torch.float32 if self.bias is None else self.bias.dtype
-        return torch.empty(0, dtype=dtype, device=self.scales.device)
+        return torch.empty(self.out_features, 0, dtype=dtype, device=self.scales.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], in the dtype of x."""
@@ -195,11 +198,20 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
 
 def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the tree of modules over the same parameters and buffers."""
+    """A copy of the tree of modules over the same parameters and buffers.
+
+    Raises:
+        UsageError: A module carries a ``forward`` of its own, which is bound to the original: the copy would run that.
+    """
     clones: dict[int, nn.Module] = {}
 
     def clone(module: nn.Module) -> nn.Module:
         if id(module) not in clones:
+            if "forward" in vars(module):
+                raise UsageError(
+                    "This target cannot draft for itself: its layers were wrapped, by a device map or by a compiler.",
+                    "Leave that out, or use a drafter model.",
+                )
             twin = copy.copy(module)
             clones[id(module)] = twin
             twin._modules = {
@@ -217,7 +229,7 @@ def _replace(model: nn.Module, build: Callable[[nn.Linear | PackedLinear], nn.Mo
     built: dict[int, tuple[nn.Module, nn.Module]] = {}
     changed = False
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # named_children() would skip a layer's second name
             # Exactly nn.Linear: a subclass may compute something else.
             if type(child) is not nn.Linear and not isinstance(child, PackedLinear):
                 continue

@@ -173,9 +173,8 @@ def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 def _keep_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
     """Mask tokens less probable than min_p times the most probable one. Shapes [rows, vocab] -> [rows, vocab]."""
     probabilities = scores.softmax(dim=-1)
-    top, top_index = probabilities.max(dim=-1, keepdim=True)
-    dropped = (probabilities < min_p * top).scatter(-1, top_index, False)
-    return scores.masked_fill(dropped, -math.inf)
+    top = probabilities.amax(dim=-1, keepdim=True)
+    return scores.masked_fill(probabilities < min_p * top, -math.inf)
 
 
 class Greedy(Sampling):
@@ -225,22 +224,21 @@ class Randomness:
 
     Args:
         seed: Seed of the generator; the same seed, model, dtype and options give the same tokens.
-        device: Where the distributions live.
+        device: Where the distributions live. (Those on Apple's GPUs are drawn from on the CPU, for float64.)
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self._device = torch.device("cpu" if torch.device(device).type == "mps" else device)
+        self.generator = torch.Generator(self._device).manual_seed(seed)
 
     def draw(self, probabilities: torch.Tensor) -> int:
         """One token id from ``probabilities``, [vocab], which need not sum to 1. Inverse CDF in float64."""
+        probabilities = probabilities.to(self._device)
         cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
         if not float(cumulative[-1]) > 0.0:
             raise _not_numbers()
-        u = (
-            torch.rand(1, generator=self.generator, device=cumulative.device, dtype=torch.float64)
-            * cumulative[-1]
-        )
-        index = int(torch.searchsorted(cumulative, u, right=True))
+        u = torch.rand(1, generator=self.generator, device=self._device, dtype=torch.float64)
+        index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
         if index < len(cumulative):
             return index
         # The product with the total rounded up to the total: take the last token with any mass.
@@ -255,6 +253,7 @@ class Randomness:
         Returns:
             The number of drafts that passed before the first failure, and the γ uniform numbers.
         """
-        r = torch.rand(len(acceptance), generator=self.generator, device=acceptance.device)
+        acceptance = acceptance.to(self._device)
+        r = torch.rand(len(acceptance), generator=self.generator, device=self._device)
         accepted = int((r < acceptance).long().cumprod(dim=0).sum())
         return accepted, r.tolist()

@@ -85,12 +85,13 @@ class TextStream:
         return text if isinstance(text, str) else "".join(text)
 
     def _release(self, fresh: str) -> str:
-        searched = max(0, len(self._decoded) - self._longest + 1)
         self._decoded += fresh
-        found = [at for stop in self._stops if (at := self._decoded.find(stop, searched)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._decoded.find(stop)) >= 0]
         if found:
             self.stopped = True
-            out, self._decoded = self._decoded[: min(found)], ""
+            # The one that is complete first, of those the longest: however the text is cut into tokens.
+            _, start = min(found)
+            out, self._decoded = self._decoded[:start], ""
         else:
             cut = len(self._decoded) - self._possible_stop()
             out, self._decoded = self._decoded[:cut], self._decoded[cut:]

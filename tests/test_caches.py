@@ -1,0 +1,592 @@
+"""Every kind of cache against full recomputation, on tiny random models of the families people use."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from specbench.caches import CacheKind, make_cache, prune_legacy
+from specbench.drafters.model import SelfDrafter
+from specbench.errors import UsageError
+from specbench.lengths import FixedLength
+from specbench.models import wrap_model
+from specbench.packing import first_layers, int8_copy
+from specbench.sampling import Greedy, Randomness
+from specbench.scorer import Scorer
+
+VOCAB = 61
+WINDOW = 8
+KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated")
+
+NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+USUAL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,
+    **NO_SPECIAL_TOKENS,
+}
+
+FAMILIES: dict[str, tuple[type[Any], Callable[[], Any]]] = {
+    "llama": (hf.LlamaForCausalLM, lambda: hf.LlamaConfig(**USUAL)),
+    "qwen2": (hf.Qwen2ForCausalLM, lambda: hf.Qwen2Config(**USUAL)),
+    "phi3": (hf.Phi3ForCausalLM, lambda: hf.Phi3Config(**USUAL)),
+    "gpt2": (
+        hf.GPT2LMHeadModel,
+        lambda: hf.GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=2048, initializer_range=0.3,
+            **NO_SPECIAL_TOKENS,
+        ),
+    ),
+    "gpt-neox": (
+        hf.GPTNeoXForCausalLM,
+        lambda: hf.GPTNeoXConfig(**{k: v for k, v in USUAL.items() if k != "num_key_value_heads"}),
+    ),
+    "falcon": (
+        hf.FalconForCausalLM,
+        lambda: hf.FalconConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.3,
+            multi_query=True, new_decoder_architecture=False, **NO_SPECIAL_TOKENS,
+        ),
+    ),
+    "mistral-sliding": (hf.MistralForCausalLM, lambda: hf.MistralConfig(**USUAL, sliding_window=WINDOW)),
+    "gemma2": (
+        hf.Gemma2ForCausalLM,
+        lambda: hf.Gemma2Config(**USUAL, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW),
+    ),
+    "gemma3": (
+        hf.Gemma3ForCausalLM,
+        lambda: hf.Gemma3TextConfig(
+            **USUAL, head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    "lfm2": (
+        hf.Lfm2ForCausalLM,
+        lambda: hf.Lfm2Config(**USUAL, conv_L_cache=3, layer_types=["conv", "full_attention", "conv"]),
+    ),
+}  # fmt: skip
+SLIDING = ["mistral-sliding", "gemma2", "gemma3"]
+CASES = [
+    (family, kind) for family in FAMILIES for kind in KINDS if (family, kind) != ("lfm2", "preallocated")
+]
+ATTENTION_CASES = [(family, kind) for family, kind in CASES if family != "lfm2"]
+
+
+@cache
+def tiny(family: str) -> Any:
+    """A random model; the same object every time, so nothing may change it."""
+    model_class, config = FAMILIES[family]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model_class(config()).eval().requires_grad_(False)
+
+
+def whole(model: Any, context: Sequence[int], drafted: Sequence[int] = ()) -> torch.Tensor:
+    """The logits by one pass over everything, without a cache: row i stands behind ``drafted[:i]``."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.tensor([[*context, *drafted]]), use_cache=False).logits[
+            0
+        ]
+    return logits[-(len(drafted) + 1) :]
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert found.argmax(dim=-1).tolist() == expected.argmax(dim=-1).tolist()
+
+
+class Walk:
+    """A context that grows as in decoding: random drafts, a random number of them kept, one token more."""
+
+    def __init__(self, scorer: Scorer, prompt: int, seed: int = 0) -> None:
+        self.scorer = scorer
+        self.random = Random(seed)
+        self.context = self.tokens(prompt)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(VOCAB) for _ in range(count)]
+
+    def step(self, drafts: int, *, check: bool = True) -> None:
+        drafted = self.tokens(drafts)
+        found = self.scorer.logits(self.context, drafted)
+        assert found.shape == (drafts + 1, VOCAB)
+        if check:
+            assert_close(found, whole(self.scorer.model, self.context, drafted))
+        self.keep(drafted)
+
+    def keep(self, drafted: Sequence[int]) -> None:
+        accepted = self.random.randint(0, len(drafted))
+        self.context += [*drafted[:accepted], *self.tokens(1)]
+        fed = self.scorer.cache.length
+        self.scorer.rollback(len(self.context) - 1)
+        assert self.scorer.cache.length == min(fed, len(self.context) - 1)
+
+
+def cache_layers(scorer: Scorer) -> Sequence[Any]:
+    layers: Sequence[Any] = scorer.cache.model_arguments()["past_key_values"].layers
+    return layers
+
+
+def held(layer: Any) -> int:
+    """Positions whose keys lie in a layer of a dynamic cache."""
+    return 0 if layer.keys is None else int(layer.keys.shape[-2])
+
+
+# -- decoding as it goes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [1, 30])
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_prompt_first_then_drafts(family: str, kind: CacheKind, prompt: int) -> None:
+    walk = Walk(Scorer(tiny(family), kind), prompt)
+    for drafts in (0, 3, 1, 9, 0, 0, 12, 5, 2, 1, 14):
+        walk.step(drafts)
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 30])
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_drafts_in_the_first_pass(family: str, kind: CacheKind, prompt: int) -> None:
+    """Without a first-target pass the prompt and the first drafts reach an empty cache together."""
+    for seed in range(3):
+        walk = Walk(Scorer(tiny(family), kind), prompt, seed)
+        for drafts in (12, 3, 0, 7):
+            walk.step(drafts)
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_a_drafter_makes_many_passes_between_two_rollbacks(family: str, kind: CacheKind) -> None:
+    scorer = Scorer(tiny(family), kind)
+    walk = Walk(scorer, 12)
+    for drafts in (1, 5, 2, 13, 1, 4):
+        drafted: list[int] = []
+        for token in walk.tokens(drafts):
+            found = scorer.logits(walk.context, drafted, rows=1)
+            assert_close(found, whole(scorer.model, [*walk.context, *drafted]))
+            drafted.append(token)
+        walk.keep(drafted)
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_a_cache_serves_one_context_after_the_other(family: str, kind: CacheKind) -> None:
+    scorer = Scorer(tiny(family), kind)
+    for seed, empty in enumerate((scorer.begin, lambda: scorer.rollback(0), scorer.cache.reset)):
+        empty()
+        assert scorer.cache.length == 0
+        walk = Walk(scorer, 15, seed)
+        for drafts in (4, 0, 12, 3):
+            walk.step(drafts)
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_rolling_back_to_more_than_there_is_changes_nothing(family: str, kind: CacheKind) -> None:
+    scorer = Scorer(tiny(family), kind)
+    walk = Walk(scorer, 20)
+    scorer.rollback(5)  # of an empty cache
+    for drafts in (0, 6, 4):
+        walk.step(drafts)
+        before = scorer.cache.length
+        scorer.rollback(before + 7)
+        scorer.rollback(before)
+        assert scorer.cache.length == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision(kind: CacheKind) -> None:
+    """Keys keep the model's dtype, whatever the cache."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = (
+            hf.LlamaForCausalLM(hf.LlamaConfig(**USUAL)).to(torch.bfloat16).eval().requires_grad_(False)
+        )
+    scorer = Scorer(model, kind)
+    assert scorer.logits([1, 2, 3], [4]).dtype == torch.bfloat16
+    assert cache_layers(scorer)[0].keys.dtype == torch.bfloat16
+
+
+def test_no_cache_recomputes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = Scorer(tiny("llama"), "none")
+    expected = whole(scorer.model, [1, 2, 3], [4, 5])
+    fed = count_fed_tokens(scorer, monkeypatch)
+    assert_close(scorer.logits([1, 2, 3], [4, 5]), expected)
+    scorer.rollback(3)
+    assert_close(scorer.logits([1, 2, 3, 4]), expected[1:2])
+    assert fed == [5, 4]
+    assert scorer.cache.length == 0
+
+
+def count_fed_tokens(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of tokens of every pass."""
+    fed: list[int] = []
+    forward = scorer.model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        fed.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(scorer.model, "forward", counted)
+    return fed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_what_the_cache_lacks_is_fed(kind: CacheKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = Scorer(tiny("llama"), kind)
+    fed = count_fed_tokens(scorer, monkeypatch)
+    scorer.logits([1, 2, 3, 4])
+    scorer.rollback(4)
+    scorer.logits([1, 2, 3, 4, 5], [6, 7, 8])
+    scorer.rollback(6)  # one draft kept
+    scorer.logits([1, 2, 3, 4, 5, 6, 9], [1])
+    scorer.logits([1, 2, 3, 4, 5, 6, 9], [1, 2], rows=1)
+    assert fed == [4, 4, 2, 1]
+
+
+# -- sliding windows ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_dynamic_sliding_layers_hold_their_window_only(family: str) -> None:
+    scorer = Scorer(tiny(family), "dynamic")
+    assert scorer.cache.prefill_apart
+    walk = Walk(scorer, 60)
+    scorer.logits(walk.context, walk.tokens(5))
+    for layer in cache_layers(scorer):
+        assert held(layer) == (WINDOW - 1 + 5 if layer.is_sliding else 65)  # the prompt is not kept whole
+    scorer.rollback(60)
+    walk.context += walk.tokens(1)
+    for drafts in (3, 0, 9, 0):
+        walk.step(drafts)
+        for layer in cache_layers(scorer):
+            assert held(layer) == (WINDOW - 1 if layer.is_sliding else scorer.cache.length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", SLIDING)
+def test_a_sliding_layer_says_when_it_has_forgotten(family: str, kind: CacheKind) -> None:
+    scorer = Scorer(tiny(family), kind)
+    walk = Walk(scorer, 600)
+    for drafts in (0, 5, 3):
+        walk.step(drafts, check=False)
+    with pytest.raises(ValueError, match="given up"):
+        scorer.rollback(20)
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_a_dynamic_layer_says_so_too_while_it_records(family: str) -> None:
+    scorer = Scorer(tiny(family), "dynamic")
+    walk = Walk(scorer, 40)
+    walk.step(0)
+    scorer.logits(walk.context, walk.tokens(3))
+    with pytest.raises(ValueError, match="given up"):
+        scorer.rollback(30)
+
+
+def test_convolution_states_say_when_they_have_forgotten() -> None:
+    scorer = Scorer(tiny("lfm2"), "dynamic")
+    walk = Walk(scorer, 40)
+    walk.step(0)
+    with pytest.raises(ValueError, match="given up"):
+        scorer.rollback(30)
+    scorer.begin()
+    scorer.logits(walk.context)
+    scorer.logits([*walk.context, 1], walk.tokens(3))
+    with pytest.raises(ValueError, match="given up"):
+        scorer.rollback(30)
+
+
+def test_convolution_states_hold_what_the_kernel_needs() -> None:
+    scorer = Scorer(tiny("lfm2"), "dynamic")
+    walk = Walk(scorer, 20)
+    for drafts in (0, 6, 0, 3):
+        walk.step(drafts)
+        assert [state.shape[-1] for state in cache_layers(scorer)[0].conv_states.values()] == [3]
+
+
+def dropped(scorer: Scorer) -> int:
+    """Positions that every sliding layer of a preallocated cache has given up."""
+    (count,) = {layer.dropped for layer in cache_layers(scorer) if layer.is_sliding}
+    return int(count)
+
+
+@pytest.mark.parametrize("prompt", [20, 700])
+def test_preallocated_sliding_layers_drop_old_positions_in_bulk(prompt: int) -> None:
+    scorer = Scorer(tiny("mistral-sliding"), "preallocated")
+    assert not scorer.cache.prefill_apart
+    walk = Walk(scorer, prompt)
+    while not dropped(scorer):
+        walk.step(walk.random.choice([0, 30, 90]), check=walk.random.random() < 0.2)
+    assert len(walk.context) > 2 * (WINDOW + 256)
+    assert dropped(scorer) > 400
+    for drafts in (0, 5, 20, 1, 250, 3):
+        walk.step(drafts)
+    assert {layer.keys.shape[-2] for layer in cache_layers(scorer)} <= {700, 1024}  # it did not double again
+
+
+@pytest.mark.parametrize("prompt", [1, 75])
+@pytest.mark.parametrize("family", SLIDING)
+def test_many_drops(family: str, prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with small buffers, so that it happens often and close to other events."""
+    monkeypatch.setattr("specbench.caches._FIRST_CAPACITY", 16)
+    monkeypatch.setattr("specbench.caches._SLIDING_SLACK", 20)
+    scorer = Scorer(tiny(family), "preallocated")
+    walk = Walk(scorer, prompt)
+    drops = set()
+    for _ in range(60):
+        walk.step(walk.random.choice([0, 1, 4, 12, 20]))
+        drops.add(dropped(scorer))
+    assert len(drops) > 3
+    full = [layer.keys.shape[-2] for layer in cache_layers(scorer) if not layer.is_sliding]
+    sliding = [layer.keys.shape[-2] for layer in cache_layers(scorer) if layer.is_sliding]
+    assert max(sliding) <= 128
+    assert all(length >= len(walk.context) - 1 for length in full)
+    scorer.begin()
+    another = Walk(scorer, 3, seed=1)
+    for drafts in (0, 4, 20):
+        another.step(drafts)
+
+
+# -- preallocated buffers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_preallocated_buffers_double_when_full(family: str) -> None:
+    scorer = Scorer(tiny(family), "preallocated")
+    walk = Walk(scorer, 100)
+    capacities = set()
+    while len(walk.context) < 1100:
+        walk.step(walk.random.choice([0, 8, 90]), check=walk.random.random() < 0.2)
+        capacities.add(cache_layers(scorer)[0].keys.shape[-2])
+    assert capacities == {256, 512, 1024, 2048}
+    walk.step(3)
+
+
+def test_preallocated_buffers_are_not_copied_while_there_is_room() -> None:
+    scorer = Scorer(tiny("llama"), "preallocated")
+    walk = Walk(scorer, 10)
+    walk.step(0)
+    places = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache_layers(scorer)]
+    for drafts in (5, 0, 30, 60):
+        walk.step(drafts)
+    assert places == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache_layers(scorer)]
+
+
+# -- drafting on the target's own cache -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("family", "kind"), ATTENTION_CASES)
+def test_early_exit_on_the_targets_cache(family: str, kind: CacheKind, count: int) -> None:
+    """Only the first layers are lengthened by the drafts, and must be as long as the others again before verifying."""
+    target = Scorer(tiny(family), kind)
+    early = Scorer(first_layers(tiny(family), count), target.cache)
+    walk = Walk(target, 11)
+    for drafts in (0, 3, 1, 12, 2):
+        verified = target.cache.length
+        drafted: list[int] = []
+        for token in walk.tokens(drafts):
+            found = early.logits(walk.context, drafted, rows=1)
+            assert_close(found, whole(early.model, [*walk.context, *drafted]))
+            drafted.append(token)
+        if drafted:
+            lengths = [layer.get_seq_length() for layer in cache_layers(target)]
+            assert lengths == [len(walk.context) + drafts - 1] * count + [verified] * (3 - count)
+            early.rollback(verified)
+        assert {layer.get_seq_length() for layer in cache_layers(target)} == {verified}
+        assert_close(target.logits(walk.context, drafted), whole(target.model, walk.context, drafted))
+        walk.keep(drafted)
+
+
+def self_drafter(target: Scorer, form: str) -> SelfDrafter:
+    cheaper = int8_copy(target.model) if form == "int8" else first_layers(target.model, 1)
+    return SelfDrafter(Scorer(cheaper, target.cache), form)
+
+
+@pytest.mark.parametrize("first_target", [True, False])
+@pytest.mark.parametrize(
+    ("family", "kind", "form"),
+    [
+        (family, kind, form)
+        for family in ("llama", "gpt2", "gemma3", "mistral-sliding")
+        for kind in KINDS
+        for form in ("int8", "layers")
+    ]
+    + [("lfm2", "dynamic", "int8")],
+)
+def test_a_self_drafter_leaves_no_trace(family: str, kind: CacheKind, form: str, first_target: bool) -> None:
+    """What the target reads after drafting is what it would have read without."""
+    target = Scorer(tiny(family), kind)
+    drafter = self_drafter(target, form)
+    for prompt in (1, 11):
+        target.begin()
+        walk = Walk(target, prompt)
+        drafter.begin(walk.context)
+        if first_target:
+            walk.step(0)
+        for gamma in (1, 4, 9, 2):
+            draft = drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0))
+            assert len(draft.tokens) == gamma
+            assert_close(
+                target.logits(walk.context, draft.tokens), whole(target.model, walk.context, draft.tokens)
+            )
+            walk.keep(draft.tokens)
+
+
+def test_self_drafts_are_those_of_the_cheaper_model() -> None:
+    target = Scorer(tiny("llama"), "dynamic")
+    drafter = self_drafter(target, "layers")
+    context = [3, 1, 4, 1, 5]
+    target.logits(context)
+    context.append(9)
+    target.rollback(5)
+    draft = drafter.propose(context, 100, FixedLength(6), Greedy(), Randomness(0))
+    expected: list[int] = []
+    for _ in range(6):
+        # The target's own keys and values, which the first layer of both computes alike.
+        expected.append(int(whole(drafter.scorer.model, [*context, *expected]).argmax()))
+    assert draft.tokens == expected
+    assert target.cache.length == 5
+
+
+def test_convolution_models_cannot_exit_early() -> None:
+    with pytest.raises(ValueError, match="convolution"):
+        first_layers(tiny("lfm2"), 2)
+
+
+# -- what cannot be held --------------------------------------------------------------------------
+
+
+def test_recurrent_models_are_refused() -> None:
+    config = hf.MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, **NO_SPECIAL_TOKENS
+    )
+    model: Any = hf.MambaForCausalLM(config)
+    with pytest.raises(UsageError, match="recurrent state") as caught:
+        wrap_model(model, None, "snake")
+    assert "snake" in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_recurrent_state_is_noticed_at_the_first_pass() -> None:
+    config = hf.Qwen3NextConfig(
+        **USUAL, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    )  # fmt: skip
+    model: Any = hf.Qwen3NextForCausalLM(config).eval()
+    with pytest.raises(UsageError, match="recurrent state"):
+        Scorer(model, "dynamic").logits([1, 2, 3])
+
+
+def test_the_preallocated_cache_refuses_layers_it_cannot_hold() -> None:
+    with pytest.raises(UsageError, match="LinearAttentionLayer") as caught:
+        make_cache("preallocated", FAMILIES["lfm2"][1]())
+    assert "--cache dynamic" in str(caught.value)
+
+
+def test_an_unknown_cache_kind_is_refused() -> None:
+    with pytest.raises(UsageError, match="'static'") as caught:
+        make_cache("static", FAMILIES["llama"][1]())  # type: ignore[arg-type]
+    assert "dynamic, preallocated, none" in str(caught.value)
+
+
+# -- widths and rows ------------------------------------------------------------------------------
+
+
+def test_narrower_logits_are_padded_with_impossible_tokens() -> None:
+    expected = whole(tiny("llama"), [1, 2], [3])
+    padded = Scorer(tiny("llama"), "none", vocab_size=VOCAB + 3).logits([1, 2], [3])
+    assert_close(padded[:, :VOCAB], expected)
+    assert padded[:, VOCAB:].tolist() == [[-torch.inf] * 3] * 2
+
+
+def test_wider_logits_are_cut() -> None:
+    expected = whole(tiny("llama"), [1, 2], [3])
+    assert_close(Scorer(tiny("llama"), "none", vocab_size=VOCAB - 3).logits([1, 2], [3]), expected[:, :-3])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_the_last_rows_alone(family: str, rows: int) -> None:
+    for kind in KINDS:
+        expected = whole(tiny(family), [1, 2, 3], [4, 5, 6])[-rows:]
+        assert_close(Scorer(tiny(family), kind).logits([1, 2, 3], [4, 5, 6], rows=rows), expected)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "none"])
+def test_the_head_is_asked_for_the_wanted_rows_alone(
+    kind: CacheKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = Scorer(tiny("llama"), kind)
+    rows: list[int] = []
+    head = scorer.model.get_output_embeddings()
+    monkeypatch.setattr(
+        head, "forward", lambda x: rows.append(x.shape[1]) or torch.zeros(1, x.shape[1], VOCAB)
+    )
+    scorer.logits([1, 2, 3, 4, 5])
+    scorer.logits([1, 2, 3, 4, 5, 6], [7, 8])
+    scorer.logits([1, 2, 3, 4, 5, 6], [7, 8, 9], rows=1)
+    assert rows == [1, 3, 1]
+
+
+def test_a_model_that_always_gives_every_row() -> None:
+    class WithoutLogitsToKeep(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny("llama")
+            self.config = self.inner.config
+            self.get_input_embeddings = self.inner.get_input_embeddings
+
+        def forward(self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool) -> Any:
+            return self.inner(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+    model: Any = WithoutLogitsToKeep()
+    scorer = Scorer(model, "dynamic")
+    assert_close(scorer.logits([1, 2, 3], [4]), whole(tiny("llama"), [1, 2, 3], [4]))
+    assert scorer.logits([1, 2, 3], [4, 5], rows=1).shape == (1, VOCAB)
+
+
+# -- tuple caches ---------------------------------------------------------------------------------
+
+
+def legacy(*lengths: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    count: Iterator[int] = itertools.count(1)
+    return tuple(
+        (
+            torch.full((1, 2, length, 4), float(next(count))) + torch.arange(float(length))[:, None],
+            torch.full((1, 2, length, 5), float(next(count))) + torch.arange(float(length))[:, None],
+        )
+        for length in lengths
+    )
+
+
+def test_prune_legacy_keeps_the_first_positions() -> None:
+    past = legacy(6, 6)
+    pruned = prune_legacy(past, 4)
+    for (keys, values), (old_keys, old_values) in zip(pruned, past, strict=True):
+        assert torch.equal(keys, old_keys[:, :, :4])
+        assert torch.equal(values, old_values[:, :, :4])
+    assert past[0][0].shape[-2] == 6
+
+
+def test_prune_legacy_leaves_shorter_layers_as_they_are() -> None:
+    assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(6, 3, 0), 4)] == [4, 3, 0]
+    assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(6, 3), 9)] == [6, 3]
+    assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(6, 3), 0)] == [0, 0]
+    assert prune_legacy((), 3) == ()
+
+
+def test_prune_legacy_refuses_negative_lengths() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        prune_legacy(legacy(6), -1)

@@ -1,0 +1,257 @@
+"""Every figure against an example worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specbench.metrics import (
+    PositionRate,
+    acceptance_by_position,
+    acceptance_rate,
+    expected_speedup,
+    expected_tokens_per_step,
+    mean_expected_acceptance,
+    summary,
+    time_split,
+    tokens_per_second,
+    tokens_per_step,
+)
+from specbench.records import Generation, Prefill, Step, StepTimes
+
+TIMES = StepTimes(
+    draft_s=1.0, verify_s=2.0, accept_s=0.25, rollback_s=0.5, other_s=0.125, draft_prefill_s=0.75
+)
+"""3.875 seconds in all."""
+
+
+def step(
+    gamma: int, accepted: int, *, stopped: bool = False, times: StepTimes = TIMES, **changes: Any
+) -> Step:
+    """A step that kept ``accepted`` of ``gamma`` drafts; ``stopped`` if the last kept one ended the output."""
+    rejected = accepted < gamma and not stopped
+    fields: dict[str, Any] = {
+        "index": 0,
+        "position": 10,
+        "drafted": tuple(range(gamma)),
+        "accepted": accepted,
+        "tested": accepted + rejected,
+        "tokens": tuple(range(accepted + (not stopped))),
+        "closing": None if stopped else "corrected" if rejected else "bonus" if gamma else "target",
+        "expected_acceptance": (0.5,) * (accepted + rejected),
+        "times": times,
+        "finish_reason": "eos" if stopped else None,
+    }
+    return Step(**fields | changes)
+
+
+# All four drafts kept, two of four kept, one of three kept and a stop right there, nothing drafted.
+STEPS = (step(4, 4), step(4, 2), step(0, 0), step(3, 1, stopped=True))
+
+
+# -- tokens and acceptance ------------------------------------------------------------------------
+
+
+def test_tokens_per_step() -> None:
+    assert tokens_per_step(STEPS) == (5 + 3 + 1 + 1) / 4
+    assert tokens_per_step([step(4, 4)]) == 5
+    assert tokens_per_step([step(0, 0), step(0, 0)]) == 1
+    assert tokens_per_step([]) is None
+
+
+def test_tokens_behind_a_stop_count_nowhere() -> None:
+    assert tokens_per_step([step(5, 2, stopped=True)]) == 2
+    assert acceptance_rate([step(5, 2, stopped=True)]) == 2 / 5
+
+
+def test_acceptance_rate_counts_every_drafted_token() -> None:
+    assert acceptance_rate(STEPS) == 7 / 11
+    assert acceptance_rate([step(4, 0)]) == 0
+    assert acceptance_rate([step(0, 0)]) is None
+    assert acceptance_rate([]) is None
+
+
+def test_acceptance_by_position_counts_tested_tokens() -> None:
+    rates = acceptance_by_position(STEPS)
+    assert rates == [
+        PositionRate(position=1, drafted=3, tested=3, accepted=3),
+        PositionRate(position=2, drafted=3, tested=2, accepted=2),  # the stop came before one of them
+        PositionRate(position=3, drafted=3, tested=2, accepted=1),
+        PositionRate(position=4, drafted=2, tested=1, accepted=1),
+    ]
+    assert [rate.rate for rate in rates] == [1, 1, 0.5, 1]
+    assert [rate.rate_of_drafted for rate in rates] == [1, pytest.approx(2 / 3), pytest.approx(1 / 3), 0.5]
+
+
+def test_a_position_that_was_never_tested_has_no_rate() -> None:
+    rates = acceptance_by_position([step(2, 0)])
+    assert rates == [PositionRate(1, 1, 1, 0), PositionRate(2, 1, 0, 0)]
+    assert [rate.rate for rate in rates] == [0, None]
+    assert [rate.rate_of_drafted for rate in rates] == [0, 0]
+    assert PositionRate(3, 0, 0, 0).rate_of_drafted is None
+
+
+def test_without_drafts_there_are_no_positions() -> None:
+    assert acceptance_by_position([]) == []
+    assert acceptance_by_position([step(0, 0)]) == []
+
+
+def test_alpha_is_the_mean_over_tested_positions_of_all_steps() -> None:
+    steps = [
+        step(2, 2, expected_acceptance=(0.9, 0.6)),
+        step(2, 0, expected_acceptance=(0.3,)),
+        step(0, 0, expected_acceptance=()),
+    ]
+    assert mean_expected_acceptance(steps) == pytest.approx((0.9 + 0.6 + 0.3) / 3)
+    assert mean_expected_acceptance([step(0, 0)]) is None
+    assert mean_expected_acceptance([]) is None
+
+
+# -- what theory predicts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alpha", "accepted"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
+def test_expected_tokens_of_the_literature(alpha: float, accepted: float) -> None:
+    """Accepted tokens per step for four drafts: one less than the tokens emitted."""
+    assert round(expected_tokens_per_step(alpha, 4) - 1, 2) == accepted
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4, 9])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 0.999, 1.0])
+def test_expected_tokens_are_the_sum_of_the_chances(alpha: float, gamma: int) -> None:
+    assert expected_tokens_per_step(alpha, gamma) == pytest.approx(sum(alpha**k for k in range(gamma + 1)))
+
+
+def test_rounding_may_push_alpha_above_1() -> None:
+    assert expected_tokens_per_step(1.0000001, 3) == 4
+
+
+def test_expected_speedup() -> None:
+    assert expected_speedup(0.5, 1, c=0.5) == pytest.approx(1.5 / 1.5)
+    assert expected_speedup(1.0, 4, c=0.25, v=1.5) == pytest.approx(5 / 2.5)
+    assert expected_speedup(0.0, 3, c=0.1) == pytest.approx(1 / 1.3)
+    assert expected_speedup(0.8, 0, c=0.7) == 1
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def test_time_split_with_a_first_target_pass() -> None:
+    split = time_split(Prefill(10, token=3, time_s=7.0), [step(4, 4), step(4, 2)])
+    assert split.ttft_s == 7
+    assert split.decode_s == 2 * 3.875
+    parts = (split.draft_s, split.verify_s, split.accept_s, split.rollback_s, split.other_s)
+    assert parts == (2, 4, 0.5, 1, 0.25)
+    assert split.decode_s == sum(parts)
+    assert split.draft_prefill_s == 1.5  # a part of the drafting, not one more
+    assert split.overhead_share == (0.5 + 1 + 0.25) / 7.75
+
+
+def test_time_split_without_a_first_target_pass() -> None:
+    """The first step is the first emission: its time is the time to the first token."""
+    steps = [step(4, 4), step(4, 2, times=StepTimes(draft_s=0.5, verify_s=0.25))]
+    split = time_split(Prefill(10, token=None, time_s=0.0), steps)
+    assert split.ttft_s == 3.875
+    assert (split.decode_s, split.draft_s, split.verify_s) == (0.75, 0.5, 0.25)
+    assert split.draft_prefill_s == 0
+
+
+@pytest.mark.parametrize("token", [3, None])
+def test_time_split_without_steps(token: int | None) -> None:
+    split = time_split(Prefill(10, token, 2.0), [])
+    assert (split.ttft_s, split.decode_s, split.draft_s) == (2, 0, 0)
+    assert split.overhead_share is None
+
+
+def test_tokens_per_second_leaves_the_first_emission_out() -> None:
+    assert tokens_per_second(Prefill(10, 3, 100.0), [step(4, 4), step(4, 2)]) == 8 / 7.75
+    assert tokens_per_second(Prefill(10, None, 0.0), [step(4, 4), step(4, 2)]) == 3 / 3.875
+
+
+def test_tokens_per_second_needs_something_behind_the_first_emission() -> None:
+    assert tokens_per_second(Prefill(10, 3, 1.0), []) is None
+    assert tokens_per_second(Prefill(10, None, 0.0), [step(4, 4)]) is None
+    assert tokens_per_second(Prefill(10, None, 0.0), []) is None
+
+
+def test_steps_that_took_no_time_have_no_speed() -> None:
+    assert tokens_per_second(Prefill(10, 3, 0.0), [step(4, 4, times=StepTimes())]) is None
+
+
+# -- all of it ------------------------------------------------------------------------------------
+
+
+def generation(prefill: Prefill, steps: tuple[Step, ...], **changes: Any) -> Generation:
+    first = () if prefill.token is None else (prefill.token,)
+    fields: dict[str, Any] = {
+        "prompt_tokens": prefill.prompt_tokens,
+        "token_ids": (*first, *(token for step in steps for token in step.tokens)),
+        "text": "Hello",
+        "finish_reason": "eos",
+        "prefill": prefill,
+        "steps": steps,
+        "target": "big",
+        "drafter": "small",
+        "dtype": "float32",
+        "seed": 3,
+        "lossless": True,
+    }
+    return Generation(**fields | changes)
+
+
+def test_summary() -> None:
+    figures = summary(generation(Prefill(10, token=7, time_s=2.0), STEPS))
+    assert figures["text"] == "Hello"
+    assert figures["token_ids"] == [7, 0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
+    assert (figures["prompt_tokens"], figures["new_tokens"], figures["finish_reason"]) == (10, 11, "eos")
+    assert (figures["steps"], figures["drafted"], figures["accepted"]) == (4, 11, 7)
+    assert figures["acceptance_rate"] == 7 / 11
+    assert figures["tokens_per_step"] == 2.5  # the first-target token belongs to no step
+    assert figures["alpha"] == 0.5
+    assert figures["accepted_lengths"] == [4, 2, 0, 1]
+    assert figures["gammas"] == [4, 4, 0, 3]
+    assert figures["acceptance_by_position"] == [1, 1, 0.5, 1]
+    assert figures["time"] == {
+        "ttft_s": 2.0,
+        "decode_s": 15.5,
+        "draft_s": 4.0,
+        "verify_s": 8.0,
+        "accept_s": 1.0,
+        "rollback_s": 2.0,
+        "other_s": 0.5,
+        "draft_prefill_s": 3.0,
+    }
+    assert figures["tokens_per_second"] == 10 / 15.5
+    assert (figures["target"], figures["drafter"], figures["dtype"], figures["seed"]) == (
+        "big",
+        "small",
+        "float32",
+        3,
+    )
+    assert figures["lossless"] is True
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_summary_of_an_output_without_steps() -> None:
+    figures = summary(generation(Prefill(10, token=7, time_s=2.0, finish_reason="length"), ()))
+    assert figures["new_tokens"] == 1
+    for name in ("acceptance_rate", "tokens_per_step", "alpha", "tokens_per_second"):
+        assert figures[name] is None
+    assert figures["acceptance_by_position"] == figures["gammas"] == figures["accepted_lengths"] == []
+    assert figures["time"]["ttft_s"] == 2
+
+
+def test_summary_of_plain_decoding() -> None:
+    figures = summary(generation(Prefill(10, token=7, time_s=2.0), (step(0, 0), step(0, 0)), drafter="none"))
+    assert figures["tokens_per_step"] == 1
+    assert (figures["drafted"], figures["acceptance_rate"], figures["alpha"]) == (0, None, None)
+    assert figures["tokens_per_second"] == 2 / 7.75
+
+
+def test_summary_of_nothing() -> None:
+    """The prompt filled the context."""
+    figures = summary(generation(Prefill(10, None, 0.0, "context-limit"), (), text=None))
+    assert (figures["new_tokens"], figures["token_ids"], figures["text"]) == (0, [], None)
+    assert json.loads(json.dumps(figures)) == figures

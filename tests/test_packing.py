@@ -1,0 +1,371 @@
+"""Packed and int8 linear layers against torch's own, and copies of models that share their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch import nn
+
+from specbench import packing
+from specbench.errors import UsageError
+from specbench.packing import (
+    Int8Linear,
+    PackedLinear,
+    can_pack,
+    first_layers,
+    int8_copy,
+    pack_linears,
+    quantise_linears,
+)
+
+VOCAB = 61
+USUAL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+FLOATS = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if can_pack(dtype, "cpu")]
+needs_packing = pytest.mark.skipif(
+    not can_pack(torch.float32, "cpu"), reason="this torch lacks oneDNN's operators"
+)
+LOOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+def seeded(build: Callable[[], Any]) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build()
+
+
+def linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    layer: nn.Linear = seeded(lambda: nn.Linear(inputs, outputs, bias=bias, dtype=dtype))
+    return layer.requires_grad_(False)
+
+
+def random_rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def llama(**options: Any) -> Any:
+    return seeded(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**USUAL | options)).eval().requires_grad_(False))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        out: torch.Tensor = model(input_ids=IDS, use_cache=False).logits[0]
+    return out
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.fixture(params=["packed", "fallback"])
+def _with_and_without_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "fallback":
+        monkeypatch.setattr(packing, "_prepack_int8", lambda quantised: None)
+
+
+# -- packed layers --------------------------------------------------------------------------------
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
+def test_a_packed_layer_computes_the_same(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    layer = linear(inputs, outputs, bias, dtype)
+    packed = PackedLinear(layer)
+    for shape in ((1,), (5,), (33,), (1, 7), (2, 3, 4), (0,)):
+        x = random_rows(*shape, inputs, dtype=dtype)
+        found = packed(x)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, layer(x), rtol=LOOSE[dtype], atol=LOOSE[dtype])
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_weight_comes_back(dtype: torch.dtype) -> None:
+    layer = linear(100, 257, True, dtype)
+    packed = PackedLinear(layer)
+    assert torch.equal(packed.weight, layer.weight)
+    assert packed.weight.dtype == dtype
+    assert (packed.in_features, packed.out_features) == (100, 257)
+
+
+def test_what_cannot_be_packed() -> None:
+    assert not can_pack(torch.float64, "cpu")
+    assert not can_pack(torch.int8, "cpu")
+    assert not can_pack(torch.float32, "meta")
+    assert not can_pack(torch.float32, torch.device("cuda:0"))
+
+
+@needs_packing
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_model_computes_the_same(tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied)
+    expected = logits(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert pack_linears(model)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    # Nothing holds the unpacked weights any more, but for those the embeddings are.
+    left = {name for name, _ in model.named_parameters()}
+    assert left == {name for name in left if "norm" in name} | {"model.embed_tokens.weight"}
+    assert sum(parameter.numel() for parameter in model.parameters()) < parameters
+
+
+@needs_packing
+def test_packing_twice_changes_nothing() -> None:
+    model = llama()
+    pack_linears(model)
+    expected = logits(model)
+    pack_linears(model)
+    assert torch.equal(logits(model), expected)
+
+
+@needs_packing
+def test_other_layers_are_left_alone() -> None:
+    """GPT-2's Conv1D is no linear layer, and a subclass may compute something else."""
+    config = hf.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+    )
+    gpt2: Any = seeded(lambda: hf.GPT2LMHeadModel(config).eval().requires_grad_(False))
+    expected = logits(gpt2)
+    pack_linears(gpt2)
+    kinds = [type(module).__name__ for module in gpt2.modules()]
+    assert kinds.count("Conv1D") == 8
+    assert kinds.count("PackedLinear") == 1
+    torch.testing.assert_close(logits(gpt2), expected, rtol=1e-4, atol=1e-4)
+
+    class Doubling(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model: Any = nn.Sequential(Doubling(3, 3), nn.Linear(3, 3))
+    assert pack_linears(model)
+    assert [type(layer) for layer in model] == [Doubling, PackedLinear]
+
+
+def test_without_the_operators_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "can_pack", lambda dtype, device: False)
+    model = llama()
+    expected = logits(model)
+    assert not pack_linears(model)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    assert torch.equal(logits(model), expected)
+
+
+class Sharing(nn.Module):
+    """One layer under two names here and under a third one below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.again = linear(4, 4, True)
+        self.below = nn.Sequential(self.first, nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.again(self.first(x)) + self.below(x)
+        return out
+
+
+@needs_packing
+@pytest.mark.parametrize(("replace", "kind"), [(pack_linears, PackedLinear), (quantise_linears, Int8Linear)])
+def test_shared_layers_stay_shared(replace: Callable[[Any], bool], kind: type) -> None:
+    model: Any = Sharing()
+    expected = model(random_rows(3, 4))
+    assert replace(model)
+    assert model.first is model.again is model.below[0]
+    assert type(model.first) is kind
+    assert relative_error(model(random_rows(3, 4)), expected) < 0.02
+
+
+def test_the_copy_of_a_shared_layer_is_shared() -> None:
+    model: Any = Sharing()
+    clone: Any = int8_copy(model)
+    assert clone.first is clone.again is clone.below[0]
+    assert type(clone.first) is Int8Linear
+    assert type(model.first) is type(model.again) is type(model.below[0]) is nn.Linear
+
+
+# -- int8 layers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_with_and_without_operators")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
+def test_an_int8_layer_is_close(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    layer = linear(inputs, outputs, bias, dtype)
+    quantised = Int8Linear(layer.weight, layer.bias)
+    for shape in ((1,), (9,), (1, 7), (2, 3, 4)):
+        x = random_rows(*shape, inputs, dtype=dtype)
+        found = quantised(x)
+        assert found.dtype == dtype
+        assert found.shape == layer(x).shape
+        assert relative_error(found, layer(x)) < 0.02
+
+
+@pytest.mark.usefixtures("_with_and_without_operators")
+def test_channels_have_scales_of_their_own() -> None:
+    layer = linear(64, 8, False)
+    layer.weight *= torch.tensor([1e-6, 1e-3, 1.0, 1e3, 1e6, 1.0, 1.0, 1.0])[:, None]
+    x = random_rows(50, 64)
+    found, expected = Int8Linear(layer.weight, None)(x), layer(x)
+    for channel in range(8):
+        assert relative_error(found[:, channel], expected[:, channel]) < 0.02
+
+
+def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
+    layer = linear(100, 257, True)
+    quantised = Int8Linear(layer.weight, layer.bias)
+    if quantised.quantised is not None:
+        pytest.skip("without oneDNN's operators float additions may come in another order")
+    x = random_rows(17, 100)
+    x[4] *= 1e4  # an outlier beside them
+    together = quantised(x)
+    for i in range(17):
+        assert torch.equal(quantised(x[i : i + 1])[0], together[i])
+    assert torch.equal(quantised(x[3:9]), together[3:9])
+
+
+@pytest.mark.usefixtures("_with_and_without_operators")
+def test_zeros_stay_zeros() -> None:
+    layer = linear(6, 4, True)
+    bias = layer.bias
+    assert torch.equal(Int8Linear(layer.weight, bias)(torch.zeros(2, 6)), bias.expand(2, -1))
+    layer.weight[1] = 0.0
+    found = Int8Linear(layer.weight, None)(random_rows(3, 6))
+    assert found[:, 1].tolist() == [0.0] * 3
+    assert bool(found.isfinite().all())
+    nothing = Int8Linear(torch.zeros(4, 6), None)(random_rows(3, 6))
+    assert nothing.count_nonzero() == 0
+
+
+@pytest.mark.usefixtures("_with_and_without_operators")
+def test_tiny_and_huge_numbers_give_no_nan() -> None:
+    layer = linear(6, 4, False)
+    for scale in (1e-44, 1e-35, 1e30):
+        assert bool(Int8Linear(layer.weight, None)(torch.full((2, 6), scale)).isfinite().all())
+        assert bool(Int8Linear(layer.weight * min(scale, 1e20), None)(torch.ones(2, 6)).isfinite().all())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_quantised_model_is_close(tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied)
+    expected = logits(model)
+    assert quantise_linears(model)
+    assert 0 < relative_error(logits(model), expected) < 0.1
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert model.get_output_embeddings().weight.shape[0] == VOCAB
+    assert model.dtype == torch.float32
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def places(model: Any) -> set[int]:
+    return {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_int8_copy_shares_what_is_not_linear(packed: bool) -> None:
+    model = llama(tie_word_embeddings=True)
+    if packed:
+        pack_linears(model)
+    expected = logits(model)
+    clone = int8_copy(model)
+    assert 0 < relative_error(logits(clone), expected) < 0.1
+    assert torch.equal(logits(model), expected)
+    assert not any(isinstance(module, Int8Linear) for module in model.modules())
+    assert {parameter.data_ptr() for parameter in clone.parameters()} <= places(model)
+    assert clone.model.embed_tokens.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_first_layers_share_every_weight(packed: bool) -> None:
+    model = llama()
+    if packed:
+        pack_linears(model)
+    expected = logits(model)
+    short = first_layers(model, 2)
+    assert places(short) <= places(model)
+    assert short.model.layers[0].self_attn.q_proj is not model.model.layers[0].self_attn.q_proj
+    assert short.config.num_hidden_layers == short.model.config.num_hidden_layers == 2
+    assert model.config.num_hidden_layers == len(model.model.layers) == 3
+    assert torch.equal(logits(model), expected)
+    pack_linears(short)
+    quantise_linears(short)
+    assert torch.equal(logits(model), expected)
+
+
+def families() -> Iterator[tuple[str, Callable[[int], Any]]]:
+    def usual(config: type[Any], **options: Any) -> Callable[[int], Any]:
+        return lambda layers: config(**USUAL | options | {"num_hidden_layers": layers})
+
+    without_kv_heads = {key: value for key, value in USUAL.items() if key != "num_key_value_heads"}
+    yield "llama", usual(hf.LlamaConfig)
+    yield "tied", usual(hf.LlamaConfig, tie_word_embeddings=True)
+    yield "qwen2", usual(hf.Qwen2Config)
+    yield "mistral", usual(hf.MistralConfig, sliding_window=4)
+    yield "gemma2", usual(hf.Gemma2Config, head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
+    yield "gemma3", usual(hf.Gemma3TextConfig, head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
+    yield "phi3", usual(hf.Phi3Config)
+    yield "gpt-neox", lambda layers: hf.GPTNeoXConfig(**without_kv_heads | {"num_hidden_layers": layers})
+    yield (
+        "gpt2",
+        lambda layers: hf.GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, initializer_range=0.3, bos_token_id=None,
+            eos_token_id=None,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("family", "config"), [pytest.param(*pair, id=pair[0]) for pair in families()])
+def test_the_first_layers_are_a_model_with_that_many(
+    family: str, config: Callable[[int], Any], count: int
+) -> None:
+    whole: Any = seeded(lambda: hf.AutoModelForCausalLM.from_config(config(3)).eval().requires_grad_(False))
+    expected = logits(whole)
+    built: Any = hf.AutoModelForCausalLM.from_config(config(count)).eval().requires_grad_(False)
+    weights = {name: value for name, value in whole.state_dict().items() if name in built.state_dict()}
+    built.load_state_dict(weights)
+    assert torch.equal(logits(first_layers(whole, count)), logits(built))
+    assert torch.equal(logits(whole), expected)
+
+
+@pytest.mark.parametrize("count", [0, -1, 4])
+def test_counts_that_cannot_be(count: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} layers asked for, the model has 3"):
+        first_layers(llama(), count)
+
+
+def test_layers_that_are_not_found() -> None:
+    model = llama()
+    model.model.adapters = nn.ModuleList([nn.Identity() for _ in range(3)])
+    with pytest.raises(ValueError, match="decoder layers of LlamaForCausalLM"):
+        first_layers(model, 2)
+
+
+@pytest.mark.parametrize("copy", [int8_copy, lambda model: first_layers(model, 2)])
+def test_a_model_whose_layers_were_wrapped_is_refused(copy: Callable[[Any], Any]) -> None:
+    """The wrapper's ``forward`` belongs to the original: the copy would run the whole original unnoticed."""
+    model = llama()
+    add_hook_to_module(model.model.layers[1], AlignDevicesHook(execution_device="cpu"))
+    with pytest.raises(UsageError, match="device map"):
+        copy(model)

@@ -1,0 +1,417 @@
+"""The sampling transforms against those of transformers, and the draws against their distributions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specbench.errors import UsageError
+from specbench.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK, TopKNucleus
+
+
+def reference(
+    logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int], sampling: Sampling
+) -> torch.Tensor:
+    """The same distributions by the processors of transformers, one row after the other."""
+    processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(sampling.min_p))
+    tokens = [*context, *drafted]
+    rows = []
+    for i, row in enumerate(logits.float()):
+        seen = tokens[: len(tokens) - (len(logits) - 1 - i)]
+        scores = processors(torch.tensor([seen], dtype=torch.long), row[None].clone())
+        rows.append(scores.softmax(dim=-1))
+    return torch.cat(rows)
+
+
+def assert_agrees(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    context: Sequence[int] = (0,),
+    drafted: Sequence[int] | None = None,
+) -> torch.Tensor:
+    drafted = [0] * (len(logits) - 1) if drafted is None else drafted
+    before = logits.clone()
+    probabilities = sampling.probabilities(logits, context, drafted)
+    expected = reference(logits, context, drafted, sampling)
+    assert probabilities.dtype == torch.float32
+    assert torch.equal(probabilities > 0, expected > 0), "another support"
+    torch.testing.assert_close(probabilities, expected, rtol=1e-6, atol=1e-9)
+    assert torch.equal(logits, before), "the input was written to"
+    return probabilities
+
+
+def random_logits(rows: int, vocab: int, scale: float, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+SETTINGS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.3),
+    Sampling(temperature=2.5),
+    Sampling(temperature=1.0, top_k=1),
+    Sampling(temperature=0.8, top_k=7),
+    Sampling(temperature=1.0, top_p=0.9),
+    Sampling(temperature=0.7, top_p=0.3),
+    Sampling(temperature=1.0, top_p=1e-9),
+    Sampling(temperature=1.0, top_p=0.9999999),
+    Sampling(temperature=1.3, min_p=0.1),
+    Sampling(temperature=1.0, min_p=1.0),
+    Sampling(temperature=1.0, repetition_penalty=1.3),
+    Sampling(temperature=0.6, repetition_penalty=0.7),
+    Sampling(temperature=0.6, top_k=20, top_p=0.95),
+    Sampling(temperature=0.9, top_k=300, top_p=0.99, min_p=0.02, repetition_penalty=1.2),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
+@pytest.mark.parametrize("vocab", [1, 2, 5, 256, 257, 3000])
+def test_agrees_with_transformers(sampling: Sampling, vocab: int) -> None:
+    for scale in (0.05, 2.0, 30.0):
+        context = [token % vocab for token in (3, 1, 4, 1, 5, 9, 2, 6)]
+        drafted = [token % vocab for token in (5, 3, 5)]
+        assert_agrees(random_logits(4, vocab, scale), sampling, context, drafted)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
+def test_agrees_with_transformers_on_ties(sampling: Sampling) -> None:
+    for vocab in (5, 700):
+        assert_agrees(torch.zeros(2, vocab), sampling)
+        assert_agrees((random_logits(3, vocab, 4.0) / 2).round() * 2, sampling, drafted=[1, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_treated_in_float32(dtype: torch.dtype) -> None:
+    logits = random_logits(3, 500, 3.0).to(dtype)
+    for sampling in SETTINGS:
+        assert_agrees(logits, sampling, [1, 2, 3], [4, 5])
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
+def test_impossible_tokens_stay_impossible(sampling: Sampling) -> None:
+    logits = random_logits(3, 600, 3.0)
+    logits[:, 300:] = -math.inf
+    logits[1, 1:] = -math.inf
+    probabilities = assert_agrees(logits, sampling, [0, 1, 2, 599], [5, 7])
+    assert probabilities[:, 300:].count_nonzero() == 0
+    assert probabilities[1, 0] == 1
+
+
+def test_logits_that_cannot_be_written_to() -> None:
+    logits = random_logits(1, 50, 2.0).expand(
+        3, -1
+    )  # one row seen three times: writing would show everywhere
+    for sampling in [*SETTINGS, Greedy(1.5)]:
+        before = logits.clone()
+        sampling.probabilities(logits, [1, 2], [3, 4])
+        sampling.choose(logits, [1, 2], [3, 4])
+        assert torch.equal(logits, before)
+
+
+# -- the repetition penalty's context --------------------------------------------------------------
+
+
+def test_every_row_is_penalised_by_its_own_context() -> None:
+    sampling = Sampling(temperature=1.0, repetition_penalty=2.0)
+    scores = sampling.scores(torch.tensor([[1.0, -1.0, 4.0, 8.0]] * 3), [0], [1, 2])
+    assert scores.tolist() == [[0.5, -1.0, 4.0, 8.0], [0.5, -2.0, 4.0, 8.0], [0.5, -2.0, 2.0, 8.0]]
+
+
+def test_the_last_row_stands_behind_every_draft() -> None:
+    """A drafter asks for one row at a time, with all of its drafts so far."""
+    logits = random_logits(4, 30, 3.0)
+    for sampling in (Sampling(temperature=1.0, repetition_penalty=1.7), Greedy(1.7)):
+        together = sampling.probabilities(logits, [1, 2], [3, 4, 5])
+        for i in range(4):
+            alone = sampling.probabilities(logits[i : i + 1], [1, 2], [3, 4, 5][:i])
+            assert torch.equal(alone[0], together[i])
+
+
+def test_a_token_that_occurred_twice_is_penalised_once() -> None:
+    scores = Greedy(2.0).scores(torch.tensor([[8.0, 8.0]]), [0, 0, 0])
+    assert scores.tolist() == [[4.0, 8.0]]
+
+
+def test_context_tokens_beyond_the_logits_are_passed_over() -> None:
+    scores = Greedy(2.0).scores(torch.tensor([[8.0, 8.0]]), [7, 1, 2])
+    assert scores.tolist() == [[8.0, 4.0]]
+
+
+def test_the_penalty_changes_the_greedy_choice() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+    assert Greedy(2.0).choose(logits, [2], [0]) == [0, 1]
+    assert Greedy().choose(logits, [2], [0]) == [0, 0]
+
+
+# -- the nucleus ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    weights=st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    at=st.integers(0, 11),
+    nudge=st.sampled_from([-1e-3, -1e-5, -1e-6, -6e-8, 0.0, 6e-8, 1e-6, 1e-5, 1e-3]),
+)
+def test_nuclei_whose_edge_falls_on_a_sum(weights: list[int], at: int, nudge: float) -> None:
+    """The mass reaches top_p all but exactly, at tokens of equal or of different probability."""
+    ordered = sorted(weights, reverse=True)
+    top_p = sum(ordered[: at + 1]) / sum(ordered) + nudge
+    if 0 < top_p < 1:
+        assert_agrees(torch.tensor([weights]).float().log(), Nucleus(top_p))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    vocab=st.sampled_from([3, 255, 256, 257, 258, 900]),
+    scale=st.sampled_from([0.0, 0.02, 0.5, 2.0, 8.0]),
+    step=st.sampled_from([0.0, 0.25, 2.0]),
+    top_p=st.floats(1e-6, 1.0, exclude_max=True),
+    seed=st.integers(0, 2**31),
+)
+def test_nuclei_of_any_width(vocab: int, scale: float, step: float, top_p: float, seed: int) -> None:
+    """Flat distributions need more tokens than are looked at first, and steps make ties at the edge."""
+    logits = random_logits(2, vocab, scale, seed)
+    if step:
+        logits = (logits / step).round() * step
+    assert_agrees(logits, Nucleus(top_p))
+
+
+def test_one_wide_nucleus_beside_a_narrow_one() -> None:
+    logits = torch.stack([torch.zeros(2000), random_logits(1, 2000, 9.0)[0]])
+    widths = assert_agrees(logits, Nucleus(0.9)).count_nonzero(dim=-1).tolist()
+    assert widths[0] > 256 > widths[1]
+
+
+def test_an_ordinary_nucleus_needs_no_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_logits(3, 5000, 6.0)
+    expected = reference(logits, [0], [0, 0], Nucleus(0.9))
+
+    def no_sort(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the whole vocabulary was sorted")
+
+    monkeypatch.setattr(torch.Tensor, "sort", no_sort)
+    torch.testing.assert_close(Nucleus(0.9).probabilities(logits, [0], [0, 0]), expected)
+
+
+# -- what holds for all settings ------------------------------------------------------------------
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.floats(0.05, 5.0),
+    top_k=st.integers(0, 60),
+    top_p=st.floats(1e-4, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    repetition_penalty=st.floats(0.3, 3.0),
+)
+logit_rows = st.integers(0, 2**31).flatmap(
+    lambda seed: st.builds(
+        random_logits,
+        rows=st.integers(1, 4),
+        vocab=st.integers(1, 50),
+        scale=st.sampled_from([0.0, 1.0, 20.0, 1e4]),
+        seed=st.just(seed),
+    )
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(logits=logit_rows, sampling=samplings)
+def test_properties_of_distributions(logits: torch.Tensor, sampling: Sampling) -> None:
+    context, drafted = [0, logits.shape[1] - 1], [0] * (len(logits) - 1)
+    probabilities = sampling.probabilities(logits, context, drafted)
+    assert bool((probabilities >= 0).all())
+    torch.testing.assert_close(probabilities.sum(dim=-1), torch.ones(len(logits)), rtol=1e-5, atol=0)
+    whole = Sampling(sampling.temperature, repetition_penalty=sampling.repetition_penalty)
+    unrestricted = whole.probabilities(logits, context, drafted)
+    # What is left out of the support only raises the others, and a most probable token is always kept.
+    kept = probabilities > 0
+    assert bool((probabilities[kept] >= unrestricted[kept] * (1 - 1e-5)).all())
+    assert torch.equal((unrestricted * kept).amax(dim=-1), unrestricted.amax(dim=-1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(logits=logit_rows, penalty=st.floats(0.3, 3.0))
+def test_greedy_is_the_argmax_of_the_scores(logits: torch.Tensor, penalty: float) -> None:
+    context, drafted = [0], [logits.shape[1] - 1] * (len(logits) - 1)
+    greedy = Greedy(penalty)
+    best = greedy.scores(logits, context, drafted).argmax(dim=-1)
+    assert greedy.greedy
+    assert greedy.choose(logits, context, drafted) == best.tolist()
+    one_hot = torch.nn.functional.one_hot(best, logits.shape[1]).float()
+    assert torch.equal(greedy.probabilities(logits, context, drafted), one_hot)
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    assert Greedy().choose(torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]]), [0], [0]) == [1, 0]
+
+
+def test_the_named_samplings() -> None:
+    logits = random_logits(2, 80, 3.0)
+    pairs: list[tuple[Sampling, Sampling]] = [
+        (Greedy(1.1), Sampling(repetition_penalty=1.1)),
+        (Multinomial(0.7, 1.1), Sampling(temperature=0.7, repetition_penalty=1.1)),
+        (TopK(5, 0.7, 1.1), Sampling(temperature=0.7, top_k=5, repetition_penalty=1.1)),
+        (Nucleus(0.8, 0.7, 1.1), Sampling(temperature=0.7, top_p=0.8, repetition_penalty=1.1)),
+        (
+            TopKNucleus(5, 0.8, 0.7, 1.1),
+            Sampling(temperature=0.7, top_k=5, top_p=0.8, repetition_penalty=1.1),
+        ),
+    ]
+    for named, plain in pairs:
+        assert torch.equal(named.probabilities(logits, [1], [2]), plain.probabilities(logits, [1], [2]))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Sampling(temperature=-0.1),
+        lambda: Sampling(temperature=math.nan),
+        lambda: Sampling(temperature=math.inf),
+        lambda: Sampling(top_k=-1),
+        lambda: Sampling(top_k=math.nan),  # type: ignore[arg-type]
+        lambda: Sampling(top_p=0.0),
+        lambda: Sampling(top_p=1.1),
+        lambda: Sampling(top_p=math.nan),
+        lambda: Sampling(min_p=-0.1),
+        lambda: Sampling(min_p=1.1),
+        lambda: Sampling(min_p=math.nan),
+        lambda: Sampling(repetition_penalty=0.0),
+        lambda: Sampling(repetition_penalty=-1.0),
+        lambda: Sampling(repetition_penalty=math.nan),
+        lambda: Sampling(repetition_penalty=math.inf),
+        lambda: Nucleus(2.0),
+        lambda: TopKNucleus(3, math.nan),
+    ],
+)
+def test_values_out_of_range_are_refused(build: Callable[[], Sampling]) -> None:
+    with pytest.raises(UsageError) as caught:
+        build()
+    assert caught.value.hint
+
+
+# -- draws ----------------------------------------------------------------------------------------
+
+
+def draws(probabilities: torch.Tensor, count: int, seed: int = 0) -> list[int]:
+    random = Randomness(seed)
+    return [random.draw(probabilities) for _ in range(count)]
+
+
+@pytest.mark.parametrize("total", [1.0, 0.01, 250.0])
+def test_draws_follow_their_distribution(total: float) -> None:
+    probabilities = torch.tensor([0.02, 0.3, 0.0, 0.18, 0.1, 0.0, 0.4])
+    counts = torch.bincount(torch.tensor(draws(probabilities * total, 20_000)), minlength=7)
+    assert counts[[2, 5]].tolist() == [0, 0]
+    possible = probabilities > 0
+    expected = probabilities[possible].double()
+    p_value = chisquare(counts[possible], 20_000 * expected / expected.sum()).pvalue
+    assert p_value > 1e-4
+
+
+def test_the_tail_of_a_large_vocabulary_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 tokens, each too improbable to change a float32 sum that begins with 1."""
+    probabilities = torch.full((100_001,), 2e-8)
+    probabilities[0] = 1.0
+    for u in (0.9981, 0.9985, 0.999, 0.9993, 0.9999):
+        monkeypatch.setattr(
+            torch, "rand", lambda *args, u=u, **kwargs: torch.tensor([u], dtype=torch.float64)
+        )
+        assert abs(Randomness(0).draw(probabilities) - (1.002 * u - 1) / 2e-8) < 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.0, 1e-38, 1e-6, 0.5, 1.0, 1e6]), min_size=1, max_size=30).filter(
+        any
+    ),
+    seed=st.integers(0, 2**31),
+)
+def test_impossible_tokens_are_never_drawn(weights: list[float], seed: int) -> None:
+    assert all(weights[token] > 0 for token in draws(torch.tensor(weights), 30, seed))
+
+
+@pytest.mark.parametrize("u", [0.0, 1.0])
+def test_the_ends_of_the_unit_interval(monkeypatch: pytest.MonkeyPatch, u: float) -> None:
+    """The largest number drawn times the total can round up to the total."""
+    monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: torch.tensor([u], dtype=torch.float64))
+    expected = 1 if u == 0 else 3
+    assert Randomness(0).draw(torch.tensor([0.0, 0.5, 0.2, 0.3, 0.0])) == expected
+
+
+def test_the_same_seed_gives_the_same_draws() -> None:
+    probabilities = torch.ones(1000)
+    assert draws(probabilities, 50, seed=3) == draws(probabilities, 50, seed=3)
+    assert draws(probabilities, 50, seed=3) != draws(probabilities, 50, seed=4)
+
+
+def test_draws_leave_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    random = Randomness(1)
+    random.draw(torch.ones(4))
+    random.test(torch.ones(4))
+    assert torch.equal(torch.rand(3), expected)
+
+
+# -- tests of drafts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "expected"),
+    [
+        ([1.0, 1.0, 1.0], 3),
+        ([0.0, 1.0, 1.0], 0),
+        ([1.0, 0.0, 1.0], 1),
+        ([1.0, 1.0, 0.0], 2),
+        ([1.0], 1),
+    ],
+)
+def test_the_first_failure_ends_the_test(acceptance: list[float], expected: int) -> None:
+    for seed in range(20):
+        accepted, r = Randomness(seed).test(torch.tensor(acceptance))
+        assert accepted == expected
+        assert len(r) == len(acceptance)
+
+
+def test_drafts_pass_where_their_number_is_below_the_acceptance() -> None:
+    random = Randomness(0)
+    acceptance = torch.tensor([0.8, 0.5, 0.9])
+    for _ in range(200):
+        accepted, r = random.test(acceptance)
+        passed = [number < chance for number, chance in zip(r, acceptance.tolist(), strict=True)]
+        assert accepted == (passed.index(False) if False in passed else 3)
+        assert all(0 <= number < 1 for number in r)
+
+
+def test_drafts_pass_as_often_as_they_should() -> None:
+    random = Randomness(1)
+    acceptance = torch.tensor([0.8, 0.5, 0.9])
+    counts = [0, 0, 0, 0]
+    for _ in range(10_000):
+        counts[random.test(acceptance)[0]] += 1
+    expected = [0.2, 0.8 * 0.5, 0.8 * 0.5 * 0.1, 0.8 * 0.5 * 0.9]
+    assert chisquare(counts, [10_000 * share for share in expected]).pvalue > 1e-4

@@ -1,0 +1,400 @@
+"""Text from tokens, one by one: the same as decoding all of them, and never anything that must be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny import SPECIAL_TOKENS, tiny_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from specbench.text import StopRules, TextStream
+
+PIECES = (
+    *("▁", "▁▁", "▁▁▁▁", "▁the", "▁world", "▁a", "▁.", "hello", "world", "a", "b", "c", "ab"),
+    *(".", ",", "!", "n't", "é", "\n"),
+)
+CHARACTERS = ("é", "€", "漢", "😀", "👩‍🚀", "\u0301", "\u00a0", "z")
+
+
+def pieces_tokenizer(*, metaspace: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer as SentencePiece makes them: a leading space is dropped, rare characters are bytes.
+
+    Args:
+        metaspace: Decode with `decoders.Metaspace`, which looks at single tokens; otherwise the way of Llama's, which
+            joins them first.
+    """
+    specials = ("<unk>", "<s>", "</s>")
+    names = (*specials, *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES)
+    vocabulary = {name: number for number, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=specials[0], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    if metaspace:
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    else:
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=specials[1],
+        eos_token=specials[2],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@cache
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    return tiny_tokenizer() if kind == "bytes" else pieces_tokenizer(metaspace=kind == "metaspace")
+
+
+KINDS = ("bytes", "llama", "metaspace")
+
+
+def ids_of(kind: str, *names: str) -> list[int]:
+    return [tokenizer_of(kind).convert_tokens_to_ids(name) for name in names]
+
+
+def byte_ids(kind: str, data: bytes) -> list[int]:
+    """One token per byte."""
+    if kind == "bytes":
+        return ids_of(kind, *(bytes_to_unicode()[byte] for byte in data))
+    return ids_of(kind, *(f"<0x{byte:02X}>" for byte in data))
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+def stream_of(tokenizer: Any, ids: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str], TextStream]:
+    """What every token released, and at last ``finish``."""
+    stream = TextStream(tokenizer, stops)
+    released = [stream.push(token) for token in ids]
+    return [*released, stream.finish()], stream
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """``text`` up to the stop string that is complete first; of several that end there, the longest."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+def token_lists(kind: str) -> st.SearchStrategy[list[int]]:
+    """Lists of tokens of all sorts; single bytes come as whole characters where a byte run must be valid."""
+    tokenizer = tokenizer_of(kind)
+    characters = st.sampled_from(CHARACTERS).map(lambda character: byte_ids(kind, character.encode()))
+    if kind == "bytes":
+        others = st.integers(0, len(tokenizer) - 1)  # any byte after any other
+    else:
+        others = st.sampled_from(ids_of(kind, "<unk>", "<s>", "</s>", *PIECES))
+    return st.lists(st.one_of(characters, others.map(lambda token: [token])), max_size=25).map(
+        lambda parts: [token for part in parts for token in part]
+    )
+
+
+# -- without stop strings -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_stream_is_the_decoded_text(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+
+    @settings(max_examples=300, deadline=None)
+    @given(ids=token_lists(kind))
+    def check(ids: list[int]) -> None:
+        released, stream = stream_of(tokenizer, ids)
+        assert "".join(released) == decode(tokenizer, ids) == stream.text
+        assert not stream.stopped
+
+    check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=40))
+@example(text="   leading and trailing spaces  ")
+@example(text="👩‍🚀👩‍🚀 e\u0301 \ufffd\ufffd x \ufffd")
+def test_encoded_text_comes_back(text: str) -> None:
+    tokenizer = tokenizer_of("bytes")
+    released, _ = stream_of(tokenizer, tokenizer(text)["input_ids"])
+    assert "".join(released) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("character", ["é", "€", "😀"])
+def test_a_character_appears_with_its_last_byte(kind: str, character: str) -> None:
+    data = character.encode()
+    ids = [*ids_of(kind, "a"), *byte_ids(kind, data), *byte_ids(kind, data), *ids_of(kind, "b")]
+    released, _ = stream_of(tokenizer_of(kind), ids)
+    waiting = [""] * (len(data) - 1)
+    assert released == ["a", *waiting, character, *waiting, character, "b", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_before_an_incomplete_character_does_not_wait(kind: str) -> None:
+    released, _ = stream_of(tokenizer_of(kind), [*ids_of(kind, "a", "b"), *byte_ids(kind, b"\xf0\x9f")])
+    assert released[:2] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_output_may_end_within_a_character(kind: str) -> None:
+    ids = [*ids_of(kind, "a"), *byte_ids(kind, "😀".encode()[:3])]
+    released, _ = stream_of(tokenizer_of(kind), ids)
+    assert released[:-1] == ["a", "", "", ""]
+    assert "".join(released) == decode(tokenizer_of(kind), ids)
+    assert released[-1].strip("\ufffd") == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_that_make_no_character(kind: str) -> None:
+    """They become replacement characters as soon as it is certain, and spoil nothing behind them."""
+    ids = [*ids_of(kind, "a"), *byte_ids(kind, b"\xff\xf0\x9f"), *ids_of(kind, "b", "c")]
+    ids += [*byte_ids(kind, "é".encode()), *ids_of(kind, "a")]
+    released, stream = stream_of(tokenizer_of(kind), ids)
+    assert released[:4] == ["a", "", "", ""]
+    assert released[5:] == ["c", "", "é", "a", ""]
+    assert stream.text == decode(tokenizer_of(kind), ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "metaspace"])
+def test_bytes_behind_a_character_that_spoil_it_afterwards(kind: str) -> None:
+    """A run of byte tokens is decoded as one, all or nothing; a character that was shown stays shown."""
+    ids = [*byte_ids(kind, "é".encode() + b"\xff"), *ids_of(kind, "▁a", "b")]
+    released, stream = stream_of(tokenizer_of(kind), ids)
+    assert released[:3] == ["", "é", ""]
+    assert released[4] == "b"
+    assert stream.text.replace("\ufffd", "") == "é ab"
+
+
+@pytest.mark.parametrize("kind", ["llama", "metaspace"])
+def test_only_the_first_space_of_all_is_dropped(kind: str) -> None:
+    released, _ = stream_of(tokenizer_of(kind), ids_of(kind, "▁the", "▁world", "▁", "▁the", "▁▁", "▁a", "."))
+    assert released == ["the", " world", " ", " the", "  ", " a", ".", ""]
+
+
+@pytest.mark.parametrize("kind", ["llama", "metaspace"])
+def test_special_tokens_leave_no_gap(kind: str) -> None:
+    """Neither a space less nor one more, wherever they stand."""
+    ids = ids_of(kind, "<s>", "▁the", "</s>", "▁world", "<unk>", "<s>", "b", "<s>", "▁", "<s>", "▁a")
+    released, _ = stream_of(tokenizer_of(kind), ids)
+    assert "".join(released) == decode(tokenizer_of(kind), ids) == "the worldb  a"
+
+
+def test_no_tokens_give_no_text() -> None:
+    released, stream = stream_of(tokenizer_of("bytes"), [])
+    assert released == [""]
+    assert stream.text == ""
+
+
+def test_finishing_twice_adds_nothing() -> None:
+    stream = TextStream(tokenizer_of("bytes"), ["ab"])
+    stream.push(*ids_of("bytes", "a"))
+    assert (stream.finish(), stream.finish(), stream.text) == ("a", "", "a")
+
+
+# -- stop strings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_properties_of_streams_with_stop_strings(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    strings = st.text(alphabet="abc .é\n", min_size=1, max_size=4)
+    tokens = st.lists(
+        st.sampled_from(
+            [
+                [token]
+                for token in ids_of(kind, "a", "b", "c", ".", SPECIAL_TOKENS[0] if kind == "bytes" else "<s>")
+            ]
+            + [byte_ids(kind, "é".encode()), byte_ids(kind, b" "), byte_ids(kind, b"\n")]
+            + [
+                [token]
+                for token in (
+                    ids_of(kind, "Ġa", "Ġthe") if kind == "bytes" else ids_of(kind, "▁a", "ab", "▁")
+                )
+            ]
+        ),
+        max_size=20,
+    ).map(lambda parts: [token for part in parts for token in part])
+
+    @settings(max_examples=300, deadline=None)
+    @given(ids=tokens, stops=st.lists(strings, max_size=3))
+    def check(ids: list[int], stops: list[str]) -> None:
+        text = decode(tokenizer, ids)
+        expected = before_stop(text, stops)
+        released, stream = stream_of(tokenizer, ids, stops)
+        assert "".join(released) == stream.text == expected
+        assert all(expected.startswith(shown) for shown in accumulate(released))
+        assert not any(stop in expected for stop in stops)
+        assert stream.stopped == any(stop in text for stop in stops)
+        if stream.stopped:  # as soon as it could be known: with the token that completes the stop string
+            count, reason = StopRules((), stops, tokenizer).cut(ids)
+            assert reason == "stop-string"
+            assert not any(stop in decode(tokenizer, ids[: count - 1]) for stop in stops)
+            assert any(stop in decode(tokenizer, ids[:count]) for stop in stops)
+        else:
+            assert StopRules((), stops, tokenizer).cut(ids) == (len(ids), None)
+
+    check()
+
+
+def letters(text: str) -> list[int]:
+    """One token per character."""
+    return byte_ids("bytes", text.encode())
+
+
+def shown(text: str, *stops: str) -> list[str]:
+    return stream_of(tokenizer_of("bytes"), letters(text), stops)[0]
+
+
+def test_a_stop_string_may_straddle_tokens() -> None:
+    assert shown("one STOP two", "STOP") == ["o", "n", "e", " ", "", "", "", "", "", "", "", "", ""]
+
+
+def test_what_might_become_a_stop_string_is_held_back_and_released() -> None:
+    assert shown("STOUT", "STOP") == ["", "", "", "STOU", "T", ""]
+    assert shown("xSTO", "STOP") == ["x", "", "", "", "STO"]
+
+
+def test_beginnings_may_overlap() -> None:
+    assert "".join(shown("aaab", "aab")) == "a"
+    assert "".join(shown("ababac", "abac")) == "ab"
+    assert shown("ababx", "abac") == ["", "", "", "ab", "abx", ""]
+
+
+def test_a_stop_string_at_the_very_start() -> None:
+    released, stream = stream_of(tokenizer_of("bytes"), letters("\n\nHello"), ["\n\n"])
+    assert set(released) == {""}
+    assert stream.text == ""
+    assert stream.stopped
+
+
+def test_the_stop_string_that_is_complete_first_counts() -> None:
+    assert "".join(shown("say END or STOP", "STOP", "END")) == "say "
+    assert "".join(shown("xabcd", "bc", "abcd")) == "xa"
+    assert "".join(shown("xabcd", "cd", "abcd")) == "x"
+
+
+@pytest.mark.parametrize("kind", ["llama", "metaspace"])
+def test_how_the_text_is_cut_into_tokens_does_not_matter(kind: str) -> None:
+    for names in (("hello", "a", "b", "c"), ("hello", "ab", "c")):
+        assert "".join(stream_of(tokenizer_of(kind), ids_of(kind, *names), ["b", "ab"])[0]) == "hello"
+    whole = stream_of(tokenizer_of("bytes"), tokenizer_of("bytes")("and")["input_ids"], ["n", "and"])[0]
+    assert "".join(whole) == "".join(shown("and", "n", "and")) == "a"
+
+
+def test_a_stop_string_within_one_token() -> None:
+    (token,) = ids_of("bytes", "tion")
+    assert stream_of(tokenizer_of("bytes"), [token, token], ["io"])[0] == ["t", "", ""]
+
+
+def test_a_stop_string_beyond_ascii() -> None:
+    released, stream = stream_of(tokenizer_of("llama"), byte_ids("llama", "x。y".encode()), ["。"])
+    assert released == ["x", "", "", "", "", ""]
+    assert stream.stopped
+
+
+def test_nothing_comes_behind_a_stop_string() -> None:
+    stream = TextStream(tokenizer_of("bytes"), ["b"])
+    assert [stream.push(token) for token in letters("abab")] == ["a", "", "", ""]
+    assert (stream.finish(), stream.text) == ("", "a")
+
+
+# -- cost -----------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, ids: Sequence[int], **kwargs: Any) -> Any:
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        ("bytes", "the bytes of a text, one token each "),
+        ("bytes", "👩‍🚀"),
+        ("llama", "👩‍🚀 漢字"),
+        ("metaspace", "漢"),
+    ],
+)
+def test_the_cost_grows_with_the_length_alone(kind: str, pattern: str) -> None:
+    ids = byte_ids(kind, pattern.encode()) * 5000
+    counting = Counting(tokenizer_of(kind))
+    stream_of(counting, ids[:5000])
+    assert counting.decoded < 10 * 5000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cost_of_tokens_that_show_nothing(kind: str) -> None:
+    """As when a model repeats its end token and end tokens are ignored."""
+    end = ids_of(kind, SPECIAL_TOKENS[0] if kind == "bytes" else "</s>")
+    for start in ([], ids_of(kind, "a")):
+        counting = Counting(tokenizer_of(kind))
+        stream_of(counting, [*start, *(end * 5000)])
+        assert counting.decoded < 10 * 5000
+
+
+# -- stop rules -----------------------------------------------------------------------------------
+
+
+def test_an_end_token_belongs_to_the_output() -> None:
+    rules = StopRules([7, 9])
+    assert rules.cut([1, 2, 3]) == (3, None)
+    assert rules.cut([1, 9, 7]) == (2, "eos")
+    assert rules.cut([7]) == (1, "eos")
+    assert rules.cut([]) == (0, None)
+
+
+def test_without_rules_nothing_ends() -> None:
+    assert StopRules().cut([1, 2, 3]) == (3, None)
+
+
+def test_the_token_that_completes_a_stop_string_is_the_last() -> None:
+    rules = StopRules((), ["STOP"], tokenizer_of("bytes"))
+    assert rules.cut(letters("a STOP b")) == (6, "stop-string")
+
+
+def test_a_stop_string_may_straddle_steps() -> None:
+    rules = StopRules((), ["STOP"], tokenizer_of("bytes"))
+    assert rules.cut(letters("a ST")) == (4, None)
+    assert rules.cut(letters("OUST")) == (4, None)
+    assert rules.cut(letters("OP b")) == (2, "stop-string")
+
+
+def test_whichever_comes_first_ends_the_output() -> None:
+    tokenizer = tokenizer_of("bytes")
+    (end,) = ids_of("bytes", SPECIAL_TOKENS[0])
+    assert StopRules([end], ["b"], tokenizer).cut([*letters("a"), end, *letters("b")]) == (2, "eos")
+    assert StopRules([end], ["b"], tokenizer).cut([*letters("ab"), end]) == (2, "stop-string")
+
+
+def test_the_longest_stop_string_decides_nothing_alone() -> None:
+    rules = StopRules((), ["a long stop string that never comes", "x"], tokenizer_of("bytes"))
+    assert rules.cut(letters("a long x")) == (8, "stop-string")
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        StopRules((), ["x"])
+
+
+def test_empty_stop_strings_are_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopRules((), ["x", ""], tokenizer_of("bytes"))
