@@ -1,0 +1,337 @@
+"""Warnings about a run as data: what is doubtful about its figures, and what to do about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from specbench.environment import LoadSnapshot
+
+__all__ = [
+    "Interval",
+    "RunWarning",
+    "at_start",
+    "baseline_too_slow",
+    "during",
+    "few_prompts",
+    "review",
+    "tokens_differ",
+    "wide_intervals",
+]
+
+FEW_PROMPTS = 8
+WIDE = 0.10
+BUSY_CORES = 0.3
+STOLEN = 0.02
+SLOWED = 0.85
+LOW_MEMORY = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RunWarning:
+    """Something a reader of the figures should know.
+
+    Attributes:
+        id: What kind of warning, in a word that stays the same between versions.
+        severity: ``info`` changes no conclusion, ``warning`` may, ``error`` does.
+        message: One sentence.
+        advice: What to do about it, one sentence.
+        data: The figures behind it, ready for JSON.
+    """
+
+    id: str
+    severity: Literal["info", "warning", "error"]
+    message: str
+    advice: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A ratio with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+_QUIET = "Close other programs and measure again."
+
+
+def at_start(now: LoadSnapshot) -> list[RunWarning]:
+    """What the machine looks like before anything is loaded."""
+    found = []
+    if now.load_average is not None and now.load_average > now.cores:
+        found.append(
+            RunWarning(
+                "machine-busy",
+                "warning",
+                f"The machine is busy: a load of {now.load_average:.1f} on {now.cores} cores before the sweep began.",
+                "Close other programs or wait until they are done.",
+                {"load_average": now.load_average, "cores": now.cores},
+            )
+        )
+    if now.available_bytes < LOW_MEMORY * now.memory_bytes:
+        found.append(_memory_pressure(now))
+    return found
+
+
+def during(before: LoadSnapshot, after: LoadSnapshot, fastest_mhz: float | None = None) -> list[RunWarning]:
+    """What disturbed the time between two looks at the machine.
+
+    Args:
+        before, after: The two looks.
+        fastest_mhz: The highest processor frequency seen in this run.
+    """
+    found = []
+    busy = after.busy_elsewhere(before)
+    if busy is not None and busy > BUSY_CORES:
+        found.append(
+            RunWarning(
+                "machine-busy",
+                "warning",
+                f"Other programs kept {busy:.1f} of {after.cores} cores busy.",
+                _QUIET,
+                {"busy_cores": round(busy, 2), "cores": after.cores},
+            )
+        )
+    stolen = after.steal_share(before)
+    if stolen is not None and stolen > STOLEN:
+        found.append(
+            RunWarning(
+                "steal",
+                "warning",
+                f"The host of this virtual machine gave {stolen:.0%} of its processor time to others.",
+                "Measure at another time, or on a machine of your own.",
+                {"steal_share": round(stolen, 4)},
+            )
+        )
+    if fastest_mhz and after.frequency_mhz and after.frequency_mhz < SLOWED * fastest_mhz:
+        found.append(
+            RunWarning(
+                "frequency-drop",
+                "warning",
+                f"The processor ran at {after.frequency_mhz:.0f} MHz, and at {fastest_mhz:.0f} before.",
+                "Let it cool down, plug it in, and fix its frequency if you can.",
+                {"mhz": after.frequency_mhz, "fastest_mhz": fastest_mhz},
+            )
+        )
+    if before.throttled is not None and after.throttled is not None and after.throttled > before.throttled:
+        found.append(
+            RunWarning(
+                "thermal",
+                "warning",
+                "The processor slowed itself down because of heat.",
+                "Let it cool down and measure again.",
+                {"events": after.throttled - before.throttled},
+            )
+        )
+    swapped = (after.swapped_in_bytes or 0) - (before.swapped_in_bytes or 0)
+    if swapped > 0 or after.available_bytes < LOW_MEMORY * after.memory_bytes:
+        found.append(_memory_pressure(after, swapped))
+    return found
+
+
+def _memory_pressure(now: LoadSnapshot, swapped: int = 0) -> RunWarning:
+    swap = f", and {swapped / 1e6:.0f} MB came back from swap" if swapped > 0 else ""
+    return RunWarning(
+        "memory-pressure",
+        "warning",
+        f"Memory is short: {now.available_bytes / 1e9:.1f} of {now.memory_bytes / 1e9:.1f} GB are free{swap}.",
+        "Use a smaller model or a narrower dtype, or close other programs.",
+        {
+            "available_bytes": now.available_bytes,
+            "memory_bytes": now.memory_bytes,
+            "swapped_in_bytes": swapped,
+        },
+    )
+
+
+_DISTURBED = {
+    "machine-busy": ("Other programs used the processor", _QUIET),
+    "steal": (
+        "The host of this virtual machine gave processor time to others",
+        "Measure at another time, or on a machine of your own.",
+    ),
+    "frequency-drop": (
+        "The processor ran slower than before",
+        "Let it cool down, plug it in, and fix its frequency if you can.",
+    ),
+    "thermal": ("The processor slowed itself down because of heat", "Let it cool down and measure again."),
+    "memory-pressure": (
+        "Memory was short",
+        "Use a smaller model or a narrower dtype, or close other programs.",
+    ),
+}
+
+
+def disturbed(rows: int, counts: Mapping[str, int]) -> list[RunWarning]:
+    """What disturbed a whole run: for each id of ``during``, in how many of ``rows`` generations."""
+    return [
+        RunWarning(
+            name,
+            "warning" if counts[name] > 0.05 * rows else "info",
+            f"{what} during {counts[name]} of {rows} generations.",
+            advice,
+            {"generations": counts[name], "of": rows},
+        )
+        for name, (what, advice) in _DISTURBED.items()
+        if counts.get(name)
+    ]
+
+
+# -- the figures -----------------------------------------------------------------------------------
+
+
+def few_prompts(prompts: int) -> RunWarning | None:
+    """Too few prompts to speak about others than these."""
+    if prompts >= FEW_PROMPTS:
+        return None
+    return RunWarning(
+        "few-prompts",
+        "warning",
+        f"{prompts} {'prompt says' if prompts == 1 else 'prompts say'} little about others.",
+        f"Measure at least {FEW_PROMPTS} prompts, of several categories: raise --limit or name more --prompts.",
+        {"prompts": prompts},
+    )
+
+
+def wide_intervals(speedups: Mapping[str, Interval]) -> RunWarning | None:
+    """Intervals of speedups that reach further than 10% to a side.
+
+    Args:
+        speedups: By the configurations' labels.
+    """
+    wide: dict[str, float] = {}
+    for label, ratio in speedups.items():
+        half = (ratio.high - ratio.low) / 2 / ratio.value
+        if half > WIDE:
+            wide[label] = round(half, 3)
+    if not wide:
+        return None
+    widest = max(wide, key=lambda label: wide[label])
+    several = f"{len(wide)} of {len(speedups)} intervals are wider than ±{WIDE:.0%}"
+    return RunWarning(
+        "wide-intervals",
+        "warning",
+        f"{several}; the widest is ±{wide[widest]:.0%} ({widest}).",
+        "More --repeats help where runs of one prompt scatter, more prompts where prompts differ: raise them with"
+        " --resume --accept-changes.",
+        {"half_widths": wide},
+    )
+
+
+def baseline_too_slow(speedup: Interval) -> RunWarning | None:
+    """``transformers``' own ``generate`` is faster than the plain decoding that speedups are ratios to.
+
+    Args:
+        speedup: Of ``generate`` over plain decoding.
+    """
+    if speedup.low <= 1:
+        return None
+    return RunWarning(
+        "baseline-slow",
+        "error",
+        f"transformers' generate is {speedup.value:.2f}× as fast as plain decoding here, so the speedups flatter.",
+        "Try another --cache or --dtype, and divide the speedups by this figure.",
+        {"ratio": speedup.value, "low": speedup.low, "high": speedup.high},
+    )
+
+
+def tokens_differ(differences: Mapping[str, Sequence[Mapping[str, Any]]], prompts: int) -> list[RunWarning]:
+    """Greedy outputs that are not those of plain decoding: a warning for each configuration, one for all mere ties.
+
+    Args:
+        differences: The entries of ``run.json``, by the configurations' labels.
+        prompts: How many each configuration decoded.
+    """
+    found, ties = [], {}
+    for label, entries in differences.items():
+        real = [each for each in entries if each.get("numerical_tie") is False]
+        unknown = [each for each in entries if each.get("numerical_tie") is None]
+        data = {"differences": [dict(each) for each in entries]}
+        what = f"{label}: tokens differ from plain decoding in {len(entries)} of {prompts} prompts, first at token"
+        if real:
+            first = real[0]
+            message = (
+                f"{what} {first['position']} of {first['prompt']}; the two best logits are {first['gap']:.3g} apart"
+                " there, more than rounding explains."
+            )
+            advice = "Please report it: the output should be the same."
+            found.append(RunWarning("tokens-differ", "error", message, advice, data))
+        elif unknown:
+            message = f"{what} {unknown[0]['position']} of {unknown[0]['prompt']}."
+            advice = "Finish the sweep with --resume to learn whether rounding explains it, or use --dtype float32."
+            found.append(RunWarning("tokens-differ", "warning", message, advice, data))
+        elif entries:
+            ties[label] = data["differences"]
+    if ties:
+        label, first = next((label, entries[0]) for label, entries in ties.items())
+        several = label if len(ties) == 1 else f"{len(ties)} configurations"
+        every = [each for entries in ties.values() for each in entries]
+        message = (
+            f"{several}: tokens differ from plain decoding in {len(every)} of {len(ties) * prompts} cases, each where"
+            f" the two best logits are tied within rounding (first at token {first['position']} of {first['prompt']},"
+            f" {label})."
+        )
+        advice = "Nothing to do; with --dtype float32 the outputs are the same."
+        found.append(RunWarning("tokens-differ", "info", message, advice, {"differences": every}))
+    return found
+
+
+def failures(frame: DataFrame) -> Iterator[RunWarning]:
+    """What failed, a warning for each reason."""
+    failed = frame[frame["status"] == "failed"]
+    generations = Counter(frame["config"])
+    for reason, rows in failed.groupby("error", sort=False):
+        labels = list(dict.fromkeys(rows["label"]))
+        where = labels[0] if len(labels) == 1 else f"{len(labels)} configurations"
+        lost = [name for name, count in Counter(rows["config"]).items() if count == generations[name]]
+        yield RunWarning(
+            "failed",
+            "error" if lost else "warning",
+            f"{len(rows)} generations of {where} failed: {str(reason).rstrip('.')}.",
+            "Remove the cause and add --resume --retry-failed.",
+            {"configs": list(dict.fromkeys(rows["config"])), "failed": len(rows), "nothing_left": lost},
+        )
+
+
+def review(frame: DataFrame) -> list[RunWarning]:
+    """Everything that is doubtful about one stored run.
+
+    Args:
+        frame: From ``load_results`` of a single run.
+    """
+    ok = frame[frame["status"] == "ok"]
+    if ok.empty:
+        return list(failures(frame))
+    run = frame.attrs["run"]
+    disturbances = Counter(name for names in frame["warnings"] for name in set(names))
+    found = [few_prompts(ok["prompt"].nunique()), *disturbed(len(frame), disturbances)]
+    speedups = _speedups(frame)
+    found.append(wide_intervals({label: ratio for label, kind, ratio in speedups if kind != "transformers"}))
+    found += [baseline_too_slow(ratio) for _, kind, ratio in speedups if kind == "transformers"]
+    labels = {config["id"]: config["label"] for config in run["configs"]}
+    differences: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in run.get("differences") or ():
+        differences.setdefault(labels[entry["config"]], []).append(entry)
+    found += tokens_differ(differences, ok["prompt"].nunique())
+    return [warning for warning in found if warning is not None] + list(failures(frame))
+
+
+def _speedups(frame: DataFrame) -> list[tuple[str, str, Interval]]:
+    """Label, kind and speedup over plain decoding of every other configuration."""
+    from specbench.tables import summary_frame
+
+    return [
+        (row["label"], row["kind"], Interval(row["speedup"], row["speedup_low"], row["speedup_high"]))
+        for row in summary_frame(frame).to_dict("records")
+        if row["config"] != row["baseline"] and row["speedup_low"] == row["speedup_low"]
+    ]

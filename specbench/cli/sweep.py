@@ -1,0 +1,501 @@
+"""`specbench sweep`: measure a grid of drafters and draft lengths against plain decoding."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from specbench.cli import options as opt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.advice import RunWarning
+    from specbench.engine import EngineOptions, ModelEngine
+    from specbench.grid import Sweep, SweepOptions
+    from specbench.prompts import Prompt
+    from specbench.store import RunStore
+
+__all__ = ["sweep"]
+
+_WHAT, _EXPERIMENT, _RESULTS = "What is compared", "Experiment", "Results"
+_DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
+_FOLDER = Path("results")
+
+
+def sweep(
+    gamma: Annotated[
+        str,
+        typer.Option(
+            "--gamma",
+            "-g",
+            metavar="RANGE",
+            help="Draft lengths: 1..8, 2..16..2 (with a step) or 1,2,4.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = "1..8",
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            metavar="DRAFTER",
+            help=f"A word of `specbench drafters` or a model; repeatable. Default: {opt.DEFAULT_DRAFTER}.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    length_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--length-policy",
+            metavar="RULE",
+            help="Draft-length rule; repeatable. fixed (the default) takes each γ in turn.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--temperature",
+            "-t",
+            metavar="X",
+            help="0 (the default) for greedy decoding; repeatable.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    baseline: Annotated[
+        Literal["transformers"] | None,
+        typer.Option(
+            "--baseline",
+            metavar="transformers",
+            help="Measure transformers' own generate beside plain decoding.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    assisted: Annotated[
+        Literal["transformers"] | None,
+        typer.Option(
+            "--assisted",
+            metavar="transformers",
+            help="Measure its prompt lookup and, with drafter models, its assisted generation too.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompts",
+            "-p",
+            metavar="SET",
+            help="A built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",
+            rich_help_panel=_EXPERIMENT,
+        ),
+    ] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--category", metavar="NAME", help="Only these; repeatable.", rich_help_panel=_EXPERIMENT
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            min=1,
+            metavar="N",
+            help="Prompts in all, taken in turn from the categories. Default: all of the sets or categories named,"
+            f" {_DEFAULT_LIMIT} if none is.",
+            rich_help_panel=_EXPERIMENT,
+        ),
+    ] = None,
+    turns: Annotated[
+        int | None,
+        typer.Option(
+            "--turns",
+            min=1,
+            metavar="N",
+            help="At most so many turns of a conversation. Default: all.",
+            rich_help_panel=_EXPERIMENT,
+        ),
+    ] = None,
+    max_new_tokens: opt.MaxNewTokensOption = 48,
+    ignore_eos: opt.IgnoreEosOption = False,
+    repeats: Annotated[
+        int,
+        typer.Option("--repeats", "-r", metavar="N", help="Of everything.", rich_help_panel=_EXPERIMENT),
+    ] = 2,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            "--warmup",
+            metavar="N",
+            help="Short generations of each configuration that do not count.",
+            rich_help_panel=_EXPERIMENT,
+        ),
+    ] = 1,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            min=0,
+            metavar="N",
+            help="Of the random order and of sampling.",
+            rich_help_panel=_EXPERIMENT,
+        ),
+    ] = 0,
+    dtype: opt.DtypeOption = "auto",
+    device: opt.DeviceOption = "auto",
+    device_map: opt.DeviceMapOption = None,
+    drafter_dtype: opt.DrafterDtypeOption = "auto",
+    drafter_device: opt.DrafterDeviceOption = "auto",
+    drafter_device_map: opt.DrafterDeviceMapOption = None,
+    allow_pickle: opt.PickleOption = False,
+    cache: opt.CacheOption = "dynamic",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FOLDER",
+            help="Where results go. Default: results/DATE-TARGET.",
+            rich_help_panel=_RESULTS,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the results in --out (or the newest unfinished ones of this sweep), or begin.",
+            rich_help_panel=_RESULTS,
+        ),
+    ] = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="With --resume: go on although the machine, versions or options have changed.",
+            rich_help_panel=_RESULTS,
+        ),
+    ] = False,
+    retry_failed: Annotated[
+        bool,
+        typer.Option(
+            "--retry-failed", help="With --resume: measure again what failed.", rich_help_panel=_RESULTS
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Say what would run, how long, and in how much memory.",
+            rich_help_panel=_RESULTS,
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=opt.OUTPUT)
+    ] = False,
+    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+) -> None:
+    """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
+
+    Every configuration decodes every prompt, interleaved in random order. Each generation is stored as it ends: a
+    sweep that was stopped goes on with --resume.
+    """
+    from specbench.environment import load_snapshot
+
+    start = load_snapshot()
+    from specbench.cli.progress import StageProgress
+    from specbench.engine import EngineOptions, check_engine, load_engine
+    from specbench.errors import UsageError
+    from specbench.grid import Sweep, SweepOptions, build_configs, parse_gammas
+    from specbench.models import LoadOptions
+    from specbench.prompts import load_prompts
+    from specbench.store import RunStore
+
+    if not resume and (accept_changes or retry_failed):
+        raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
+    if accept_changes and out is None:
+        raise UsageError("--accept-changes needs --out.", "Name the folder of the run to go on with.")
+    policies = tuple(length_policy or ("fixed",))
+    _check_policies(policies)
+    options = SweepOptions(
+        gammas=tuple(parse_gammas(gamma)),
+        policies=policies,
+        temperatures=tuple(_checked_temperatures(temperature or [0.0])),
+        max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
+        repeats=repeats,
+        warmup=warmup,
+        turns=turns,
+        seed=seed,
+        cache=cache,
+        transformers=baseline is not None,
+        assisted=assisted is not None,
+    )
+    named = prompts or [_DEFAULT_PROMPTS]
+    if limit is None and not prompts and not category:
+        limit = _DEFAULT_LIMIT
+    chosen = load_prompts(named, category or (), limit)
+    engine_options = EngineOptions(
+        target=target,
+        drafters=tuple(dict.fromkeys(name for name in drafter or [opt.DEFAULT_DRAFTER] if name != "none")),
+        target_options=LoadOptions(dtype, device, device_map),
+        drafter_options=LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
+        cache=cache,
+        reference=options.transformers,
+        assistants=options.assisted,
+        allow_pickle=allow_pickle,
+    )
+    sources = _sources(engine_options, named, category or [], limit)
+    folder = _folder(out, sources, options, resume=resume, retry_failed=retry_failed)
+    if dry_run:
+        grid = build_configs(options, sources["drafters"])
+        _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), engine_options, folder)
+        return
+    if not resume and RunStore.exists(folder):
+        raise UsageError(
+            f"The folder {str(folder)!r} holds results already.",
+            "Add --resume to go on with them, or give another --out.",
+        )
+    with StageProgress(quiet) as progress:
+        check_engine(engine_options, progress)
+        RunStore.check_writable(folder)
+        engine = load_engine(engine_options, progress)
+    configs = build_configs(options, list(engine.drafters), engine.fingerprints)
+    job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)
+    with job.open_store(sources, accept_changes=accept_changes) as store:
+        job.say_at_start(start, found=len(store.done_keys()))
+        code = job.run(store, retry_failed=retry_failed)
+    if code:
+        raise typer.Exit(code)
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+def _check_policies(policies: Sequence[str]) -> None:
+    from specbench.errors import UsageError
+
+    for name in policies:
+        if name != "fixed":
+            raise UsageError(f"There is no draft-length rule {name!r}.", "Choose fixed.")
+
+
+def _checked_temperatures(temperatures: Sequence[float]) -> Sequence[float]:
+    from specbench.sampling import Sampling
+
+    for value in temperatures:
+        Sampling(temperature=value)  # raises for what is none
+    return temperatures
+
+
+def _sources(
+    options: EngineOptions, prompts: Sequence[str], categories: Sequence[str], limit: int | None
+) -> dict[str, Any]:
+    """Where models and prompts come from, without paths: the rest of what ``run.json`` keeps as options."""
+    from dataclasses import asdict
+
+    from specbench.estimate import drafter_label
+    from specbench.models import parse_model_spec
+
+    def loading(load_options: Any) -> dict[str, Any]:
+        values = asdict(load_options)
+        if values["device_map"]:
+            values["device_map"] = Path(values["device_map"]).name
+        return values
+
+    return {
+        "target": parse_model_spec(options.target).name,
+        "drafters": [drafter_label(spec) for spec in options.drafters],
+        "target_options": loading(options.target_options),
+        "drafter_options": loading(options.drafter_options),
+        "prompts": [Path(name).name for name in prompts],
+        "categories": list(categories),
+        "limit": limit,
+    }
+
+
+def _folder(
+    out: Path | None, sources: dict[str, Any], options: SweepOptions, *, resume: bool, retry_failed: bool
+) -> Path:
+    """The folder of the run: the given one, with ``--resume`` the newest unfinished run like this one, or a new one."""
+    import json
+    import re
+    from dataclasses import asdict
+    from datetime import UTC, datetime
+
+    from specbench.store import RunStore, stored_runs
+
+    if out is not None:
+        return out
+    if resume:
+        wanted = json.loads(json.dumps({**sources, **asdict(options)}))
+        for path, run in stored_runs(_FOLDER):
+            if run["options"] == wanted and (retry_failed or not run.get("finished")):
+                return path
+    target = re.sub(r"[^\w.-]+", "-", sources["target"]).strip("-.") or "model"
+    name = f"{datetime.now(UTC).astimezone():%Y-%m-%d}-{target}"
+    numbers = ("", *(f"-{number}" for number in range(2, 10_000)))
+    return next(_FOLDER / (name + end) for end in numbers if not RunStore.exists(_FOLDER / (name + end)))
+
+
+def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path) -> None:
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.sweep_display import duration
+    from specbench.engine import check_engine
+    from specbench.estimate import estimate_memory, estimate_time
+
+    with StageProgress() as progress:
+        check_engine(options, progress)
+        need = estimate_time(sweep, options, folder.parent, progress=progress)
+        memory = estimate_memory(sweep, options, progress=progress)
+    cells = [cell for cell in sweep.plan() if not cell.warmup]
+    categories = dict.fromkeys(prompt.category for prompt in sweep.prompts)
+    lines = [
+        f"{len(sweep.configs)} configurations: {', '.join(config.label for config in sweep.configs)}",
+        f"{len(sweep.prompts)} prompts: {_categories(sweep.prompts)}" if categories else "",
+        f"{len(cells)} generations of up to {sweep.options.max_new_tokens} tokens "
+        f"({sweep.options.repeats} repeats), stored in {folder}",
+        f"takes about {duration(need.seconds)}, {need.source}",
+        f"memory: {memory.total / 1e9:.1f} GB "
+        f"({', '.join(f'{name} {size / 1e9:.1f}' for name, size in memory.parts.items())}); "
+        f"{memory.available / 1e9:.1f} GB are free",
+    ]
+    if memory.total > memory.available:
+        lines.append("This does not fit: choose a smaller model or a narrower dtype.")
+    for line in lines:
+        _print(line)
+
+
+def _categories(prompts: Sequence[Prompt]) -> str:
+    from collections import Counter
+
+    return ", ".join(f"{name} {count}" for name, count in Counter(p.category for p in prompts).items())
+
+
+def _print(line: str) -> None:
+    """A line to stdout; names in it are data."""
+    from specbench.textsafe import terminal_safe
+
+    sys.stdout.write(terminal_safe(line, sys.stdout.encoding or "utf-8") + "\n")
+
+
+# -- running it ------------------------------------------------------------------------------------
+
+
+class _Job:
+    """A sweep with its models loaded."""
+
+    def __init__(self, sweep: Sweep, engine: ModelEngine, folder: Path, quiet: bool) -> None:
+        from rich.console import Console
+
+        self.sweep, self.engine, self.folder, self.quiet = sweep, engine, folder, quiet
+        self.console = Console(stderr=True, highlight=False)
+
+    def open_store(self, sources: dict[str, Any], *, accept_changes: bool) -> RunStore:
+        """A new run, or the stored one if it is the same as this."""
+        from specbench.environment import describe_environment
+        from specbench.errors import UsageError
+        from specbench.runs import changes, command_line, describe_run, merge_runs
+        from specbench.store import RunStore
+
+        run = describe_run(
+            self.sweep,
+            target=self.engine.describe_target(),
+            environment=describe_environment(),
+            sources=sources,
+            command=command_line(sys.argv[1:]),
+        )
+        if not RunStore.exists(self.folder):
+            return RunStore.create(self.folder, run)
+        store = RunStore.open(self.folder)
+        try:
+            differing = changes(store.run, run)
+            if differing and not accept_changes:
+                raise UsageError(
+                    f"The run in {str(self.folder)!r} was made otherwise ({'; '.join(differing)}).",
+                    "Restore that, give another --out, or add --accept-changes to go on all the same.",
+                )
+            if differing:
+                store.update(**merge_runs(store.run, run, differing))
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def say_at_start(self, start: Any, found: int) -> None:
+        """What the machine is like, and what is there already."""
+        from specbench.advice import at_start
+
+        for warning in at_start(start):
+            self._warn(warning)
+        if found and not self.quiet:
+            self._say(f"Going on with {self.folder}: {found} generations are there.")
+
+    def run(self, store: RunStore, *, retry_failed: bool) -> int:
+        """Measure; show and write what there is then, whether it came to its end or not. The exit code."""
+        from specbench.cli.sweep_display import SweepDisplay
+        from specbench.sweep import run_sweep
+
+        interrupted, failed = False, 0
+        warnings: Sequence[RunWarning] = ()
+        for problem in store.problems:
+            self._say(problem)
+        with SweepDisplay(self.sweep, self.console, quiet=self.quiet) as display:
+            try:
+                result = run_sweep(
+                    self.sweep, store, self.engine, on_event=display.handle, retry_failed=retry_failed
+                )
+                warnings, failed = result.warnings, result.failed
+            except KeyboardInterrupt:
+                interrupted = True
+        measured = self._write_summary()
+        for warning in warnings:
+            self._warn(warning)
+        if interrupted:
+            self._say(
+                f"Interrupted. {measured} generations are in {self.folder}; to go on, run the same command with"
+                f" --out {self.folder} --resume."
+            )
+            return 130
+        self._say(f"Results are in {self.folder}: summary.csv, summary.md and every generation.")
+        self._say(f"Next: specbench plot {self.folder}, specbench report {self.folder}")
+        if failed:
+            self._say(f"{failed} generations failed; to try them again, add --resume --retry-failed.")
+        return 1 if failed else 0
+
+    def _write_summary(self) -> int:
+        """The table on stdout and in two files; returns how many generations it rests on."""
+        from rich.console import Console
+
+        from specbench import tables
+        from specbench.errors import RunError
+        from specbench.store import load_results, write_csv, write_text
+
+        frame = load_results(self.folder)
+        if not (frame["status"] == "ok").any():
+            return 0
+        summary = tables.summary_frame(frame)
+        tables.render_terminal(summary, Console(highlight=False))
+        try:
+            write_csv(summary, self.folder / "summary.csv")
+            write_text(self.folder / "summary.md", tables.to_markdown(summary))
+        except OSError as error:
+            raise RunError(
+                f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",
+                "What was measured is kept.",
+            ) from error
+        return len(frame)
+
+    def _warn(self, warning: RunWarning) -> None:
+        self._say(f"{warning.severity}: {warning.message} {warning.advice}")
+
+    def _say(self, line: str) -> None:
+        from rich.text import Text
+
+        from specbench.textsafe import terminal_safe
+
+        self.console.print(Text(terminal_safe(line, self.console.encoding)), soft_wrap=True)

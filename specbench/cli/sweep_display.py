@@ -1,0 +1,185 @@
+"""What a running sweep shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from specbench.grid import Config, Sweep
+from specbench.sweep import CellDone, CellStarted, CostsDone, Event
+from specbench.textsafe import terminal_safe
+
+__all__ = ["SweepDisplay", "duration"]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as one would say them."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class SweepDisplay:
+    """Shows a sweep as it runs: progress and the table so far on a terminal, elsewhere a line now and then.
+
+    It draws only when it is told of an event, never during a measurement.
+
+    Args:
+        sweep: What runs.
+        console: Where to.
+        quiet: Show nothing.
+    """
+
+    def __init__(self, sweep: Sweep, console: Console, *, quiet: bool = False) -> None:
+        self._turns = {prompt.id: len(prompt.turns) for prompt in sweep.prompts}
+        self._options = sweep.options
+        self._console, self._quiet = console, quiet
+        self._speeds = _Speeds(sweep.configs)
+        self._now = "starting"
+        self._done, self._total = 0, 1
+        self._left: float | None = None
+        self._failed = 0
+        self._said = -1
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> SweepDisplay:
+        if self._on_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_terminal:
+            self._live.stop()
+
+    @property
+    def _on_terminal(self) -> bool:
+        return self._console.is_terminal and not self._quiet
+
+    def handle(self, event: Event) -> None:
+        """Take in an event, and show it."""
+        if isinstance(event, CellStarted):
+            self._now = self._describe(event)
+        elif isinstance(event, CellDone):
+            self._take(event)
+        else:
+            self._take_costs(event)
+        if self._quiet:
+            return
+        if self._on_terminal:
+            self._live.update(self._picture(), refresh=True)
+        elif isinstance(event, CellDone) and not event.cell.warmup:
+            self._say_progress()
+
+    def _describe(self, event: CellStarted) -> str:
+        cell, config = event.cell, event.config
+        if cell.warmup:
+            return f"warming up: {config.label}"
+        turn = f" turn {cell.turn + 1}" if self._turns[cell.prompt] > 1 else ""
+        return f"{config.label} · {cell.prompt}{turn} · repeat {cell.repeat + 1} of {self._options.repeats}"
+
+    def _take(self, event: CellDone) -> None:
+        self._done, self._total, self._left = event.done, event.total, event.seconds_left
+        if event.cell.warmup:
+            return
+        if event.row["status"] == "ok":
+            self._speeds.add(event.row)
+        else:
+            self._failed += 1
+
+    def _take_costs(self, event: CostsDone) -> None:
+        if event.costs is None:
+            self._console.print(
+                Text(self._safe(f"Single passes could not be timed: {event.error}")), soft_wrap=True
+            )
+        self._now = "timed single passes"
+
+    def _say_progress(self) -> None:
+        tenth = 10 * self._done // self._total
+        if tenth > self._said:
+            self._said = tenth
+            failed = f", {self._failed} failed" if self._failed else ""
+            self._console.print(
+                f"{self._done} of {self._total} generations{failed}, {self._time_left()}",
+                markup=False,
+                soft_wrap=True,
+            )
+
+    def _time_left(self) -> str:
+        return "time left unknown" if self._left is None else f"{duration(self._left)} left"
+
+    def _picture(self) -> RenderableType:
+        progress = Table.grid(padding=(0, 1))
+        failed = f"{self._failed} failed" if self._failed else ""
+        bar = ProgressBar(self._total, self._done, width=24)
+        progress.add_row(bar, f"{self._done}/{self._total}", self._time_left(), failed)
+        now = Text(self._safe(self._now), style="dim", no_wrap=True, overflow="ellipsis")
+        table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
+        table.add_column("so far", no_wrap=True, overflow="ellipsis")
+        for heading in ("tokens/s", "× plain", "runs"):
+            table.add_column(heading, justify="right")
+        rows = self._speeds.rows()
+        shown = rows[: max(3, self._console.height - 6)]
+        for config, speed, ratio, count in shown:
+            table.add_row(
+                Text(self._safe(config.label)),
+                f"{speed:.1f}",
+                "–" if ratio is None else f"{ratio:.2f}",
+                str(count),
+            )
+        more = len(rows) - len(shown)
+        return Group(progress, now, table, Text(f"and {more} more" if more else "", style="dim"))
+
+    def _safe(self, text: str) -> str:
+        return terminal_safe(text, self._console.encoding)
+
+
+class _Speeds:
+    """Geometric means of speeds and of ratios to plain decoding, as they come in."""
+
+    def __init__(self, configs: Sequence[Config]) -> None:
+        self._configs = {config.id: config for config in configs}
+        self._speeds: dict[tuple[str, str, int, int], float] = {}
+        self._sums: dict[str, list[float]] = {}  # logs of speeds, runs, logs of ratios, pairs
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take in a finished generation; one that emitted a single token has no speed."""
+        tokens = row["new_tokens"] - row["first_tokens"]
+        if tokens <= 0 or row["decode_s"] <= 0:
+            return
+        place = (row["prompt"], row["turn"], row["repeat"])
+        speed = tokens / row["decode_s"]
+        config = self._configs[row["config"]]
+        self._speeds[config.id, *place] = speed
+        sums = self._sums.setdefault(config.id, [0.0, 0, 0.0, 0])
+        sums[0] += math.log(speed)
+        sums[1] += 1
+        if config.id != config.baseline:
+            self._pair(config.id, (config.baseline, *place), speed)
+            return
+        for other in self._configs.values():
+            theirs = self._speeds.get((other.id, *place))
+            if other.baseline == config.id != other.id and theirs is not None:
+                self._pair(other.id, (config.id, *place), theirs)
+
+    def _pair(self, config: str, plain: tuple[str, str, int, int], speed: float) -> None:
+        if plain in self._speeds:
+            self._sums[config][2] += math.log(speed / self._speeds[plain])
+            self._sums[config][3] += 1
+
+    def rows(self) -> list[tuple[Config, float, float | None, int]]:
+        """Configuration, tokens/s, ratio to plain decoding (1 for itself, ``None`` before a pair), and runs."""
+        found = []
+        for config in self._configs.values():
+            if config.id in self._sums:
+                logs, runs, ratios, pairs = self._sums[config.id]
+                ratio = 1.0 if config.id == config.baseline else math.exp(ratios / pairs) if pairs else None
+                found.append((config, math.exp(logs / runs), ratio, int(runs)))
+        return found

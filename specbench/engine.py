@@ -1,0 +1,573 @@
+"""What a sweep runs: loaded models behind one small interface, so that the design of a sweep knows no torch."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specbench.drafters import drafter_word
+from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.grid import LOOKUP_TOKENS, Config
+from specbench.records import Step
+
+if TYPE_CHECKING:
+    from specbench.caches import CacheKind
+    from specbench.drafters.base import Drafter
+    from specbench.lengths import LengthPolicy
+    from specbench.loading import Target
+    from specbench.measure import Clock
+    from specbench.models import LanguageModel, LoadOptions
+    from specbench.parity import Difference
+    from specbench.progress import Progress
+    from specbench.prompts import Prompt
+
+__all__ = [
+    "Costs",
+    "Engine",
+    "EngineOptions",
+    "ModelEngine",
+    "Outcome",
+    "check_engine",
+    "cost_widths",
+    "load_engine",
+]
+
+_COST_CONTEXT = 256  # tokens of context at which single passes are timed
+_COST_PASSES = 2  # of each kind that count, every time
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One finished generation.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        token_ids: The output.
+        finish_reason: Why it ended.
+        prefill_s: Time of the target's pass over the prompt.
+        ttft_s: Time to the first emission.
+        decode_s: Time behind it.
+        first_tokens: How many tokens the first emission held.
+        steps: Empty where the decoding was not specbench's.
+        peak_memory_bytes: Most memory in use meanwhile.
+    """
+
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    first_tokens: int = 1
+    steps: tuple[Step, ...] = ()
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times of single passes in seconds, as measured one by one.
+
+    Attributes:
+        target: By number of tokens in the pass.
+        drafters: Of drafting one token, by drafter.
+        context: Tokens of context they were measured at.
+    """
+
+    target: Mapping[int, Sequence[float]]
+    drafters: Mapping[str, Sequence[float]]
+    context: int
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> Costs:
+        """All that the lines of ``costs.jsonl`` hold."""
+        target: dict[int, list[float]] = {}
+        drafters: dict[str, list[float]] = {}
+        context = 0
+        for row in rows:
+            context = row["context_tokens"]
+            if row["kind"] == "target":
+                target.setdefault(row["tokens"], []).extend(row["seconds"])
+            else:
+                drafters.setdefault(row["drafter"], []).extend(row["seconds"])
+        return cls(dict(sorted(target.items())), drafters, context)
+
+    def medians(self) -> dict[str, Any]:
+        """The field ``costs`` of ``run.json``."""
+        return {
+            "target_pass_s": {str(n): statistics.median(times) for n, times in self.target.items()},
+            "drafter_pass_s": {name: statistics.median(times) for name, times in self.drafters.items()},
+            "context_tokens": self.context,
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of ``costs.jsonl``."""
+        target: list[dict[str, Any]] = [
+            {"kind": "target", "tokens": n, "seconds": list(times)} for n, times in self.target.items()
+        ]
+        drafters: list[dict[str, Any]] = [
+            {"kind": "drafter", "drafter": name, "seconds": list(times)}
+            for name, times in self.drafters.items()
+        ]
+        return [{**row, "context_tokens": self.context} for row in (*target, *drafters)]
+
+
+class Engine(Protocol):
+    """Carries out what a sweep asks for. Its models stay loaded, and nothing is left over from one call to the next."""
+
+    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
+        """Token ids of a conversation.
+
+        Args:
+            prompt: What the user says, turn by turn.
+            answers: The outputs of the turns so far; the turn behind them is the one to answer.
+        """
+        ...
+
+    def generate(
+        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+    ) -> Outcome:
+        """Decode one prompt; any exception means that this generation failed."""
+        ...
+
+    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:
+        """Time single passes: of the target with each number of tokens in ``widths``, and of the drafters.
+
+        A sweep asks for this again and again, so that a disturbance spoils a few of the times and not their median.
+        """
+        ...
+
+    def difference(
+        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
+    ) -> Difference | None:
+        """Where two greedy outputs part, and whether rounding explains it; ``None`` if they do not, or nobody knows."""
+        ...
+
+
+def cost_widths(gammas: Sequence[int]) -> list[int]:
+    """Widths of target passes to time: one token, γ + 1 for every γ, and all in between as far as that is cheap."""
+    longest = max(gammas, default=0) + 1
+    return sorted({*range(1, min(longest, 17) + 1), *(gamma + 1 for gamma in gammas)})
+
+
+class ModelEngine:
+    """The engine over real models.
+
+    Args:
+        target: The model every configuration decodes with.
+        drafters: By the names that configurations give; an error in a drafter's place is raised when it is needed.
+        reference: The same model as ``transformers`` loads it, for ``transformers`` and ``assisted`` configurations.
+        assistants: Drafter models as ``transformers`` loads them, by the names of the drafters.
+        fingerprints: Of the drafter models' weights, by the names of the drafters.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: Mapping[str, Drafter | SpecbenchError],
+        *,
+        reference: LanguageModel | None = None,
+        assistants: Mapping[str, LanguageModel | SpecbenchError] | None = None,
+        fingerprints: Mapping[str, str] | None = None,
+    ) -> None:
+        from specbench.measure import clock_for
+
+        self.target, self.drafters = target, dict(drafters)
+        self.reference, self.assistants = reference, dict(assistants or {})
+        self.fingerprints = dict(fingerprints or {})
+        self._device = str(target.scorer.device)
+        self._clock = clock_for(self._device)
+        self._order = random.Random(0)
+
+    def describe_target(self) -> dict[str, Any]:
+        """The field ``target`` of ``run.json``."""
+        model = self.target.language_model
+        return {
+            "name": model.name,
+            "fingerprint": model.fingerprint,
+            "dtype": self.target.dtype,
+            "device": self._device,
+            "vocab_size": model.vocab_size,
+            "packed": self.target.packed,
+        }
+
+    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
+        from specbench.generate import encode_messages
+
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
+        end_ids = set(self.target.end_ids)
+        said = [
+            str(tokenizer.decode([t for t in answer if t not in end_ids], skip_special_tokens=True))
+            for answer in answers
+        ]
+        turns = prompt.turns[: len(said) + 1]
+        if not getattr(tokenizer, "chat_template", None):
+            parts = [] if prompt.system is None else [prompt.system]
+            parts += [text for pair in zip(turns, [*said, ""], strict=True) for text in pair if text]
+            return [int(token) for token in tokenizer("\n\n".join(parts))["input_ids"]]
+        messages = [{"role": "user", "content": turns[0]}]
+        for answer, turn in zip(said, turns[1:], strict=True):
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        if prompt.system is None:
+            return encode_messages(tokenizer, messages)
+        try:
+            return encode_messages(tokenizer, [{"role": "system", "content": prompt.system}, *messages])
+        except UsageError:  # a template without a system role; every configuration gets the same prompt
+            messages[0]["content"] = f"{prompt.system}\n\n{turns[0]}"
+            return encode_messages(tokenizer, messages)
+
+    def generate(
+        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+    ) -> Outcome:
+        from specbench.environment import reset_peak_memory
+        from specbench.measure import peak_memory
+
+        decode = self._decode if config.kind in ("plain", "speculative") else self._decode_with_transformers
+        reset_peak_memory(self._device)
+        try:
+            outcome = decode(config, prompt, max_new_tokens, ignore_eos, seed)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            error.__traceback__ = None  # its frames hold the tensors that did not fit
+            self._free_memory()
+            raise RunError("There was not enough memory for this configuration.") from None
+        return _with_memory(outcome, peak_memory(self._device))
+
+    def _free_memory(self) -> None:
+        import torch
+
+        self.target.scorer.begin()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _drafter(self, name: str) -> Drafter:
+        drafter = self.drafters[name]
+        if isinstance(drafter, SpecbenchError):
+            raise drafter
+        return drafter
+
+    def _decode(
+        self, config: Config, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool, seed: int
+    ) -> Outcome:
+        from specbench.generate import GenerationRun
+        from specbench.metrics import time_split
+        from specbench.sampling import Sampling
+
+        run = GenerationRun(
+            prompt,
+            self.target,
+            None if config.kind == "plain" else self._drafter(config.drafter),
+            policy=_length_policy(config),
+            sampling=Sampling(temperature=config.temperature),
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            seed=seed,
+        )
+        for _ in run:
+            pass
+        generation = run.result()
+        times = time_split(generation.prefill, generation.steps)
+        return Outcome(
+            prompt_tokens=generation.prompt_tokens,
+            token_ids=generation.token_ids,
+            finish_reason=generation.finish_reason,
+            prefill_s=generation.prefill.time_s,
+            ttft_s=times.ttft_s,
+            decode_s=times.decode_s,
+            first_tokens=min(1, len(generation.token_ids)),
+            steps=generation.steps,
+        )
+
+    def _decode_with_transformers(
+        self, config: Config, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool, seed: int
+    ) -> Outcome:
+        """``generate`` with the settings, end tokens and seed that specbench's own loop gets, and no others."""
+        import torch
+        from transformers import GenerationConfig, StoppingCriteriaList
+
+        from specbench.progress import quiet_transformers
+
+        if self.reference is None:
+            raise RunError("The model was not loaded for transformers' own generate.")
+        limit = self.target.scorer.context_limit
+        room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt))
+        if room < 1:
+            raise UsageError(
+                f"The prompt has {len(prompt)} tokens, the target's context holds {limit}.",
+                "Shorten the prompt.",
+            )
+        end_ids = () if ignore_eos else self.target.end_ids
+        extra: dict[str, Any] = {}
+        if config.kind == "assisted" and drafter_word(config.drafter) == "lookup":
+            extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+        elif config.kind == "assisted":
+            extra["assistant_model"] = self._assistant(config.drafter)
+        greedy = config.temperature == 0
+        settings = GenerationConfig(
+            do_sample=not greedy,
+            max_new_tokens=room,
+            eos_token_id=list(end_ids) or None,
+            pad_token_id=next(iter(self.target.end_ids), 0),
+            **({} if greedy else {"temperature": config.temperature, "top_k": 0, "top_p": 1.0}),
+        )
+        # What the call leaves unset would come from the model's own file, sampling defaults and all.
+        self.reference.model.generation_config = GenerationConfig()
+        device = torch.device(self.reference.device)
+        ids = torch.tensor([list(prompt)], device=device)
+        watch = _watch(self._clock)
+        forked = [device] if device.type == "cuda" else []
+        with quiet_transformers(), torch.random.fork_rng(devices=forked):
+            torch.manual_seed(seed)
+            model: Any = self.reference.model
+            began = self._clock.now()
+            output = model.generate(
+                inputs=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=settings,
+                stopping_criteria=StoppingCriteriaList([watch]),
+                **extra,
+            )
+        tokens = tuple(output[0, len(prompt) :].tolist())
+        return Outcome(
+            prompt_tokens=len(prompt),
+            token_ids=tokens,
+            finish_reason=_finish_reason(tokens, end_ids, max_new_tokens),
+            prefill_s=watch.first_at - began,
+            ttft_s=watch.first_at - began,
+            decode_s=watch.last_at - watch.first_at,
+            first_tokens=watch.first_length - len(prompt),
+        )
+
+    def _assistant(self, name: str) -> Any:
+        from transformers import GenerationConfig
+
+        assistant = self.assistants[name]
+        if isinstance(assistant, SpecbenchError):
+            raise assistant
+        # Its defaults (20 tokens, confidence 0.4), anew each time: transformers keeps adapted values in there.
+        assistant.model.generation_config = GenerationConfig()
+        return assistant.model
+
+    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:
+        from specbench.lengths import FixedLength
+        from specbench.sampling import Greedy, Randomness
+
+        scorer, clock = self.target.scorer, self._clock
+        room = scorer.context_limit or _COST_CONTEXT + max(widths)
+        length = max(1, min(_COST_CONTEXT, room - max(widths)))
+        context = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
+        usable = {
+            name: drafter
+            for name, drafter in self.drafters.items()
+            if not isinstance(drafter, SpecbenchError)
+        }
+
+        def target_pass(n: int) -> float:
+            drafted = [context[i % length] for i in range(n - 1)]
+            began = clock.now()
+            scorer.logits(context, drafted)
+            took = clock.now() - began
+            scorer.rollback(length - 1)
+            return took
+
+        def drafter_pass(drafter: Drafter) -> float:
+            began = clock.now()
+            drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, self._device))
+            took = clock.now() - began
+            drafter.rollback(length - 1)
+            return took
+
+        scorer.begin()
+        target_pass(1)  # reads the context
+        for drafter in usable.values():
+            drafter.begin(context)
+            drafter_pass(drafter)  # reads it too, if it keeps anything
+        jobs: list[tuple[tuple[str, Any], Callable[[], float]]] = [
+            *((("target", n), lambda n=n: target_pass(n)) for n in widths),
+            *((("drafter", name), lambda d=drafter: drafter_pass(d)) for name, drafter in usable.items()),
+        ]
+        times: dict[tuple[str, Any], list[float]] = {name: [] for name, _ in jobs}
+        for _, measure in jobs:
+            measure()  # so that every shape of pass has met the machine before
+        for _ in range(_COST_PASSES):
+            self._order.shuffle(jobs)
+            for name, measure in jobs:
+                times[name].append(round(measure(), 9))
+        scorer.begin()
+        return Costs(
+            target={n: times["target", n] for n in widths},
+            drafters={name: times["drafter", name] for name in usable},
+            context=length,
+        )
+
+    def difference(
+        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
+    ) -> Difference | None:
+        from specbench.parity import find_difference
+        from specbench.sampling import Greedy
+
+        return find_difference(self.target.scorer, prompt, tokens, plain, Greedy())
+
+
+def _finish_reason(tokens: Sequence[int], end_ids: Sequence[int], max_new_tokens: int) -> str:
+    if tokens and tokens[-1] in end_ids:
+        return "eos"
+    return "length" if len(tokens) == max_new_tokens else "context-limit"
+
+
+def _length_policy(config: Config) -> LengthPolicy:
+    from specbench.lengths import FixedLength
+
+    if config.policy not in ("fixed", "none"):
+        raise UsageError(f"There is no draft-length rule {config.policy!r}.", "Choose fixed.")
+    return FixedLength(config.gamma or 1)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    # torch's allocator for the CPU raises a plain RuntimeError.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _with_memory(outcome: Outcome, peak: int) -> Outcome:
+    return replace(outcome, peak_memory_bytes=peak)
+
+
+def _watch(clock: Clock) -> Any:
+    """A stopping criterion that never stops: ``generate`` calls it behind every emission, and it notes the time."""
+    import torch
+    from transformers import StoppingCriteria
+
+    class Watch(StoppingCriteria):
+        first_at = last_at = 0.0
+        first_length = 0
+
+        def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            self.last_at = clock.now()
+            if not self.first_length:
+                self.first_at, self.first_length = self.last_at, input_ids.shape[1]
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    return Watch()
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What to load.
+
+    Attributes:
+        target: The target's spec.
+        drafters: Specs of drafters.
+        target_options, drafter_options: How their weights are loaded; ``None`` for the defaults.
+        cache: Kind of key/value cache.
+        reference: Whether to load the target a second time, for ``transformers``' own ``generate``.
+        assistants: Whether to load drafter models a second time, for its assisted generation.
+        allow_pickle: Load pickled weights if there are no others.
+    """
+
+    target: str
+    drafters: tuple[str, ...] = ()
+    target_options: LoadOptions | None = None
+    drafter_options: LoadOptions | None = None
+    cache: CacheKind = "dynamic"
+    reference: bool = False
+    assistants: bool = False
+    allow_pickle: bool = False
+
+
+def check_engine(options: EngineOptions, progress: Progress | None = None) -> None:
+    """Refuse what cannot be, before any weights are loaded.
+
+    Raises:
+        UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8
+            target beside transformers, which would decode with the unquantised one.
+    """
+    from specbench.drafters.options import split_spec
+    from specbench.loading import check_drafter
+    from specbench.models import check_options
+
+    for load_options in (options.target_options, options.drafter_options):
+        if load_options is not None:
+            check_options(load_options)
+    int8 = options.target_options is not None and options.target_options.dtype == "int8"
+    if int8 and (options.reference or options.assistants):
+        raise UsageError(
+            "The target is int8, and transformers would decode with the unquantised model.",
+            "Leave out --dtype int8, or the rows of transformers.",
+        )
+    for spec in options.drafters:
+        check_drafter(spec, options.target, progress=progress)
+        if drafter_word(spec) == "ngram" and "keep" in split_spec(spec)[1]:
+            raise UsageError(
+                "ngram:keep carries counts from one generation to the next, so a sweep would measure how well it"
+                " remembers its own answers.",
+                "Leave keep out.",
+            )
+
+
+def load_engine(options: EngineOptions, progress: Progress | None = None) -> ModelEngine:
+    """Load the target and the drafters. A drafter that does not fit into memory fails later, where it is needed.
+
+    Raises:
+        UsageError: What cannot be (see ``check_engine``), or a drafter that does not fit the target.
+        RunError: The target could not be loaded.
+    """
+    from specbench.loading import load_drafter, load_target, wrap_drafter
+    from specbench.models import LoadOptions, load_model, parse_model_spec
+
+    check_engine(options, progress)
+    pickled = options.allow_pickle
+    target = load_target(
+        options.target, options.target_options, cache=options.cache, progress=progress, allow_pickle=pickled
+    )
+    reference = None
+    if options.reference or options.assistants:
+        reference = load_model(
+            options.target, options.target_options, progress=progress, allow_pickle=pickled
+        )
+    drafter_options = options.drafter_options or LoadOptions()
+    drafters: dict[str, Drafter | SpecbenchError] = {}
+    assistants: dict[str, LanguageModel | SpecbenchError] = {}
+    fingerprints: dict[str, str] = {}
+    for spec in options.drafters:
+        drafter: Drafter | SpecbenchError
+        model: LanguageModel | None = None
+        name = spec
+        try:
+            if drafter_word(spec) is not None:
+                drafter = load_drafter(spec, target)
+            else:
+                name = parse_model_spec(spec).name
+                model = load_model(spec, drafter_options, progress=progress, allow_pickle=pickled)
+                drafter = wrap_drafter(
+                    model, target, cache=options.cache, int8=drafter_options.dtype == "auto"
+                )
+            name = drafter.name
+        except RunError as error:
+            drafter = error
+        if name in drafters:
+            raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
+        drafters[name] = drafter
+        if model is not None:
+            fingerprints[name] = model.fingerprint
+            if options.assistants:
+                try:
+                    assistants[name] = load_model(
+                        spec, drafter_options, progress=progress, allow_pickle=pickled, tokenizer=False
+                    )
+                except RunError as error:
+                    assistants[name] = error
+    return ModelEngine(
+        target, drafters, reference=reference, assistants=assistants, fingerprints=fingerprints
+    )

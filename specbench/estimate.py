@@ -1,0 +1,237 @@
+"""How long a sweep will take and how much memory, before any weights are loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbench.drafters import drafter_word
+from specbench.grid import Config, Sweep, turns_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from specbench.engine import EngineOptions
+    from specbench.models import LoadOptions
+    from specbench.progress import Progress
+
+__all__ = ["MemoryNeed", "TimeNeed", "drafter_label", "estimate_memory", "estimate_time"]
+
+_PROGRAM_BYTES = 700_000_000  # Python, torch and transformers themselves
+_LETTERS_PER_TOKEN = 4
+_LAYER_S = 0.0002  # of a pass that is not spent on weights, per layer
+_PREFILL_GAIN = 20  # tokens of a prompt that take as long as one decoded token
+_LARGEST_SAMPLE = 256_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TimeNeed:
+    """Seconds a sweep takes, and what that was worked out from, in words."""
+
+    seconds: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes a sweep takes, by what takes them, and how many there are."""
+
+    parts: Mapping[str, int]
+    available: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    parameters: int
+    layers: int
+    cache_values: int  # numbers that a token leaves in the key/value cache
+
+
+def estimate_time(
+    sweep: Sweep, options: EngineOptions, folder: Path, *, progress: Progress | None = None
+) -> TimeNeed:
+    """From a stored run of the same target on this processor if there is one, else from one pass over as many weights.
+
+    Args:
+        sweep: What would be measured; its drafters have the names that ``drafter_label`` gives.
+        options: The models.
+        folder: Where runs are stored.
+        progress: Told about fetching a configuration.
+    """
+    stored = _stored_speeds(folder, options)
+    if stored is not None:
+        speeds, name = stored
+        seconds = sum(_from_speeds(sweep, config, speeds) for config in sweep.configs)
+        return TimeNeed(seconds, f"from the speeds measured in {name}")
+    token_s, draft_s = _calibrated(options, progress)
+    seconds = sum(_from_passes(sweep, config, token_s, draft_s) for config in sweep.configs)
+    return TimeNeed(
+        seconds,
+        "roughly, from the speed at which this machine reads as many weights, as if no draft were accepted",
+    )
+
+
+def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress | None = None) -> MemoryNeed:
+    """Memory for weights, caches and the program, on the target's device.
+
+    Raises:
+        UsageError: A model that cannot be.
+    """
+    from specbench.checkpoints import available_memory
+    from specbench.models import resolve_device
+
+    device = resolve_device((options.target_options and options.target_options.device) or "auto")
+    target = _size(options.target, progress)
+    width = _bytes_per_number(options.target_options)
+    parts = {"program": _PROGRAM_BYTES, "target": target.parameters * width}
+    for spec in options.drafters:
+        parts[drafter_label(spec)] = _drafter_bytes(
+            spec, target.parameters, options.drafter_options, progress
+        )
+    if options.reference or options.assistants:
+        parts["target for transformers"] = parts["target"]
+    longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
+    turns = max(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
+    tokens = longest + turns * sweep.options.max_new_tokens
+    parts["cache"] = 2 * tokens * target.cache_values * width
+    return MemoryNeed(
+        {name: size for name, size in parts.items() if size},
+        available_memory(None if device.type == "cpu" else device),
+    )
+
+
+def drafter_label(spec: str) -> str:
+    """What a drafter is called before it is loaded, without its path."""
+    from specbench.models import parse_model_spec
+
+    return spec if drafter_word(spec) is not None else parse_model_spec(spec).name
+
+
+# -- from a stored run -----------------------------------------------------------------------------
+
+
+def _stored_speeds(folder: Path, options: EngineOptions) -> tuple[dict[str, tuple[float, float]], str] | None:
+    """Mean seconds to the first token and per token behind it, by configuration, from the newest run that fits."""
+    from specbench.environment import describe_environment
+    from specbench.models import parse_model_spec
+    from specbench.store import load_results, stored_runs
+
+    name, cpu = parse_model_spec(options.target).name, describe_environment()["cpu"]
+    for path, run in stored_runs(folder):
+        if run["target"].get("name") != name or run["environment"].get("cpu") != cpu:
+            continue
+        frame = load_results(path)
+        rows = frame[(frame["status"] == "ok") & (frame["tokens_per_second"] > 0)]
+        if (rows["kind"] == "plain").any():
+            means = (
+                rows.assign(token_s=1 / rows["tokens_per_second"])
+                .groupby("config")[["ttft_s", "token_s"]]
+                .mean()
+            )
+            plain = str(rows.loc[rows["kind"] == "plain", "config"].iloc[0])
+            speeds = {str(config): (row.ttft_s, row.token_s) for config, row in means.iterrows()}
+            return {"plain": speeds[plain], **speeds}, path.name
+    return None
+
+
+def _from_speeds(sweep: Sweep, config: Config, speeds: Mapping[str, tuple[float, float]]) -> float:
+    first, token = speeds.get(config.id, speeds["plain"])
+    return _generations(sweep) * (first + token * sweep.options.max_new_tokens)
+
+
+def _generations(sweep: Sweep) -> int:
+    """Per configuration."""
+    return sweep.options.repeats * sum(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
+
+
+# -- from a calibrated pass ------------------------------------------------------------------------
+
+
+def _calibrated(options: EngineOptions, progress: Progress | None) -> tuple[float, dict[str, float]]:
+    """Seconds for one token of the target, and of each drafter."""
+    target = _size(options.target, progress)
+    weights = target.parameters * _bytes_per_number(options.target_options)
+    rate = _bytes_per_second(weights)
+    layers_s = target.layers * _LAYER_S
+    drafters = {
+        drafter_label(spec): size / rate + layers_s if size else 0.0
+        for spec in options.drafters
+        for size in [_drafter_bytes(spec, target.parameters, options.drafter_options, progress)]
+    }
+    return weights / rate + layers_s, drafters
+
+
+def _from_passes(sweep: Sweep, config: Config, token_s: float, draft_s: Mapping[str, float]) -> float:
+    step_s = token_s + (config.gamma or 0) * draft_s.get(config.drafter, 0.0)
+    letters = sum(len(turn) for prompt in sweep.prompts for turn in prompt.turns)
+    prefill = sweep.options.repeats * letters / _LETTERS_PER_TOKEN / _PREFILL_GAIN * token_s
+    return prefill + _generations(sweep) * sweep.options.max_new_tokens * step_s
+
+
+def _bytes_per_second(weights: int) -> float:
+    """How fast a matrix-vector product goes through that many bytes of weights here, or through as many as is quick."""
+    import torch
+
+    size = max(1_000_000, min(weights, _LARGEST_SAMPLE))
+    matrix = torch.ones(size // (1024 * 4), 1024)
+    vector = torch.ones(1, 1024)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        torch.nn.functional.linear(vector, matrix)
+        times.append(time.perf_counter() - began)
+    return size / min(times)
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def _size(spec: str, progress: Progress | None) -> _Size:
+    """Of a model, from its configuration alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from specbench.models import load_config
+
+    config: PreTrainedConfig = load_config(spec, progress=progress)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    text: Any = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return _Size(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=text.num_hidden_layers,
+        cache_values=2 * text.num_hidden_layers * heads * head,
+    )
+
+
+def _bytes_per_number(options: LoadOptions | None) -> int:
+    """Of weights: "auto" is half precision where the device computes in it."""
+    from specbench.models import cpu_computes_bfloat16, resolve_device
+
+    dtype = options.dtype if options is not None else "auto"
+    if dtype == "auto":
+        device = resolve_device(options.device if options is not None else "auto")
+        return 2 if device.type != "cpu" or cpu_computes_bfloat16() else 4
+    return {"float32": 4, "int8": 1}.get(dtype, 2)
+
+
+def _drafter_bytes(spec: str, target: int, options: LoadOptions | None, progress: Progress | None) -> int:
+    word = drafter_word(spec)
+    if word == "self":
+        return target if "int8" in spec else 0  # the first layers share the target's weights
+    if word is not None:
+        return 0
+    from specbench.models import resolve_device
+
+    on_cpu = resolve_device(options.device if options is not None else "auto").type == "cpu"
+    quantised = (options is None or options.dtype == "auto") and on_cpu
+    return _size(spec, progress).parameters * (1 if quantised else _bytes_per_number(options))

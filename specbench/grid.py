@@ -1,0 +1,277 @@
+"""What a sweep compares, and in which order: pure functions of the options and the seed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from specbench.errors import UsageError
+from specbench.store import Key
+
+if TYPE_CHECKING:
+    from specbench.prompts import Prompt
+
+__all__ = [
+    "Cell",
+    "Config",
+    "Kind",
+    "Sweep",
+    "SweepOptions",
+    "build_configs",
+    "parse_gammas",
+    "plan",
+    "turns_of",
+]
+
+LOOKUP_TOKENS = 10
+"""``prompt_lookup_num_tokens`` of transformers' prompt lookup: the value its documentation uses."""
+
+Kind = Literal["plain", "speculative", "transformers", "assisted"]
+
+_LONGEST_GAMMA = 256
+
+
+# -- what is compared ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One way of decoding that a sweep compares.
+
+    Attributes:
+        id: Its name in files; unique within a run.
+        label: Its name in tables and figures.
+        kind: ``plain`` and ``speculative`` go through specbench's loop; ``transformers`` is its ``generate``,
+            ``assisted`` that with an assistant.
+        drafter: The drafter's name, ``none`` without one.
+        gamma: Tokens drafted in a step; ``None`` where something else decides.
+        policy: The draft-length rule; ``none`` where nothing is drafted.
+        temperature: 0 for greedy decoding.
+        cache: Kind of key/value cache.
+        baseline: Id of the plain configuration it is compared with.
+        drafter_fingerprint: Of a drafter model's weights; ``None`` for drafters without any of their own.
+    """
+
+    id: str
+    label: str
+    kind: Kind
+    drafter: str
+    gamma: int | None
+    policy: str
+    temperature: float
+    cache: str
+    baseline: str
+    drafter_fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What defines the measurements of a sweep.
+
+    Attributes:
+        gammas: Draft lengths.
+        policies: Draft-length rules; ``fixed`` takes its length from ``gammas``.
+        temperatures: 0 for greedy decoding.
+        max_new_tokens: No output gets longer.
+        ignore_eos: Go on behind end tokens, so that all outputs of a prompt are equally long.
+        repeats: How often everything is measured.
+        warmup: Short generations of each configuration that are not counted.
+        turns: How many turns of a conversation are run at most; ``None`` for all.
+        seed: Of the order of configurations, and of sampling.
+        cache: Kind of key/value cache.
+        transformers: Add ``transformers``' own ``generate``.
+        assisted: Add its assisted generation (with drafter models) and its prompt lookup.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    policies: tuple[str, ...] = ("fixed",)
+    temperatures: tuple[float, ...] = (0.0,)
+    max_new_tokens: int = 64
+    ignore_eos: bool = False
+    repeats: int = 3
+    warmup: int = 1
+    turns: int | None = None
+    seed: int = 0
+    cache: str = "dynamic"
+    transformers: bool = False
+    assisted: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value, least in (
+            ("number of new tokens", self.max_new_tokens, 2),
+            ("number of repeats", self.repeats, 1),
+            ("number of warm-ups", self.warmup, 0),
+            ("number of turns", 1 if self.turns is None else self.turns, 1),
+        ):
+            if value < least:
+                raise UsageError(f"The {what} is {value}.", f"Give at least {least}.")
+        for what, values in (("γ", self.gammas), ("temperature", self.temperatures), ("rule", self.policies)):
+            if len(set(values)) < len(values):
+                raise UsageError(f"A {what} is given twice.", "Give each once.")
+
+
+def parse_gammas(text: str) -> list[int]:
+    """Draft lengths from ``1..8``, ``1,2,4``, ``2..16..2`` (from, to, step) or a mixture like ``1..4,8``; ascending.
+
+    Raises:
+        UsageError: It is none of these, or a length is outside 1 to 256.
+    """
+    gammas: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(
+            r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", part, re.ASCII
+        )
+        if found is None:
+            raise UsageError(
+                f"{text!r} is no range of γ"
+                + (f": {part.strip()!r} is no number or range." if part != text else "."),
+                "Write 1..8, 2..16..2 (with a step) or 1,2,4.",
+            )
+        first = int(found[1])
+        last = int(found[2] or first)
+        step = int(found[3] or 1)
+        if last < first:
+            raise UsageError(f"The range of γ {part.strip()!r} runs backwards.", f"Write {last}..{first}.")
+        if step == 0:
+            raise UsageError(
+                f"The range of γ {part.strip()!r} has a step of 0.", "Give a step of at least 1."
+            )
+        if first < 1 or last > _LONGEST_GAMMA:
+            raise UsageError(
+                f"γ is {first if first < 1 else last} in {text!r}.",
+                f"Give 1 to {_LONGEST_GAMMA}; plain decoding is always measured.",
+            )
+        gammas.update(range(first, last + 1, step))
+    return sorted(gammas)
+
+
+def build_configs(
+    options: SweepOptions, drafters: Sequence[str], fingerprints: Mapping[str, str] | None = None
+) -> list[Config]:
+    """The grid: plain decoding at every temperature, and drafters × rules × draft lengths beside it.
+
+    Args:
+        options: Their grid.
+        drafters: The drafters' names; ``none`` is left out, for plain decoding is always there.
+        fingerprints: Of the weights of those that are models with weights of their own.
+    """
+    names = [name for name in drafters if name != "none"]
+    return [
+        config
+        for temperature in options.temperatures
+        for config in _configs_at(temperature, options, names, fingerprints or {})
+    ]
+
+
+def _configs_at(
+    temperature: float, options: SweepOptions, drafters: Sequence[str], fingerprints: Mapping[str, str]
+) -> Iterator[Config]:
+    """The configurations of one temperature, plain decoding first."""
+    grid: list[tuple[Kind, str, str, str, int | None, str]] = [
+        ("plain", "plain", "plain", "none", None, "none")
+    ]
+    for name in drafters:
+        for policy in options.policies:
+            if policy == "fixed":
+                grid += [
+                    ("speculative", f"{name}@{g}", f"{name} γ={g}", name, g, policy) for g in options.gammas
+                ]
+            else:
+                grid.append(("speculative", f"{name}@{policy}", f"{name} {policy}", name, None, policy))
+    own = "transformers"
+    if options.transformers:
+        grid.append(("transformers", own, f"{own} generate", "none", None, "none"))
+    if options.assisted:
+        grid.append(("assisted", f"{own}:lookup", f"{own} prompt lookup", "lookup", LOOKUP_TOKENS, own))
+        models = [name for name in drafters if name in fingerprints]
+        grid += [("assisted", f"{own}:{name}", f"{own} assisted, {name}", name, None, own) for name in models]
+    end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
+    for kind, identifier, label, drafter, gamma, policy in grid:
+        yield Config(
+            id=identifier + end,
+            label=label + label_end,
+            kind=kind,
+            drafter=drafter,
+            gamma=gamma,
+            policy=policy,
+            temperature=temperature,
+            cache="dynamic" if kind in ("transformers", "assisted") else options.cache,
+            baseline="plain" + end,
+            drafter_fingerprint=fingerprints.get(drafter),
+        )
+
+
+# -- what runs when --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One generation to measure.
+
+    Attributes:
+        config, prompt: Their ids.
+        turn: Of the conversation, from 0.
+        repeat: From 0.
+        order: Place among the configurations that decode this turn back to back.
+        warmup: Whether it only warms the machine up.
+        seed: Of sampling; the same for all configurations of one turn and repeat.
+    """
+
+    config: str
+    prompt: str
+    turn: int
+    repeat: int
+    order: int
+    warmup: bool
+    seed: int
+
+    @property
+    def key(self) -> Key:
+        return self.config, self.prompt, self.turn, self.repeat, self.warmup
+
+
+def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Config]) -> Iterator[Cell]:
+    """Everything there is to measure, in order; the same arguments give the same plan.
+
+    First the warm-ups. Then, repeat by repeat, prompt by prompt and turn by turn, all configurations back to back in a
+    fresh random order.
+    """
+
+    def block(prompt: Prompt, turn: int, repeat: int, warmup: bool) -> Iterator[Cell]:
+        place = f"{options.seed}/{'warmup' if warmup else 'repeat'} {repeat}/{prompt.id}/{turn}"
+        order = [config.id for config in configs]
+        random.Random(f"order/{place}").shuffle(order)
+        seed = random.Random(f"sampling/{place}").getrandbits(31)
+        for number, config in enumerate(order):
+            yield Cell(config, prompt.id, turn, repeat, number, warmup, seed)
+
+    for repeat in range(options.warmup):
+        yield from block(prompts[repeat % len(prompts)], 0, repeat, warmup=True)
+    for repeat in range(options.repeats):
+        for prompt in prompts:
+            for turn in range(turns_of(prompt, options)):
+                yield from block(prompt, turn, repeat, warmup=False)
+
+
+def turns_of(prompt: Prompt, options: SweepOptions) -> int:
+    """How many turns of a conversation are run."""
+    return len(prompt.turns) if options.turns is None else min(len(prompt.turns), options.turns)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as a whole: options, prompts (at least one) and configurations."""
+
+    options: SweepOptions
+    prompts: tuple[Prompt, ...]
+    configs: tuple[Config, ...]
+
+    def plan(self) -> list[Cell]:
+        """See ``plan``."""
+        return list(plan(self.options, self.prompts, self.configs))

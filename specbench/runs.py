@@ -1,0 +1,168 @@
+"""What ``run.json`` says about a run, and whether another call may go on with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from specbench._version import __version__
+from specbench.errors import UsageError
+from specbench.grid import Sweep, turns_of
+
+if TYPE_CHECKING:
+    from specbench.prompts import Prompt
+
+__all__ = ["changes", "command_line", "describe_run", "merge_runs", "now"]
+
+
+def describe_run(
+    sweep: Sweep,
+    *,
+    target: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    sources: Mapping[str, Any],
+    command: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What ``run.json`` holds when a run begins; docs/results-format.md describes it.
+
+    Args:
+        sweep: What is measured.
+        target: Name, fingerprint, dtype, device and width of the target.
+        environment: The machine, see ``describe_environment``.
+        sources: Options that say where models and prompts came from, by name and without paths.
+        command: The command line, without paths (see ``command_line``).
+    """
+    options = sweep.options
+    return {
+        "specbench": __version__,
+        "run_id": uuid4().hex,
+        "command": list(command),
+        "options": json.loads(json.dumps({**sources, **asdict(options)})),
+        "environment": dict(environment),
+        "target": dict(target),
+        "configs": [asdict(config) for config in sweep.configs],
+        "prompts": [
+            {
+                "id": prompt.id,
+                "category": prompt.category,
+                "turns": turns_of(prompt, options),
+                "fingerprint": _fingerprint(prompt),
+            }
+            for prompt in sweep.prompts
+        ],
+        "seed": options.seed,
+        "repeats": options.repeats,
+        "warmup": options.warmup,
+        "max_new_tokens": options.max_new_tokens,
+        "ignore_eos": options.ignore_eos,
+        "created": now(),
+        "finished": None,
+        "costs": None,
+        "differences": None,
+        "warnings": [],
+        "changes": [],
+    }
+
+
+def _fingerprint(prompt: Prompt) -> str:
+    text = json.dumps([prompt.system, *prompt.turns])
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:12]
+
+
+def now() -> str:
+    """The time as results write it: ISO 8601, UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """A command line with every path cut down to its last part."""
+    return [_without_path(argument) for argument in arguments]
+
+
+def _without_path(argument: str) -> str:
+    option, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
+    path = value.replace("\\", "/")
+    hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", path) and PurePath(path).suffix != ".jsonl"
+    if "/" not in path or (hub_id and not Path(value).exists()):
+        return argument
+    return option + equals + (PurePath(path).name or ".")
+
+
+_SAME_MACHINE = ("cpu", "cores", "threads", "devices", "python", "torch", "transformers")
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """In what a run to go on with differs from what is asked for now: "what: then → now", empty if in nothing.
+
+    Raises:
+        UsageError: The target or the text of a prompt is another one; such measurements are never put into one run.
+    """
+    for name, what in (("dtype", "dtype"), ("fingerprint", "model")):
+        if old["target"].get(name) != new["target"].get(name):
+            then, now = (f"{run['target'].get('name')}, {run['target'].get(name)}" for run in (old, new))
+            raise UsageError(
+                f"The target is another {what} now ({now}) than in this run ({then}).", "Give another --out."
+            )
+    texts = {prompt["id"]: prompt.get("fingerprint") for prompt in old["prompts"]}
+    for prompt in new["prompts"]:
+        if texts.get(prompt["id"], prompt["fingerprint"]) != prompt["fingerprint"]:
+            raise UsageError(
+                f"The prompt {prompt['id']!r} has another text than in this run.", "Give another --out."
+            )
+    pairs: list[tuple[str, Any, Any]] = [("specbench", old["specbench"], new["specbench"])]
+    pairs += [(name, old["environment"].get(name), new["environment"].get(name)) for name in _SAME_MACHINE]
+    pairs.append(("device", old["target"].get("device"), new["target"].get("device")))
+    names = dict.fromkeys([*old["options"], *new["options"]])
+    pairs += [(f"option {name}", old["options"].get(name), new["options"].get(name)) for name in names]
+    ids = [[prompt["id"] for prompt in run["prompts"]] for run in (old, new)]
+    pairs.append(("prompts", ids[0], ids[1]))
+    weights = [{c.get("drafter"): c.get("drafter_fingerprint") for c in run["configs"]} for run in (old, new)]
+    pairs += [
+        (f"weights of {name}", weights[0][name], weights[1][name])
+        for name in weights[0]
+        if name in weights[1]
+    ]
+    return [f"{name}: {_shown(then)} → {_shown(now)}" for name, then, now in pairs if then != now]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        text = ", ".join(map(str, value)) or "none"
+        return text if len(text) < 60 else f"{len(value)} of them"
+    return "none" if value is None else str(value)
+
+
+def merge_runs(old: Mapping[str, Any], new: Mapping[str, Any], differing: Sequence[str]) -> dict[str, Any]:
+    """The fields of ``run.json`` to change when a run goes on although something differs."""
+    configs = {config["id"]: config for config in (*old["configs"], *new["configs"])}
+    prompts = {prompt["id"]: prompt for prompt in (*old["prompts"], *new["prompts"])}
+    fields = (
+        "options",
+        "environment",
+        "specbench",
+        "repeats",
+        "warmup",
+        "seed",
+        "max_new_tokens",
+        "ignore_eos",
+    )
+    change = {
+        "at": now(),
+        "differing": list(differing),
+        "environment": old["environment"],
+        "options": old["options"],
+    }
+    return {
+        **{name: new[name] for name in fields},
+        "configs": list(configs.values()),
+        "prompts": list(prompts.values()),
+        "finished": None,
+        "changes": [*old.get("changes", ()), change],
+    }

@@ -1,0 +1,679 @@
+"""Results on disk: a folder per run that a crash at any moment leaves readable, and its reader.
+
+A run is described once, in ``run.json``; every finished generation is one line of ``generations.jsonl``,
+written in one piece and synchronised before the next one begins. docs/results-format.md describes the fields.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from sys import intern
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from specbench.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = [
+    "RESULTS_VERSION",
+    "Key",
+    "RunStore",
+    "find_runs",
+    "key_of",
+    "load_results",
+    "read_run",
+    "stored_runs",
+    "write_csv",
+    "write_text",
+]
+
+RESULTS_VERSION = 1
+"""Version of the files of a run. 1: first release."""
+
+KIND = "specbench-sweep"
+RUN, GENERATIONS, COSTS, LOCK = "run.json", "generations.jsonl", "costs.jsonl", ".lock"
+
+Key = tuple[str, str, int, int, bool]
+"""What is measured at most once: configuration, prompt, turn, repeat, and whether it is a warm-up."""
+
+STEP_LISTS = (
+    "drafted", "tested", "accepted", "emitted",
+    "draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s",
+)  # fmt: skip
+"""The per-step numbers of a line; beside them stand ``expected_acceptance``, ``closing`` and ``policy``."""
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """The key of a line of ``generations.jsonl``."""
+    return row["config"], row["prompt"], row["turn"], row["repeat"], row["warmup"]
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+class RunStore:
+    """The folder of one run, open for writing; nobody else can open it until it is closed or its process is
+    gone.
+
+    Use ``create`` or ``open``, and close it (it is a context manager).
+
+    Attributes:
+        path: The folder.
+        run: What ``run.json`` holds.
+        problems: What was wrong with the lines that were there, a sentence each; those lines are not used.
+    """
+
+    def __init__(self, path: Path, lock: Any) -> None:
+        self.path = path
+        self.run: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self._lock = lock
+        self._file: int | None = None
+        self._done: dict[Key, str] = {}
+
+    @classmethod
+    def create(cls, path: str | Path, run: Mapping[str, Any]) -> RunStore:
+        """Start a run in a folder that holds none; the folder is made.
+
+        Raises:
+            UsageError: There are results already, another process writes there, or the folder cannot be
+                written. RunError: The disk is full.
+        """
+        store = cls._locked(Path(path), make=True)
+        try:
+            if cls.exists(path):
+                raise UsageError(
+                    f"The folder {str(path)!r} holds results already.",
+                    "Add --resume to go on with them, or give another --out.",
+                )
+            store.run = {**run, "schema": RESULTS_VERSION, "kind": KIND}
+            store._write_run()
+            store._open_lines()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunStore:
+        """Go on with a run. What a crash left of an unfinished line is removed.
+
+        Raises:
+            UsageError: There is no run, a newer version wrote it, another process writes there, or it is
+                read-only.
+        """
+        run = read_run(path)
+        store = cls._locked(Path(path), make=False)
+        try:
+            store.run = run
+            store._open_lines()
+            for row in _rows(store.path / GENERATIONS, store.problems):
+                store._remember(row)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def check_writable(cls, path: str | Path) -> None:
+        """Refuse early, before models are loaded, a folder that cannot be written or that another process writes to.
+
+        Raises:
+            UsageError: It is one of these.
+        """
+        cls._locked(Path(path), make=True).close()
+
+    @staticmethod
+    def exists(path: str | Path) -> bool:
+        """Whether the folder holds results, however few."""
+        return any((Path(path) / name).exists() for name in (RUN, GENERATIONS))
+
+    @classmethod
+    def _locked(cls, path: Path, *, make: bool) -> RunStore:
+        import filelock
+
+        with _explained(path):
+            if make:
+                path.mkdir(parents=True, exist_ok=True)
+            # The operating system's own lock: it ends with the process that holds it, however that ends.
+            lock = filelock.FileLock(path / LOCK)
+            try:
+                lock.acquire(timeout=0)
+            except filelock.Timeout:
+                raise UsageError(
+                    f"Another sweep is writing to {str(path)!r}.", "Wait for it, or give another --out."
+                ) from None
+        return cls(path, lock)
+
+    def _open_lines(self) -> None:
+        with _explained(self.path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            file = self._file = os.open(self.path / GENERATIONS, flags, 0o644)
+            _end_last_line(file, (self.path / GENERATIONS).read_bytes(), _parsed)
+            _sync_folder(self.path)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one line. When this returns the line has reached the disk; when it raises, nothing of it is
+        there.
+
+        Raises:
+            RunError: The disk is full or fails.
+            ValueError: A number is not finite, or the key is there already.
+        """
+        if self._file is None:
+            raise ValueError("the store is closed")
+        if self._done.get(key_of(row)) == "ok":
+            raise ValueError(f"{key_of(row)} has been measured already")
+        with _explained(self.path, writing=True):
+            _append(self._file, _line(row))
+        self._remember(row)
+
+    def append_costs(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add raw times of single passes to ``costs.jsonl``.
+
+        Raises:
+            RunError: The disk is full or fails.
+        """
+        with _explained(self.path, writing=True):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            file = os.open(self.path / COSTS, flags, 0o644)
+            try:
+                _end_last_line(file, (self.path / COSTS).read_bytes(), _json)
+                _append(file, b"".join(map(_line, rows)))
+            finally:
+                os.close(file)
+
+    def costs(self) -> list[dict[str, Any]]:
+        """The lines of ``costs.jsonl``; what a crash or a hand has damaged is left out."""
+        file = self.path / COSTS
+        rows = [_json(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+        return [row for row in rows if isinstance(row, dict) and set(row) >= _COST_FIELDS]
+
+    def update(self, **fields: Any) -> None:
+        """Change fields of ``run.json``, all or nothing.
+
+        Raises:
+            RunError: The disk is full or fails; the file is as it was.
+        """
+        self.run = {**self.run, **fields}
+        self._write_run()
+
+    def _write_run(self) -> None:
+        with _explained(self.path, writing=self._file is not None):
+            write_text(self.path / RUN, json.dumps(self.run, indent=1, allow_nan=False) + "\n")
+
+    def done_keys(self, *, retry_failed: bool = False) -> set[Key]:
+        """What needs no measuring; with ``retry_failed``, failed generations do."""
+        return {key for key, status in self._done.items() if status == "ok" or not retry_failed}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every usable line as it was written, one per key (see ``load_results`` about repeated ones)."""
+        yield from _unique(_rows(self.path / GENERATIONS, []), [])
+
+    def _remember(self, row: Mapping[str, Any]) -> None:
+        key = key_of(row)
+        if self._done.get(key) != "ok":
+            self._done[key] = row["status"]
+
+    def close(self) -> None:
+        """Let others in."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._lock.release()
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _append(file: int, data: bytes) -> None:
+    """Write at the end of a file and wait for the disk; take back what was written if that does not
+    succeed."""
+    before = os.fstat(file).st_size
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    except BaseException:
+        with suppress(OSError):
+            os.ftruncate(file, before)
+        raise
+
+
+def _end_last_line(file: int, data: bytes, parse: Callable[[bytes], Any]) -> None:
+    """End what a crash left behind the last line break: add the break if that is all it lacks, or cut it."""
+    start = data.rfind(b"\n") + 1
+    if start == len(data):
+        return
+    if parse(data[start:]) is not None:
+        _append(file, b"\n")
+    else:
+        os.ftruncate(file, start)
+        os.fsync(file)
+
+
+class _explained:  # noqa: N801 - reads as a verb where it is used
+    """Turns what a file system can refuse into one sentence.
+
+    Args:
+        path: The folder of the run.
+        writing: Whether the run has begun, so that something measured is there to be kept.
+    """
+
+    def __init__(self, path: Path, *, writing: bool = False) -> None:
+        self._path, self._writing = path, writing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, OSError):
+            return
+        shown, reason = str(self._path), os.strerror(error.errno or 0)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            kept = " What was measured before is kept." if self._writing else ""
+            raise RunError(
+                f"The disk is full: {shown!r} takes no more results.{kept}",
+                "Free some space, then add --resume.",
+            ) from error
+        if self._writing:
+            raise RunError(
+                f"The results in {shown!r} can no longer be written ({reason}).",
+                "What was measured before is kept.",
+            ) from error
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            raise UsageError(f"{shown!r} is no folder.", "Give another --out.") from error
+        raise UsageError(
+            f"The results folder {shown!r} cannot be written ({reason}).", "Give another --out."
+        ) from error
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file so that it holds the old or the new text at every moment, also after a power cut."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "nt":  # opens no folders, and needs none synchronised
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_csv(frame: DataFrame, path: str | Path) -> None:
+    """Write a table as CSV that a spreadsheet shows and never runs: text that looks like a formula gets a
+    quote."""
+    safe = frame.map(_no_formula).rename(columns=_no_formula)
+    write_text(path, safe.to_csv(index=False, lineterminator="\n"))
+
+
+def _no_formula(value: Any) -> Any:
+    return (
+        "'" + value
+        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+        else value
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def find_runs(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The folders of runs that are meant: each path is a run, a file in one, or a folder with runs in it.
+
+    Raises:
+        UsageError: A path does not exist, or no run is there.
+    """
+    found: dict[Path, None] = {}
+    for given in [paths] if isinstance(paths, str | Path) else paths:
+        path = Path(given)
+        if not path.exists():
+            raise UsageError(
+                f"There are no results at {str(given)!r}: it does not exist.", "Run `specbench sweep` first."
+            )
+        folder = path.parent if path.is_file() and path.name in (RUN, GENERATIONS) else path
+        if RunStore.exists(folder):
+            runs = [folder]
+        else:
+            inside = sorted(folder.iterdir()) if folder.is_dir() else []
+            runs = [each for each in inside if each.is_dir() and RunStore.exists(each)]
+        if not runs:
+            raise UsageError(
+                f"There are no results in {str(given)!r}.",
+                "Name a folder that `specbench sweep` has written.",
+            )
+        found.update(dict.fromkeys(runs))
+    return list(found)
+
+
+def stored_runs(folder: str | Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The readable runs in a folder, each with its ``run.json``, the newest first; none where there is none."""
+    found = []
+    with suppress(UsageError):
+        for path in find_runs(folder):
+            with suppress(UsageError):
+                found.append((path, read_run(path)))
+    return sorted(found, key=lambda each: str(each[1].get("created")), reverse=True)
+
+
+def read_run(path: str | Path) -> dict[str, Any]:
+    """What ``run.json`` in a folder holds.
+
+    Raises:
+        UsageError: It is missing, damaged, of another program, or of a newer version of specbench.
+    """
+    file = Path(path) / RUN
+    try:
+        run = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise UsageError(
+            f"There are no results in {str(path)!r}: it has no {RUN}.", "Name another folder."
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{str(file)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
+    except (ValueError, RecursionError):
+        raise UsageError(
+            f"{str(file)!r} is damaged: it is not JSON.", "Restore it, or measure anew."
+        ) from None
+    if not isinstance(run, dict) or run.get("kind") != KIND:
+        raise UsageError(f"{str(file)!r} does not describe a specbench sweep.", "Name another folder.")
+    _check_version(run.get("schema"), file)
+    wrong = [name for name, kind in _RUN_FIELDS.items() if not isinstance(run.get(name), kind)]
+    if wrong or any(not isinstance(config, dict) or "id" not in config for config in run["configs"]):
+        raise UsageError(
+            f"{str(file)!r} is damaged: {', '.join(wrong) or 'configs'} should stand there.",
+            "Restore it, or measure anew.",
+        )
+    return run
+
+
+_RUN_FIELDS = {
+    "run_id": str,
+    "options": dict,
+    "environment": dict,
+    "target": dict,
+    "configs": list,
+    "prompts": list,
+}
+
+
+def _check_version(version: object, file: Path) -> None:
+    if not isinstance(version, int) or version < 1:
+        raise UsageError(f"{str(file)!r} is damaged: its schema version is {version!r}.", "Restore it.")
+    if version > RESULTS_VERSION:
+        raise UsageError(
+            f"{str(file)!r} has schema version {version}, this specbench reads up to {RESULTS_VERSION}.",
+            "Update specbench.",
+        )
+
+
+def load_results(path: str | Path | Sequence[str | Path]) -> DataFrame:
+    """Read runs into a table with one row per generation (prompt turn, configuration and repeat) without
+    warm-ups.
+
+    Args:
+        path: A run's folder, a folder with runs in it, or several of either.
+
+    Returns:
+        The fields of ``generations.jsonl``, those of the row's configuration (``label``, ``kind``,
+        ``drafter``, ``gamma``, ``policy``, ``temperature``, ``cache``, ``baseline``), ``target`` (its name),
+        and derived from the steps: ``tokens_per_second`` (behind the first emission), ``tokens_per_step``,
+        ``acceptance_rate`` and ``alpha``, NaN where they have no meaning. The steps' numbers are arrays with
+        an element per step in columns ``steps_<name>``; ``steps_expected_acceptance`` is a list of lists,
+        ``steps_closing`` a list of strings and ``None``, ``steps_policy`` a dict of arrays. Generations that
+        failed have ``status`` "failed", NaN for figures and no steps.
+
+        ``attrs["runs"]`` maps each run id to its ``run.json`` and ``attrs["run"]`` is that of the first;
+        ``attrs["problems"]`` says in sentences which lines could not be used. A line cut short by a crash is
+        one of them. Of two lines with one key the first counts, except that a success replaces a failure.
+
+    Raises:
+        UsageError: There are no results, or a newer version wrote them.
+    """
+    import pandas as pd
+
+    columns = _Columns()
+    runs: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
+    with _no_collecting():
+        for folder in find_runs(path):
+            run = read_run(folder)
+            if run["run_id"] in runs:
+                raise UsageError(
+                    f"{str(folder)!r} is a copy of another run that was named.", "Name each run once."
+                )
+            runs[run["run_id"]] = run
+            columns.read(folder, run, problems)
+        frame = pd.DataFrame(columns.values)
+    frame.attrs = {"run": next(iter(runs.values())), "runs": runs, "problems": problems}
+    return frame
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Pause the search for cycles: parsed JSON has none, and looking through millions of lists takes most of
+    the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """The usable lines of ``generations.jsonl``; what is wrong with the others is added to ``problems``."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:  # a crash right at the start
+        return
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
+    with file:
+        for number, line in enumerate(file, 1):
+            row = _parsed(line)
+            if row is None:
+                what = "is damaged" if line.endswith(b"\n") else "was cut short by a crash"
+                problems.append(f"Line {number} of {path.parent.name}/{path.name} {what} and is not used.")
+                continue
+            if row["schema"] > RESULTS_VERSION:
+                _check_version(row["schema"], path)
+            yield row
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A line as a row, or ``None`` if it is not a whole one."""
+    row = _json(line)
+    return row if isinstance(row, dict) and _is_row(row) else None
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+_COST_FIELDS = {"kind", "seconds", "context_tokens"}
+_KEY_TYPES = {"schema": int, "config": str, "prompt": str, "turn": int, "repeat": int, "warmup": bool}
+_FIGURES = ("prompt_tokens", "new_tokens", "ttft_s", "prefill_s", "decode_s", "total_s")
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    if any(type(row.get(name)) is not kind for name, kind in _KEY_TYPES.items()):
+        return False
+    if row.get("status") == "failed":
+        return True
+    if row.get("status") != "ok" or not isinstance(row.get("token_ids"), list):
+        return False
+    if any(type(row.get(name)) not in (int, float) for name in _FIGURES):
+        return False
+    steps = row.get("steps")
+    if not isinstance(steps, dict):
+        return False
+    lists = [steps.get(name) for name in (*STEP_LISTS, "expected_acceptance")]
+    return (
+        all(isinstance(each, list) for each in lists)
+        and len({len(each) for each in lists if each is not None}) == 1
+    )
+
+
+def _unique(rows: Iterable[dict[str, Any]], problems: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows in order with one per key: the first, or the first success if that failed."""
+    waiting: dict[Key, dict[str, Any]] = {}  # failures that a later line may replace
+    done: set[Key] = set()
+    repeated = 0
+    for row in rows:
+        key = key_of(row)
+        if key in done:
+            repeated += 1
+        elif row["status"] == "failed":
+            waiting.setdefault(key, row)
+        else:
+            waiting.pop(key, None)
+            done.add(key)
+            yield row
+    if repeated:
+        problems.append(f"{repeated} generations stand there more than once; the first of each is used.")
+    yield from waiting.values()
+
+
+_NAN = float("nan")
+_CONFIG_FIELDS = ("label", "kind", "drafter", "gamma", "policy", "temperature", "cache", "baseline")
+_PLAIN_FIELDS = (
+    "run_id", "config", "prompt", "category", "turn", "repeat", "order", "status", "error", "finish_reason",
+    "started",
+)  # fmt: skip
+_MEASURED_FIELDS = (*_FIGURES, "peak_memory_bytes", "load_average")
+_DERIVED = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
+
+
+class _Columns:
+    """A table in the making, column by column: step lists become arrays as soon as they are read, to save
+    memory."""
+
+    def __init__(self) -> None:
+        names = (
+            *_PLAIN_FIELDS, *_MEASURED_FIELDS, "token_ids", "warnings", "target", *_CONFIG_FIELDS, *_DERIVED,
+            *(f"steps_{name}" for name in (*STEP_LISTS, "expected_acceptance", "closing", "policy")),
+        )  # fmt: skip
+        self.values: dict[str, list[Any]] = {name: [] for name in names}
+
+    def read(self, folder: Path, run: Mapping[str, Any], problems: list[str]) -> None:
+        """Add the rows of one run."""
+        configs = {config["id"]: config for config in run["configs"]}
+        foreign = unknown = damaged = 0
+        for row in _unique(_rows(folder / GENERATIONS, problems), problems):
+            if row["warmup"]:
+                continue
+            if row.get("run_id") != run["run_id"]:
+                foreign += 1
+            elif row["config"] not in configs:
+                unknown += 1
+            else:
+                try:
+                    cells = _cells(row, configs[row["config"]], run["target"].get("name"))
+                except (ValueError, TypeError, AttributeError, OverflowError):
+                    damaged += 1
+                    continue
+                for name, values in self.values.items():
+                    values.append(cells[name])
+        for count, what in (
+            (foreign, "belong to another run"),
+            (unknown, "name a configuration that run.json lacks"),
+            (damaged, "hold something else than numbers"),
+        ):
+            if count:
+                problems.append(f"{count} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
+
+
+def _cells(row: Mapping[str, Any], config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
+    """A line as the row of the table."""
+    cells: dict[str, Any] = {"target": target, "warnings": row.get("warnings") or []}
+    for name in _PLAIN_FIELDS:
+        value = row.get(name)
+        cells[name] = intern(value) if isinstance(value, str) else value
+    for name in _MEASURED_FIELDS:
+        value = row.get(name)
+        cells[name] = _NAN if value is None else value
+    for name in _CONFIG_FIELDS:
+        value = config.get(name)
+        cells[name] = _NAN if name == "gamma" and value is None else value
+    cells["token_ids"] = _array(row.get("token_ids") or [], int)
+    steps = _step_arrays(row.get("steps") or {})
+    cells.update({f"steps_{name}": values for name, values in steps.items()})
+    cells.update(_derived(row, steps))
+    return cells
+
+
+def _array(values: Sequence[Any], kind: type) -> Any:
+    import numpy as np
+
+    return np.array(values, dtype=np.int32 if kind is int else np.float64)
+
+
+def _step_arrays(steps: Mapping[str, Any]) -> dict[str, Any]:
+    arrays: dict[str, Any] = {
+        name: _array(steps.get(name, ()), float if name.endswith("_s") else int) for name in STEP_LISTS
+    }
+    arrays["expected_acceptance"] = steps.get("expected_acceptance", [])
+    arrays["closing"] = [None if each is None else intern(each) for each in steps.get("closing", ())]
+    arrays["policy"] = {
+        name: _array([_NAN if value is None else value for value in values], float)
+        for name, values in steps.get("policy", {}).items()
+    }
+    return arrays
+
+
+def _derived(row: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of a row; docs/metrics.md defines them."""
+    if row["status"] != "ok":
+        return dict.fromkeys(_DERIVED, _NAN)
+    rest = row["new_tokens"] - row.get("first_tokens", 1)
+    alphas = _array([value for step in steps["expected_acceptance"] for value in step], float)
+    return {
+        "tokens_per_second": _ratio(rest, row["decode_s"]) if rest > 0 else _NAN,
+        "tokens_per_step": _ratio(float(steps["emitted"].sum()), len(steps["emitted"])),
+        "acceptance_rate": _ratio(float(steps["accepted"].sum()), float(steps["drafted"].sum())),
+        "alpha": float(alphas.mean()) if len(alphas) else _NAN,
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else _NAN

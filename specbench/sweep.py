@@ -1,0 +1,412 @@
+"""Carrying out a sweep: every configuration decodes every prompt, interleaved so that drift hits all of them alike.
+
+``specbench.grid.plan`` says what runs when; ``run_sweep`` measures what the store does not hold yet, so that going on
+after a crash is the same call.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from specbench.advice import RunWarning, during, review
+from specbench.engine import Costs, Engine, Outcome, cost_widths
+from specbench.environment import LoadSnapshot, load_snapshot
+from specbench.errors import RunError, UsageError
+from specbench.grid import Cell, Config, Sweep
+from specbench.measure import Clock, WallClock
+from specbench.runs import now
+from specbench.store import RESULTS_VERSION, RunStore, key_of, load_results
+
+if TYPE_CHECKING:
+    from specbench.prompts import Prompt
+    from specbench.records import Step
+
+__all__ = [
+    "CellDone",
+    "CellStarted",
+    "CostsDone",
+    "Event",
+    "SweepResult",
+    "TimeLeft",
+    "find_differences",
+    "run_sweep",
+]
+
+COST_ROUNDS = 12
+"""How often single passes are timed in a sweep, spread over it."""
+
+WARMUP_TOKENS = 16
+"""Tokens of a warm-up: enough to meet every shape of pass once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellStarted:
+    """A generation begins."""
+
+    cell: Cell
+    config: Config
+
+
+@dataclass(frozen=True, slots=True)
+class CellDone:
+    """A generation has ended and is stored.
+
+    Attributes:
+        cell, config: What it was.
+        row: The line of ``generations.jsonl``.
+        seconds: Wall time it took, with everything around it.
+        done, total: Measured generations of the plan, warm-ups left out.
+        seconds_left: Estimated from what was measured so far; ``None`` while nothing was.
+    """
+
+    cell: Cell
+    config: Config
+    row: Mapping[str, Any]
+    seconds: float
+    done: int
+    total: int
+    seconds_left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CostsDone:
+    """Single passes have been timed once more; ``costs`` is ``None`` and ``error`` says why if they could not be."""
+
+    costs: Costs | None
+    error: str | None = None
+
+
+Event = CellStarted | CellDone | CostsDone
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """What a call of ``run_sweep`` did: generations measured, failed among them, and found measured already."""
+
+    measured: int
+    failed: int
+    found: int
+    warnings: tuple[RunWarning, ...]
+
+
+_LATEST = 5
+
+
+class TimeLeft:
+    """How long the rest of a plan takes, from how long each configuration's latest generations took.
+
+    Args:
+        remaining: What is left to do, without warm-ups.
+        warmup_factor: How many times longer a measured generation is than a warm-up.
+    """
+
+    def __init__(self, remaining: Iterable[Cell], warmup_factor: float) -> None:
+        self._factor = warmup_factor
+        self._left = Counter(cell.config for cell in remaining)
+        self._seconds: dict[tuple[str, bool], deque[float]] = {}
+
+    def record(self, cell: Cell, seconds: float) -> None:
+        """A generation took so long."""
+        # The latest few: a machine that was busy is quiet again some time.
+        self._seconds.setdefault((cell.config, cell.warmup), deque(maxlen=_LATEST)).append(seconds)
+        if not cell.warmup:
+            self._left[cell.config] -= 1
+
+    def seconds(self) -> float | None:
+        """Seconds left, ``None`` before anything was recorded."""
+        means = {config: self._mean(config) for config in self._left}
+        known = [mean for mean in means.values() if mean is not None]
+        if not known:
+            return None
+        usual = sum(known) / len(known)
+        return sum(count * (means[config] or usual) for config, count in self._left.items())
+
+    def _mean(self, config: str) -> float | None:
+        for warmup, factor in ((False, 1.0), (True, self._factor)):
+            seconds = self._seconds.get((config, warmup))
+            if seconds:
+                return factor * sum(seconds) / len(seconds)
+        return None
+
+
+def run_sweep(
+    sweep: Sweep,
+    store: RunStore,
+    engine: Engine,
+    *,
+    clock: Clock | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    retry_failed: bool = False,
+    snapshot: Callable[[], LoadSnapshot] = load_snapshot,
+) -> SweepResult:
+    """Measure what the store lacks, one line at a time.
+
+    A generation that fails is stored as failed, and the sweep goes on. The warm-ups are run whenever anything is left
+    to measure, for each process has to be warmed up; their lines are stored once.
+
+    Args:
+        sweep: What there is to measure.
+        store: Open; its lines are kept and not measured again.
+        engine: Decodes.
+        clock: Times the generations as a whole, for the estimate of the time left.
+        on_event: Told what happens, between the measurements.
+        retry_failed: Measure again what failed.
+        snapshot: Looks at the machine before and behind each generation.
+
+    Raises:
+        KeyboardInterrupt: The user stops; the generation in progress is lost.
+        RunError: The store cannot be written any more.
+    """
+    clock = clock or WallClock()
+    tell: Callable[[Event], None] = on_event or (lambda _: None)
+    cells = sweep.plan()
+    done = store.done_keys(retry_failed=retry_failed)
+    stored = store.done_keys()
+    total = sum(not cell.warmup for cell in cells)
+    left = [cell for cell in cells if not cell.warmup and cell.key not in done]
+    if not left:
+        return SweepResult(0, 0, total, _finish(sweep, store, engine))
+    runner = _Runner(sweep, store, engine, snapshot)
+    time_left = TimeLeft(
+        left, sweep.options.max_new_tokens / min(WARMUP_TOKENS, sweep.options.max_new_tokens)
+    )
+    failed = 0
+
+    def run(cell: Cell, count: int) -> None:
+        nonlocal failed
+        config = runner.configs[cell.config]
+        tell(CellStarted(cell, config))
+        began = clock.now()
+        row = runner.measure(cell)
+        seconds = clock.now() - began
+        if not cell.warmup or cell.key not in stored:
+            store.append(row)
+        failed += not cell.warmup and row["status"] == "failed"
+        time_left.record(cell, seconds)
+        tell(CellDone(cell, config, row, seconds, count, total, time_left.seconds()))
+
+    found = total - len(left)
+    for cell in cells:
+        if cell.warmup:
+            run(cell, found)
+    rounds = 0
+    for number, cell in enumerate(left):
+        # Only between the blocks, for in a block configurations run back to back.
+        if cell.order == 0 and rounds * len(left) <= COST_ROUNDS * number and runner.costs_work:
+            tell(runner.measure_costs())
+            rounds += 1
+        run(cell, found + number + 1)
+    return SweepResult(len(left), failed, found, _finish(sweep, store, engine))
+
+
+class _Runner:
+    """Measures single cells of a sweep."""
+
+    def __init__(
+        self, sweep: Sweep, store: RunStore, engine: Engine, snapshot: Callable[[], LoadSnapshot]
+    ) -> None:
+        self.configs = {config.id: config for config in sweep.configs}
+        self._prompts = {prompt.id: prompt for prompt in sweep.prompts}
+        self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
+        self._answers = _answers(store.rows())
+        self._fastest_mhz = 0.0
+        self.costs_work = True
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        """Decode one cell; whatever goes wrong in there becomes a failed row."""
+        options, config, prompt = self._sweep.options, self.configs[cell.config], self._prompts[cell.prompt]
+        answers = self._answers.setdefault((cell.config, cell.prompt, cell.repeat), {})
+        before = self._snapshot()
+        self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
+        row: dict[str, Any] = {
+            "schema": RESULTS_VERSION,
+            "run_id": self._store.run["run_id"],
+            "config": cell.config,
+            "prompt": cell.prompt,
+            "category": prompt.category,
+            "turn": cell.turn,
+            "repeat": cell.repeat,
+            "order": cell.order,
+            "warmup": cell.warmup,
+            "seed": cell.seed,
+            "started": round(time.time(), 3),
+            "load_average": before.load_average,
+        }
+        try:
+            history = [answers.get(turn) for turn in range(cell.turn)]
+            known = [answer for answer in history if answer is not None]
+            if len(known) < len(history):
+                raise RunError("An earlier turn failed, so there is no conversation to go on with.")
+            longest = options.max_new_tokens
+            outcome = self._engine.generate(
+                config,
+                self._engine.encode(prompt, known),
+                max_new_tokens=min(WARMUP_TOKENS, longest) if cell.warmup else longest,
+                ignore_eos=options.ignore_eos,
+                seed=cell.seed,
+            )
+            figures = _figures(outcome)
+        except Exception as error:  # whatever it is, the other configurations may still work
+            figures = {"status": "failed", "error": _message(error)}
+        else:
+            if not cell.warmup:
+                answers[cell.turn] = outcome.token_ids
+        after = self._snapshot()
+        return {
+            **row,
+            **figures,
+            "steal_share": _rounded(after.steal_share(before), 4),
+            "busy_elsewhere": _rounded(after.busy_elsewhere(before), 2),
+            "warnings": [warning.id for warning in during(before, after, self._fastest_mhz or None)],
+        }
+
+    def measure_costs(self) -> CostsDone:
+        """Time single passes, unless that fails: the sweep can do without."""
+        try:
+            prompt = self._engine.encode(self._sweep.prompts[0], [])
+            costs = self._engine.measure_costs(prompt, cost_widths(self._sweep.options.gammas))
+        except Exception as error:
+            self.costs_work = False
+            return CostsDone(None, _message(error))
+        self._store.append_costs(costs.rows())
+        self._store.update(costs=Costs.of_rows(self._store.costs()).medians())
+        return CostsDone(costs)
+
+
+def _answers(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, int], dict[int, Sequence[int]]]:
+    """The outputs of earlier turns by configuration, prompt and repeat: what a conversation goes on with."""
+    answers: dict[tuple[str, str, int], dict[int, Sequence[int]]] = {}
+    for row in rows:
+        if row["status"] == "ok" and not row["warmup"]:
+            turns = answers.setdefault((row["config"], row["prompt"], row["repeat"]), {})
+            turns[row["turn"]] = tuple(row["token_ids"])
+    return answers
+
+
+def _figures(outcome: Outcome) -> dict[str, Any]:
+    """The measured part of a line of ``generations.jsonl``."""
+    return {
+        "status": "ok",
+        "error": None,
+        "prompt_tokens": outcome.prompt_tokens,
+        "new_tokens": len(outcome.token_ids),
+        "token_ids": list(outcome.token_ids),
+        "finish_reason": outcome.finish_reason,
+        "first_tokens": outcome.first_tokens,
+        "ttft_s": _rounded(outcome.ttft_s),
+        "prefill_s": _rounded(outcome.prefill_s),
+        "decode_s": _rounded(outcome.decode_s),
+        "total_s": _rounded(outcome.ttft_s + outcome.decode_s),
+        "peak_memory_bytes": outcome.peak_memory_bytes,
+        "steps": _step_lists(outcome.steps),
+    }
+
+
+def _step_lists(steps: Sequence[Step]) -> dict[str, Any]:
+    times = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
+    notes = dict.fromkeys(name for step in steps for name in step.policy)
+    return {
+        "drafted": [step.gamma for step in steps],
+        "tested": [step.tested for step in steps],
+        "accepted": [step.accepted for step in steps],
+        "emitted": [len(step.tokens) for step in steps],
+        **{name: [_rounded(getattr(step.times, name)) for step in steps] for name in times},
+        "expected_acceptance": [[_rounded(value) for value in step.expected_acceptance] for step in steps],
+        "closing": [step.closing for step in steps],
+        "policy": {name: [_rounded(step.policy.get(name)) for step in steps] for name in notes},
+    }
+
+
+def _rounded(value: float | None, digits: int = 9) -> float | None:
+    """To the nanosecond: what lies behind is noise, and half of the file. ``None`` for what JSON has no number for."""
+    return None if value is None or not math.isfinite(value) else round(float(value), digits)
+
+
+_PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\":,;/\\]+[/\\])+")
+
+
+def _message(error: Exception) -> str:
+    """An error as one line without local paths."""
+    text = " ".join(str(error).split()) or "no message"
+    if not isinstance(error, UsageError | RunError):
+        text = f"{type(error).__name__}: {text}"
+    return _PATH.sub("", text)[:300]
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def _finish(sweep: Sweep, store: RunStore, engine: Engine) -> tuple[RunWarning, ...]:
+    """Look at the whole run once more, and mark it finished."""
+    store.update(differences=find_differences(sweep, store.rows(), engine))
+    warnings = tuple(review(load_results(store.path)))
+    store.update(finished=now(), warnings=[asdict(warning) for warning in warnings])
+    return warnings
+
+
+def find_differences(sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: Engine) -> list[dict[str, Any]]:
+    """Greedy outputs that are not those of plain decoding, each with the gap of the target's two best logits.
+
+    Of a conversation only the first differing turn is told, for behind it the prompts differ as well; of the repeats
+    only the first.
+    """
+    outputs = {
+        key_of(row): tuple(row["token_ids"]) for row in rows if row["status"] == "ok" and not row["warmup"]
+    }
+    keys = sorted(outputs)
+    prompts = {prompt.id: prompt for prompt in sweep.prompts}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for config in sweep.configs:
+        if config.temperature or config.id == config.baseline:
+            continue
+        for which, name, turn, repeat, _ in keys:
+            if which != config.id or name not in prompts:
+                continue
+            pair = [
+                [outputs.get((one, name, earlier, repeat, False)) for earlier in range(turn + 1)]
+                for one in (config.id, config.baseline)
+            ]
+            tokens, plain = pair[0][-1], pair[1][-1]
+            if (config.id, name) in found or tokens is None or plain is None or tokens == plain:
+                continue
+            history = [answer for answer in pair[1][:-1] if answer is not None]
+            if pair[0][:-1] != pair[1][:-1] or len(history) < turn:
+                continue
+            where = {"config": config.id, "prompt": name, "turn": turn, "repeat": repeat}
+            found[config.id, name] = {**where, **_difference(engine, prompts[name], history, tokens, plain)}
+    return list(found.values())
+
+
+def _difference(
+    engine: Engine,
+    prompt: Prompt,
+    history: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    plain: Sequence[int],
+) -> dict[str, Any]:
+    position = next(
+        (i for i, pair in enumerate(zip(tokens, plain, strict=False)) if pair[0] != pair[1]), None
+    )
+    result: dict[str, Any] = {
+        "position": min(len(tokens), len(plain)) if position is None else position,
+        "gap": None,
+        "gap_units": None,
+        "numerical_tie": None,
+    }
+    try:
+        difference = engine.difference(engine.encode(prompt, history), tokens, plain)
+    except Exception:  # the position alone is worth telling
+        return result
+    if difference is not None:
+        result.update(
+            gap=_rounded(difference.gap),
+            gap_units=_rounded(difference.gap_units, 3),
+            numerical_tie=difference.numerical_tie,
+        )
+    return result

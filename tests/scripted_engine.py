@@ -1,0 +1,160 @@
+"""An engine without models: outputs, times and failures are what the script says."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbench.engine import Costs, Outcome
+from specbench.grid import Config, Sweep, SweepOptions, build_configs
+from specbench.prompts import Prompt
+from specbench.records import Step, StepTimes
+from specbench.runs import describe_run
+from specbench.store import RunStore
+
+if TYPE_CHECKING:
+    from specbench.parity import Difference
+
+ENVIRONMENT = {
+    "cpu": "Test CPU",
+    "cores": 2,
+    "threads": 2,
+    "devices": [],
+    "python": "3",
+    "torch": "2",
+    "transformers": "5",
+}
+TARGET = {"name": "scripted", "fingerprint": "f00", "dtype": "float32", "device": "cpu", "vocab_size": 100}
+
+
+class ScriptedEngine:
+    """Emits tokens made from prompt, history and seed alone, as a lossless engine would; keeps every call.
+
+    Args:
+        fails: Raises for a generation by returning the error to raise, else ``None``.
+        spoils: Whether a configuration changes its last token.
+        pause_s: How long a generation takes.
+        tie: What ``difference`` says.
+        reference_s: Time per token of transformers' own generate; plain decoding takes 0.01.
+    """
+
+    def __init__(
+        self,
+        *,
+        fails: Callable[[Config, Sequence[int]], BaseException | None] = lambda config, prompt: None,
+        spoils: Callable[[Config], bool] = lambda config: False,
+        pause_s: float = 0.0,
+        tie: bool | None = None,
+        reference_s: float = 0.02,
+    ) -> None:
+        self.reference_s = reference_s
+        self.fails, self.spoils, self.pause_s, self.tie = fails, spoils, pause_s, tie
+        self.calls: list[tuple[str, tuple[int, ...], int]] = []
+        self.cost_calls: list[tuple[int, ...]] = []
+
+    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
+        ids = [
+            zlib.crc32(f"{prompt.system}/{turn}".encode()) % 100 for turn in prompt.turns[: len(answers) + 1]
+        ]
+        return [*ids, *(token for answer in answers for token in answer)]
+
+    def generate(
+        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+    ) -> Outcome:
+        self.calls.append((config.id, tuple(prompt), max_new_tokens))
+        error = self.fails(config, prompt)
+        if error is not None:
+            raise error
+        time.sleep(self.pause_s)
+        key = f"{list(prompt)}/{seed if config.temperature else ''}"
+        tokens = [zlib.crc32(f"{key}/{i}".encode()) % 100 for i in range(max_new_tokens)]
+        if self.spoils(config):
+            tokens[-1] = (tokens[-1] + 1) % 100
+        steps = _steps(config, tokens[1:]) if config.kind in ("plain", "speculative") else ()
+        return Outcome(
+            prompt_tokens=len(prompt),
+            token_ids=tuple(tokens),
+            finish_reason="length",
+            prefill_s=0.1,
+            ttft_s=0.1,
+            decode_s=sum(step.times.total_s for step in steps) or self.reference_s * (max_new_tokens - 1),
+            steps=steps,
+            peak_memory_bytes=1000,
+        )
+
+    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:
+        self.cost_calls.append(tuple(widths))
+        return Costs(
+            {n: [0.3, round(0.1 + n / 1000, 9), 0.01] for n in widths}, {"d": [0.02, 0.01, 0.03]}, 256
+        )
+
+    def difference(
+        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
+    ) -> Difference | None:
+        if self.tie is None:
+            return None
+        from specbench.parity import (
+            Difference,  # imports torch, which a process that is killed has no time for
+        )
+
+        position = next(i for i, pair in enumerate(zip(tokens, plain, strict=True)) if pair[0] != pair[1])
+        gap = 0.001 if self.tie else 2.0
+        return Difference(
+            position, (tokens[position], plain[position]), (9.0, 9.0 - gap), gap, gap * 100, self.tie
+        )
+
+
+def _steps(config: Config, tokens: Sequence[int]) -> tuple[Step, ...]:
+    """Steps in which every draft is accepted."""
+    steps = []
+    at = 0
+    while at < len(tokens):
+        gamma = min(config.gamma or 0, len(tokens) - at - 1)
+        emitted = tuple(tokens[at : at + gamma + 1])
+        steps.append(
+            Step(
+                index=len(steps),
+                position=at,
+                drafted=emitted[:gamma],
+                accepted=gamma,
+                tested=gamma,
+                tokens=emitted,
+                closing="bonus" if gamma else "target",
+                expected_acceptance=(1.0,) * gamma,
+                times=StepTimes(draft_s=0.001 * gamma, verify_s=0.01),
+                policy={"noted": 0.5} if gamma else {},
+            )
+        )
+        at += gamma + 1
+    return tuple(steps)
+
+
+def prompts(single: int = 3, conversations: int = 0) -> tuple[Prompt, ...]:
+    """Prompts of one turn, and conversations of three."""
+    return (
+        *(Prompt(f"one-{i}", "chat", (f"Question {i}",)) for i in range(single)),
+        *(Prompt(f"many-{i}", "talk", ("First", f"Second {i}", "Third")) for i in range(conversations)),
+    )
+
+
+def make_sweep(
+    asked: Sequence[Prompt] | None = None, drafters: Sequence[str] = ("d",), **options: Any
+) -> Sweep:
+    """A small sweep; for ``options`` see ``SweepOptions``."""
+    defaults: dict[str, Any] = {"gammas": (1, 2), "repeats": 2, "warmup": 1, "max_new_tokens": 5}
+    made = SweepOptions(**{**defaults, **options})
+    return Sweep(made, tuple(asked or prompts()), tuple(build_configs(made, drafters)))
+
+
+def describe(sweep: Sweep, **changed: Any) -> dict[str, Any]:
+    """The ``run.json`` of a sweep over the scripted engine."""
+    run = describe_run(sweep, target=TARGET, environment=ENVIRONMENT, sources={"target": "scripted"})
+    return {**run, **changed}
+
+
+def new_store(path: Path, sweep: Sweep) -> RunStore:
+    """A store for a sweep over the scripted engine."""
+    return RunStore.create(path, describe(sweep))

@@ -1,0 +1,362 @@
+"""`specbench sweep` in this process, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from scripted_engine import ScriptedEngine, make_sweep, new_store, prompts
+from tiny import save_tiny
+
+import specbench.engine
+import specbench.environment
+from specbench.cli import run
+from specbench.cli.sweep_display import SweepDisplay, duration
+from specbench.errors import RunError
+from specbench.store import load_results, read_run
+from specbench.sweep import run_sweep
+
+Sweep = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny(folder / "target")
+    save_tiny(folder / "small", seed=1, layers=1)
+    return folder
+
+
+@pytest.fixture
+def sweep(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Sweep:
+    """The command with a small grid and two short prompts, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        {"id": "a", "category": "chat", "turns": ["Hello there"]},
+        {"id": "b", "category": "talk", "turns": ["One", "Two"]},
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        given = [
+            "sweep",
+            "--target",
+            models / "target",
+            "--dtype",
+            "float32",
+            "--prompts",
+            "./mine.jsonl",
+            "-n",
+            6,
+        ]
+        given += ["--gamma", "2", "--repeats", 1, "--drafter", "self:int8", *arguments]
+        words = [str(argument) for argument in given]
+        monkeypatch.setattr(sys, "argv", ["specbench", *words])
+        code = run(words)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def refused(result: tuple[int, str, str], code: int, *fragments: str) -> None:
+    """Nothing on stdout, and one sentence with its hint on stderr."""
+    assert result[0] == code, result
+    assert result[1] == ""
+    last = result[2].splitlines()[-1]
+    assert last.startswith("specbench: ")
+    for fragment in fragments:
+        assert fragment in last
+
+
+def test_a_sweep_from_beginning_to_end(sweep: Sweep, tmp_path: Path, models: Path) -> None:
+    code, out, err = sweep(
+        "--drafter", models / "small", "--baseline", "transformers", "--assisted", "transformers"
+    )
+    assert code == 0, err
+    (folder,) = (tmp_path / "results").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-target", folder.name)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock", "costs.jsonl", "generations.jsonl", "run.json", "summary.csv", "summary.md",
+    ]  # fmt: skip
+    frame = load_results(folder)
+    labels = [
+        "plain", "self:int8 γ=2", "small (int8) γ=2", "transformers generate", "transformers prompt lookup",
+        "transformers assisted, small (int8)",
+    ]  # fmt: skip
+    assert frame["label"].value_counts().to_dict() == dict.fromkeys(labels, 3)
+    assert (frame["status"] == "ok").all()
+    # float32 and greedy: everybody says the same.
+    assert (
+        frame.groupby(["prompt", "turn"])["token_ids"]
+        .agg(lambda c: len({tuple(each) for each in c}))
+        .eq(1)
+        .all()
+    )
+    run_json = read_run(folder)
+    assert run_json["differences"] == []
+    assert run_json["finished"]
+    assert set(run_json["costs"]["drafter_pass_s"]) == {"self:int8", "small (int8)"}
+    assert str(tmp_path) not in json.dumps(run_json)
+    assert str(models) not in (folder / "generations.jsonl").read_text() + json.dumps(run_json)
+    assert run_json["command"][:3] == ["sweep", "--target", "target"]
+    for label in labels[:4]:
+        assert label in out
+        assert label in (folder / "summary.csv").read_text()
+        assert label in (folder / "summary.md").read_text()
+    assert "18 of 18 generations" in err
+    assert f"specbench plot results/{folder.name}" in err
+    assert "few prompts" not in err
+    assert "warning: 2 prompts say little about others." in err
+
+
+def test_a_stopped_sweep_goes_on(sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = specbench.engine.ModelEngine.generate
+    calls = 0
+
+    def stop(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(specbench.engine.ModelEngine, "generate", stop)
+        code, out, err = sweep()
+    assert code == 130
+    (folder,) = (tmp_path / "results").iterdir()
+    assert f"Interrupted. 2 generations are in results/{folder.name}" in err
+    assert f"--out results/{folder.name} --resume" in err
+    assert "plain" in out  # the table so far
+    assert read_run(folder)["finished"] is None
+
+    code, out, err = sweep("--resume")  # finds the unfinished run by itself
+    assert code == 0, err
+    assert f"Going on with results/{folder.name}: 4 generations are there." in err
+    assert len(load_results(folder)) == 6
+    assert len(list((tmp_path / "results").iterdir())) == 1
+
+    refused(sweep("--out", folder), 2, "holds results already", "Add --resume")
+    assert sweep("--out", folder, "--resume")[0] == 0
+    assert sweep()[0] == 0
+    assert len(list((tmp_path / "results").iterdir())) == 2
+
+
+def test_resuming_begins_where_there_is_nothing(sweep: Sweep, tmp_path: Path) -> None:
+    assert sweep("--resume", "--out", tmp_path / "new")[0] == 0
+    assert len(load_results(tmp_path / "new")) == 6
+
+
+def test_another_option_set_or_machine_is_refused_until_accepted(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert sweep("--out", out)[0] == 0
+    before = (out / "generations.jsonl").read_bytes()
+    refused(
+        sweep("--out", out, "--resume", "--gamma", "2,3"), 2, "option gammas: 2 → 2, 3", "--accept-changes"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(specbench.environment, "_cpu_model", lambda: "Another CPU")
+        refused(sweep("--out", out, "--resume"), 2, "→ Another CPU", "--accept-changes")
+    assert (out / "generations.jsonl").read_bytes() == before
+    refused(
+        sweep("--out", out, "--resume", "--dtype", "bfloat16", "--accept-changes"), 2, "another dtype now"
+    )
+    code, _, err = sweep("--out", out, "--resume", "--gamma", "2,3", "--accept-changes")
+    assert code == 0, err
+    assert load_results(out)["config"].value_counts().to_dict() == {
+        "plain": 3,
+        "self:int8@2": 3,
+        "self:int8@3": 3,
+    }
+    refused(sweep("--accept-changes"), 2, "need --resume")
+    refused(sweep("--retry-failed"), 2, "need --resume")
+    refused(sweep("--resume", "--accept-changes"), 2, "needs --out")
+
+
+def test_failures_are_told_and_tried_again(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = specbench.engine.ModelEngine.generate
+
+    def fail(self: Any, config: Any, *arguments: Any, **options: Any) -> Any:
+        if config.id != "plain":
+            raise RunError("There was not enough memory for this configuration.")
+        return generate(self, config, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(specbench.engine.ModelEngine, "generate", fail)
+        code, _, err = sweep()
+    assert code == 1
+    (out,) = (tmp_path / "results").iterdir()
+    assert "3 generations failed; to try them again, add --resume --retry-failed." in err
+    assert "generations of self:int8 γ=2 failed: There was not enough memory for this configuration." in err
+    assert sweep("--out", out, "--resume")[0] == 0
+    assert (load_results(out)["status"] == "failed").sum() == 3
+    assert sweep("--resume", "--retry-failed")[0] == 0  # finds the run by itself
+    assert (load_results(out)["status"] == "ok").all()
+
+
+def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specbench.engine, "load_engine", lambda *_: pytest.fail("loaded"))
+    with new_store(tmp_path / "out", make_sweep()):
+        refused(sweep("--out", tmp_path / "out", "--resume"), 2, "Another sweep is writing")
+    (tmp_path / "file").write_text("")
+    refused(sweep("--out", tmp_path / "file"), 2, "is no folder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (("--gamma", "8..1"), ("runs backwards",)),
+        (("--gamma", "many"), ("'many' is no range of γ",)),
+        (("--length-policy", "guess"), ("no draft-length rule 'guess'",)),
+        (("--temperature", "-1"), ("temperature is -1.0",)),
+        (("--temperature", "nan"), ("temperature is nan",)),
+        (("--temperature", "0", "--temperature", "0"), ("given twice",)),
+        (("--repeats", "0"), ("repeats is 0",)),
+        (("--warmup", "-1"), ("warm-ups is -1",)),
+        (("--max-new-tokens", "1"), ("new tokens is 1", "at least 2")),
+        (("--prompts", "nowhere.jsonl"), ("no prompt file",)),
+        (("--category", "poetry"), ("No prompt has the category poetry", "chat, talk")),
+        (("--limit", "0"), ("--limit",)),
+        (("--dtype", "int8", "--baseline", "transformers"), ("The target is int8",)),
+        (("--drafter", "ngram:keep"), ("ngram:keep", "Leave keep out")),
+        (("--drafter", "nonsense:"), ("nonsense",)),
+        (("--baseline", "vllm"), ("--baseline",)),
+        (("--device", "tpu"), ("Unknown device 'tpu'",)),
+    ],
+)
+def test_bad_input(
+    sweep: Sweep, tmp_path: Path, arguments: tuple[str, ...], fragments: tuple[str, ...]
+) -> None:
+    refused(sweep(*arguments), 2, *fragments)
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"), [("", "no prompts"), ("{}\n{", "Line 1"), ('{"id": 1', "Line 1")]
+)
+def test_bad_prompt_files(sweep: Sweep, tmp_path: Path, content: str, fragment: str) -> None:
+    (tmp_path / "mine.jsonl").write_text(content)
+    refused(sweep(), 2, fragment)
+
+
+def test_duplicate_prompt_ids(sweep: Sweep, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"id": "x", "category": "c", "turns": ["a"]}\n' * 2)
+    refused(sweep(), 2, "Two prompts have the id 'x'")
+
+
+# -- dry run ---------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_would_run_and_leaves_nothing(
+    sweep: Sweep, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specbench.engine, "load_engine", lambda *_: pytest.fail("loaded"))
+    code, out, err = sweep(
+        "--dry-run", "--drafter", models / "small", "--gamma", "1..3", "--baseline", "transformers"
+    )
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("8 configurations: plain, self:int8 γ=1, ")
+    assert "small γ=3" in lines[0]
+    assert lines[1] == "2 prompts: chat 1, talk 1"
+    assert lines[2].startswith("24 generations of up to 6 tokens (1 repeats), stored in results/")
+    assert "as if no draft were accepted" in lines[3]
+    assert re.fullmatch(r"memory: 0\.7 GB \(program 0\.7, target 0\.0, .*\); [\d.]+ GB are free", lines[4])
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompts"),
+    [((), 12), (("--limit", "5"), 5), (("--prompts", "code"), 13), (("--category", "chat"), 12)],
+)
+def test_twelve_prompts_are_taken_unless_sets_are_named(
+    models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], prompts: int
+) -> None:
+    assert run(["sweep", "--target", str(models / "target"), "--dry-run", *arguments]) == 0
+    assert f"\n{prompts} prompts: " in capsys.readouterr().out
+
+
+def test_a_dry_run_uses_the_speeds_of_a_stored_run(sweep: Sweep, tmp_path: Path) -> None:
+    assert sweep("--out", tmp_path / "results" / "first")[0] == 0
+    code, out, _ = sweep("--dry-run", "--gamma", "2,3")
+    assert code == 0
+    assert "from the speeds measured in first" in out
+
+
+# -- the display -----------------------------------------------------------------------------------
+
+
+def _display(console: Console, folder: Path, **options: Any) -> SweepDisplay:
+    sweep = make_sweep(prompts(2, conversations=1), repeats=2)
+    with new_store(folder, sweep) as store, SweepDisplay(sweep, console, **options) as display:
+        engine = ScriptedEngine(
+            fails=lambda c, p: RunError("[red]no") if c.id == "d@2" and len(p) > 7 else None
+        )
+        run_sweep(sweep, store, engine, on_event=display.handle)
+    return display
+
+
+def test_off_a_terminal_it_writes_plain_lines(tmp_path: Path) -> None:
+    out = StringIO()
+    _display(Console(file=out, width=80), tmp_path)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("1 of 30 generations, ")
+    assert lines[-1].startswith("30 of 30 generations, 2 failed")
+    assert len(lines) == 11
+    assert "\x1b" not in out.getvalue()
+
+
+def test_on_a_terminal_it_shows_progress_and_the_table_so_far(tmp_path: Path) -> None:
+    out = StringIO()
+    console = Console(file=out, width=100, height=30, force_terminal=True, color_system=None)
+    display = _display(console, tmp_path)
+    with console.capture() as capture:
+        console.print(display._picture())
+    picture = [line.rstrip() for line in capture.get().splitlines()]
+    assert "30/30" in picture[0]
+    assert "2 failed" in picture[0]
+    assert picture[2].split() == ["so", "far", "tokens/s", "×", "plain", "runs"]
+    rows = {line.split("  ")[0]: line.split()[-3:] for line in picture[3:] if line}
+    assert rows["plain"] == ["100.0", "1.00", "10"]  # a token a hundredth of a second
+    assert rows["d γ=1"] == ["181.8", "1.82", "10"]  # four in two steps, with a draft of a thousandth in each
+    assert rows["d γ=2"][2] == "8"
+    assert "warming up" in out.getvalue()
+    assert "many-0 turn 2 · repeat 1 of 2" in out.getvalue()
+
+
+def test_quiet_shows_nothing(tmp_path: Path) -> None:
+    out = StringIO()
+    _display(Console(file=out, force_terminal=True), tmp_path, quiet=True)
+    assert out.getvalue() == ""
+
+
+def test_more_rows_than_the_terminal_has(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), width=60, height=8, force_terminal=True, color_system=None)
+    display = _display(console, tmp_path)
+    display._speeds._configs = {f"{n}": c for n, c in enumerate(list(display._speeds._configs.values()) * 3)}
+    with console.capture() as capture:
+        console.print(display._picture())
+    assert "and 6 more" in capture.get()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0, "0 s"), (59.4, "59 s"), (61, "1 min"), (7100, "118 min"), (7300, "2 h 02 min")]
+)
+def test_durations_are_said_shortly(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_language_model, tiny_tokenizer
+
+from specbench.engine import EngineOptions, ModelEngine, check_engine, load_engine
+from specbench.errors import RunError, UsageError
+from specbench.generate import autoregressive_generate
+from specbench.grid import Config, SweepOptions, build_configs
+from specbench.loading import load_drafter, wrap_drafter, wrap_target
+from specbench.models import LoadOptions
+from specbench.prompts import Prompt
+
+PROMPT = [5, 17, 200, 33, 5, 17, 200]
+
+
+@pytest.fixture
+def engine() -> ModelEngine:
+    target = wrap_target(tiny_language_model().model, tiny_tokenizer(), name="tiny", pack=False)
+    drafters = {name: load_drafter(name, target) for name in ("lookup", "self:int8")}
+    small = tiny_language_model(seed=1, layers=1)
+    drafters["small"] = wrap_drafter(small, target)
+    return ModelEngine(
+        target,
+        drafters,
+        reference=tiny_language_model(),
+        assistants={"small": tiny_language_model(seed=1, layers=1)},
+        fingerprints={"small": small.fingerprint},
+    )
+
+
+def grid(temperature: float = 0.0, **options: Any) -> list[Config]:
+    made = SweepOptions(gammas=(3,), temperatures=(temperature,), transformers=True, assisted=True, **options)
+    return build_configs(made, ["lookup", "self:int8", "small"], {"small": "f"})
+
+
+def run(engine: ModelEngine, config: Config, **changed: Any) -> Any:
+    return engine.generate(
+        config, **{"prompt": PROMPT, "max_new_tokens": 12, "ignore_eos": True, "seed": 3, **changed}
+    )
+
+
+class Steps:
+    """A clock on which every look takes a second."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        self.time += 1.0
+        return self.time
+
+
+def test_every_greedy_configuration_gives_the_tokens_of_plain_decoding(engine: ModelEngine) -> None:
+    expected = autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
+    for config in grid():
+        outcome = run(engine, config)
+        assert outcome.token_ids == expected, config.id
+        assert outcome.prompt_tokens == len(PROMPT)
+        assert outcome.finish_reason == "length"
+        assert outcome.ttft_s > 0
+        assert outcome.decode_s > 0
+        assert outcome.peak_memory_bytes > 0
+        assert bool(outcome.steps) == (config.kind in ("plain", "speculative"))
+
+
+def test_end_tokens_are_the_same_for_transformers(engine: ModelEngine) -> None:
+    tokens = autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
+    engine.target.language_model.end_ids = (tokens[4],)
+    stop = tokens.index(tokens[4]) + 1
+    for config in grid():
+        outcome = run(engine, config, ignore_eos=False)
+        assert outcome.token_ids == tokens[:stop], config.id
+        assert outcome.finish_reason == "eos"
+
+
+def test_sampling_settings_of_the_models_own_file_are_not_used(engine: ModelEngine) -> None:
+    assert engine.reference is not None
+    own = engine.reference.model.generation_config
+    own.repetition_penalty, own.top_k, own.do_sample = 5.0, 1, True
+    plain, theirs = (
+        next(config for config in grid() if config.kind == kind) for kind in ("plain", "transformers")
+    )
+    assert run(engine, theirs).token_ids == run(engine, plain).token_ids
+
+
+def test_sampled_outputs_depend_on_the_seed_alone(engine: ModelEngine) -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    for config in grid(temperature=1.5):
+        first, again, other = (run(engine, config, seed=seed).token_ids for seed in (3, 3, 4))
+        assert first == again, config.id
+        assert first != other, config.id
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", ["transformers", "assisted"])
+def test_transformers_is_timed_from_emission_to_emission(engine: ModelEngine, kind: str) -> None:
+    engine._clock = Steps()
+    config = next(config for config in grid() if config.kind == kind)
+    outcome = run(engine, config)
+    assert outcome.ttft_s == outcome.prefill_s == 1.0
+    assert 1 <= outcome.first_tokens <= 12
+    # One look per emission: 12 tokens, one each or several at once.
+    assert (
+        outcome.decode_s == 11.0 if kind == "transformers" else outcome.decode_s <= 12 - outcome.first_tokens
+    )
+
+
+def test_the_context_limit_holds_for_all(engine: ModelEngine) -> None:
+    engine.target.scorer.context_limit = len(PROMPT) + 4
+    for config in grid():
+        outcome = run(engine, config)
+        assert len(outcome.token_ids) == 4, config.id
+        assert outcome.finish_reason == "context-limit"
+        with pytest.raises(UsageError, match="the target's context holds 11"):
+            run(engine, config, prompt=PROMPT * 2)
+
+
+def test_running_out_of_memory_is_an_error_of_this_generation(
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = grid()[0]
+    expected = run(engine, plain).token_ids
+    for error in (
+        MemoryError(),
+        torch.OutOfMemoryError("no"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                engine.target.scorer, "_forward", lambda *_, error=error: (_ for _ in ()).throw(error)
+            )
+            with pytest.raises(RunError, match="not enough memory"):
+                run(engine, plain)
+        assert run(engine, plain).token_ids == expected
+
+
+def test_a_drafter_that_was_not_loaded_fails_where_it_is_needed(engine: ModelEngine) -> None:
+    engine.drafters["small"] = RunError("It does not fit.")
+    configs = {config.id: config for config in grid()}
+    with pytest.raises(RunError, match="It does not fit"):
+        run(engine, configs["small@3"])
+    run(engine, configs["lookup@3"])
+    costs = engine.measure_costs(PROMPT, [1, 2])
+    assert set(costs.drafters) == {"lookup", "self:int8"}
+
+
+def test_costs_are_times_of_single_passes(engine: ModelEngine) -> None:
+    engine._clock = Steps()
+    costs = engine.measure_costs(PROMPT, [1, 2, 5])
+    assert {n: set(times) for n, times in costs.target.items()} == {1: {1.0}, 2: {1.0}, 5: {1.0}}
+    assert {len(times) for times in (*costs.target.values(), *costs.drafters.values())} == {2}
+    assert costs.context == 256
+    assert costs.medians()["target_pass_s"] == {"1": 1.0, "2": 1.0, "5": 1.0}
+    assert len(costs.rows()) == 6
+    # Nothing is left behind.
+    assert (
+        run(engine, grid()[0]).token_ids
+        == autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
+    )
+
+
+def test_passes_are_timed_at_the_widths_asked_for(
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[tuple[int, int]] = []
+    forward = engine.target.scorer._forward
+
+    def noted(tokens: Sequence[int], rows: int) -> torch.Tensor:
+        widths.append((len(tokens), rows))
+        return forward(tokens, rows)
+
+    monkeypatch.setattr(engine.target.scorer, "_forward", noted)
+    engine.measure_costs(PROMPT, [1, 4])
+    assert widths[0][0] == 256
+    assert set(widths[1:]) == {(1, 1), (4, 4)}
+    assert len(widths) == 1 + 2 * 3
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+def test_conversations_go_through_the_chat_template(engine: ModelEngine) -> None:
+    tokenizer = engine.target.tokenizer
+    assert tokenizer is not None
+    prompt = Prompt("p", "c", ("Hello", "More", "Last"), system="Be kind")
+    answer = tokenizer("Fine")["input_ids"]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end in engine.target.end_ids
+    ids = engine.encode(prompt, [[*answer, end]])
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+        "<|im_start|>assistant\nFine<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(engine.encode(prompt, [])).endswith(
+        "user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_without_a_system_role_gets_its_text_all_the_same(engine: ModelEngine) -> None:
+    tokenizer = engine.target.tokenizer
+    assert tokenizer is not None
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        + str(tokenizer.chat_template)
+    )
+    text = tokenizer.decode(engine.encode(Prompt("p", "c", ("Hello",), system="Be kind"), []))
+    assert text == "<|im_start|>user\nBe kind\n\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_without_a_template_the_texts_follow_each_other(engine: ModelEngine) -> None:
+    tokenizer = engine.target.tokenizer
+    assert tokenizer is not None
+    tokenizer.chat_template = None
+    prompt = Prompt("p", "c", ("Hello", "More"), system="Be kind")
+    assert (
+        tokenizer.decode(engine.encode(prompt, [tokenizer("Fine")["input_ids"]]))
+        == "Be kind\n\nHello\n\nFine\n\nMore"
+    )
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def test_loading_by_specs(tmp_path: Any) -> None:
+    target, small = save_tiny(tmp_path / "target"), save_tiny(tmp_path / "small", seed=1, layers=1)
+    engine = load_engine(
+        EngineOptions(
+            str(target), ("lookup", str(small)), LoadOptions("float32"), reference=True, assistants=True
+        )
+    )
+    assert list(engine.drafters) == ["lookup", "small (int8)"]
+    assert list(engine.assistants) == ["small (int8)"] == list(engine.fingerprints)
+    described = engine.describe_target()
+    assert (described["name"], described["dtype"], described["device"]) == ("target", "float32", "cpu")
+    assert str(tmp_path) not in str(described)
+
+
+def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Any) -> None:
+    target = str(save_tiny(tmp_path / "target"))
+    with pytest.raises(UsageError, match="remembers its own answers"):
+        check_engine(EngineOptions(target, ("ngram:keep",)))
+    with pytest.raises(UsageError, match="no option"):
+        check_engine(EngineOptions(target, ("lookup:nonsense",)))
+    with pytest.raises(UsageError, match="Unknown dtype"):
+        check_engine(EngineOptions(target, ("lookup",), LoadOptions("float8")))
+    with pytest.raises(UsageError, match="Two drafters are called"):
+        load_engine(EngineOptions(target, ("lookup", "lookup:n=3")))

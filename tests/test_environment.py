@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import specbench.environment as environment
+from specbench.advice import (
+    Interval,
+    at_start,
+    baseline_too_slow,
+    during,
+    few_prompts,
+    tokens_differ,
+    wide_intervals,
+)
+from specbench.environment import (
+    LoadSnapshot,
+    describe_environment,
+    load_snapshot,
+    reset_peak_memory,
+)
+from specbench.measure import peak_memory
+
+
+def quiet(**changed: object) -> LoadSnapshot:
+    base = LoadSnapshot(4, 0.5, 100.0, 5.0, 1000.0, 20.0, 3000.0, 2, 16_000_000_000, 8_000_000_000, 0)
+    return replace(base, **changed)  # type: ignore[arg-type]
+
+
+# -- what machine it is ----------------------------------------------------------------------------
+
+
+def test_the_environment_says_what_figures_depend_on() -> None:
+    found = describe_environment()
+    assert set(found) == {
+        "cpu", "cpu_capability", "physical_cores", "cores", "threads", "ram_gb", "os", "python", "torch",
+        "transformers", "specbench", "devices", "git_commit",
+    }  # fmt: skip
+    assert found["cores"] >= 1
+    assert found["threads"] >= 1
+    assert found["ram_gb"] > 0
+    assert found["python"] == platform.python_version()
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_environment_names_nobody_and_no_place() -> None:
+    text = json.dumps(describe_environment(), ensure_ascii=False)
+    assert platform.node() not in text
+    assert str(Path.home()) not in text
+    assert os.sep not in text.replace("GNU/Linux", "")
+    if len(getpass.getuser()) > 4:
+        assert getpass.getuser() not in text
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "other").write_text("")
+    subprocess.run([*git, "add", "other"], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    (package / "_version.py").write_text("1")
+    assert environment._git_commit(package) is None  # it lies in somebody else's checkout
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    commit = environment._git_commit(package)
+    assert commit is not None
+    assert len(commit) == 40
+    (package / "_version.py").write_text("2")
+    assert environment._git_commit(package) == f"{commit}+"
+
+
+def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert describe_environment()["git_commit"] is None
+
+
+# -- how busy it is --------------------------------------------------------------------------------
+
+
+def test_two_looks_tell_what_happened_between() -> None:
+    before = load_snapshot()
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    after = load_snapshot()
+    assert after.own_s - before.own_s >= 0.29
+    assert after.total_s > before.total_s
+    assert after.busy_s >= before.busy_s
+    assert 0 < after.available_bytes <= after.memory_bytes
+    share, busy = after.steal_share(before), after.busy_elsewhere(before)
+    assert share is None or 0 <= share <= 1
+    assert busy is not None
+    assert 0 <= busy <= after.cores
+
+
+def test_shares_are_worked_out_from_differences() -> None:
+    before = quiet()
+    after = quiet(busy_s=130.0, steal_s=8.0, total_s=1100.0, own_s=40.0)
+    assert after.steal_share(before) == 3.0 / 100.0
+    assert after.busy_elsewhere(before) == (30.0 - 20.0) / (100.0 / 4)
+    assert before.busy_elsewhere(before) is None
+    assert before.steal_share(before) is None
+    assert after.steal_share(quiet(steal_s=None)) is None
+    assert quiet(busy_s=110.0, own_s=40.0, total_s=1100.0).busy_elsewhere(before) == 0.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is that of the whole process")
+def test_peak_memory_begins_anew() -> None:
+    block = bytearray(200_000_000)
+    del block
+    high = peak_memory("cpu")
+    reset_peak_memory("cpu")
+    if peak_memory("cpu") == high:
+        pytest.skip("this kernel does not reset it")
+    assert peak_memory("cpu") < high - 150_000_000
+
+
+# -- what is doubtful ------------------------------------------------------------------------------
+
+
+def test_a_quiet_machine_gives_no_warning() -> None:
+    assert at_start(quiet()) == []
+    assert during(quiet(), quiet(total_s=1100.0, busy_s=120.0, own_s=39.0), 3000.0) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (quiet(total_s=1100.0, busy_s=160.0), "machine-busy"),
+        (quiet(total_s=1100.0, steal_s=7.5), "steal"),
+        (quiet(frequency_mhz=2400.0), "frequency-drop"),
+        (quiet(throttled=3), "thermal"),
+        (quiet(available_bytes=100_000_000), "memory-pressure"),
+        (quiet(swapped_in_bytes=4096), "memory-pressure"),
+    ],
+)
+def test_each_disturbance_has_its_warning_and_advice(after: LoadSnapshot, expected: str) -> None:
+    found = during(quiet(), after, 3000.0)
+    assert [warning.id for warning in found] == [expected]
+    assert found[0].advice.endswith(".")
+    assert found[0].message.endswith(".")
+    json.dumps(dict(found[0].data))
+
+
+def test_what_cannot_be_told_gives_no_warning() -> None:
+    unknown = quiet(
+        load_average=None, steal_s=None, frequency_mhz=None, throttled=None, swapped_in_bytes=None
+    )
+    assert at_start(unknown) == during(unknown, unknown) == []
+
+
+def test_a_machine_that_is_busy_before_the_sweep() -> None:
+    found = at_start(quiet(load_average=4.5))
+    assert [warning.message for warning in found] == [
+        "The machine is busy: a load of 4.5 on 4 cores before the sweep began."
+    ]
+    assert [warning.id for warning in at_start(quiet(available_bytes=1))] == ["memory-pressure"]
+
+
+def test_few_prompts() -> None:
+    assert few_prompts(8) is None
+    one = few_prompts(1)
+    assert one is not None
+    assert one.message == "1 prompt says little about others."
+
+
+def test_wide_intervals() -> None:
+    assert wide_intervals({"a": Interval(2.0, 1.81, 2.19)}) is None
+    found = wide_intervals(
+        {"a": Interval(2.0, 1.81, 2.19), "b": Interval(1.0, 0.8, 1.3), "c": Interval(1.0, 0.5, 1.9)}
+    )
+    assert found is not None
+    assert found.message == "2 of 3 intervals are wider than ±10%; the widest is ±70% (c)."
+    assert found.data == {"half_widths": {"b": 0.25, "c": 0.7}}
+
+
+def test_a_baseline_slower_than_transformers() -> None:
+    assert baseline_too_slow(Interval(1.1, 0.99, 1.3)) is None
+    found = baseline_too_slow(Interval(1.2, 1.1, 1.3))
+    assert found is not None
+    assert found.severity == "error"
+    assert "1.20×" in found.message
+
+
+def test_a_real_difference_outweighs_ties() -> None:
+    tie = {"config": "c", "prompt": "p", "position": 3, "gap": 0.01, "gap_units": 1.0, "numerical_tie": True}
+    real = {**tie, "prompt": "q", "position": 7, "gap": 2.5, "numerical_tie": False}
+    assert tokens_differ({}, 5) == []
+    (found,) = tokens_differ({"C": [tie, real]}, 5)
+    assert found.severity == "error"
+    assert found.message == (
+        "C: tokens differ from plain decoding in 2 of 5 prompts, first at token 7 of q; the two best logits are 2.5"
+        " apart there, more than rounding explains."
+    )
+    assert found.data == {"differences": [tie, real]}
+
+
+def test_ties_of_all_configurations_are_told_at_once() -> None:
+    tie = {"config": "c", "prompt": "p", "position": 3, "gap": 0.01, "gap_units": 1.0, "numerical_tie": True}
+    found = tokens_differ({"C": [tie, tie], "D": [{**tie, "numerical_tie": None}], "E": [tie]}, 5)
+    assert [warning.severity for warning in found] == ["warning", "info"]
+    assert found[1].message == (
+        "2 configurations: tokens differ from plain decoding in 3 of 10 cases, each where the two best logits are tied"
+        " within rounding (first at token 3 of p, C)."
+    )
+    (alone,) = tokens_differ({"C": [tie]}, 5)
+    assert alone.message.startswith("C: tokens differ from plain decoding in 1 of 5 cases")

@@ -1,0 +1,499 @@
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import specbench.store as store_module
+from specbench.errors import RunError, UsageError
+from specbench.store import RunStore, find_runs, key_of, load_results, read_run, write_csv, write_text
+
+RUN: dict[str, Any] = {
+    "run_id": "abc",
+    "options": {},
+    "environment": {},
+    "target": {"name": "tiny"},
+    "configs": [
+        {
+            "id": "plain",
+            "label": "plain",
+            "kind": "plain",
+            "drafter": "none",
+            "gamma": None,
+            "baseline": "plain",
+        },
+        {
+            "id": "d@2",
+            "label": "d γ=2",
+            "kind": "speculative",
+            "drafter": "d",
+            "gamma": 2,
+            "baseline": "plain",
+        },
+    ],
+    "prompts": [],
+}
+
+
+def row(config: str = "d@2", prompt: str = "p", repeat: int = 0, **changed: Any) -> dict[str, Any]:
+    """Three steps: two drafts accepted and a bonus, one of two accepted and corrected, nothing drafted."""
+    return {
+        "schema": 1, "run_id": "abc", "config": config, "prompt": prompt, "category": "chat", "turn": 0,
+        "repeat": repeat, "order": 0, "warmup": False, "status": "ok", "error": None, "prompt_tokens": 3,
+        "new_tokens": 7, "token_ids": [1, 2, 3, 4, 5, 6, 7], "finish_reason": "length", "ttft_s": 0.5,
+        "prefill_s": 0.5, "decode_s": 3.0, "total_s": 3.5, "peak_memory_bytes": 10, "load_average": None,
+        "started": 1.5, "warnings": ["steal"],
+        "steps": {
+            "drafted": [2, 2, 0], "tested": [2, 2, 0], "accepted": [2, 1, 0], "emitted": [3, 2, 1],
+            **{name: [0.25, 0.5, 0.25] for name in store_module.STEP_LISTS if name.endswith("_s")},
+            "expected_acceptance": [[1.0, 0.5], [0.75, 0.25], []], "closing": ["bonus", "corrected", "target"],
+            "policy": {"H_norm": [0.5, None, 0.25]},
+        },
+        **changed,
+    }  # fmt: skip
+
+
+def lines(folder: Path) -> list[bytes]:
+    return (folder / "generations.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def fill(folder: Path, count: int = 3) -> None:
+    with RunStore.create(folder, RUN) as store:
+        for repeat in range(count):
+            store.append(row(repeat=repeat))
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def test_what_was_appended_is_read_back_and_known(tmp_path: Path) -> None:
+    fill(tmp_path / "a" / "run")
+    with RunStore.open(tmp_path / "a" / "run") as store:
+        assert list(store.rows()) == [row(repeat=repeat) for repeat in range(3)]
+        assert store.done_keys() == {("d@2", "p", 0, repeat, False) for repeat in range(3)}
+        assert store.problems == []
+        store.append(row(repeat=3))
+    assert [key_of(json.loads(line)) for line in lines(tmp_path / "a" / "run")][-1] == (
+        "d@2",
+        "p",
+        0,
+        3,
+        False,
+    )
+
+
+def test_a_folder_with_results_is_not_begun_anew(tmp_path: Path) -> None:
+    fill(tmp_path)
+    before = (tmp_path / "run.json").read_bytes()
+    with pytest.raises(UsageError, match=r"holds results already.*--resume"):
+        RunStore.create(tmp_path, {**RUN, "run_id": "other"})
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_nothing_is_measured_twice_or_half(tmp_path: Path) -> None:
+    with RunStore.create(tmp_path, RUN) as store:
+        store.append(row())
+        with pytest.raises(ValueError, match="measured already"):
+            store.append(row())
+        with pytest.raises(ValueError, match="JSON compliant"):
+            store.append(row(repeat=1, ttft_s=float("nan")))
+        assert store.done_keys() == {key_of(row())}
+    assert len(lines(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("kept", [1, 7, 100, -2])
+def test_a_line_cut_short_is_ignored_and_measured_again(tmp_path: Path, kept: int) -> None:
+    fill(tmp_path)
+    file = tmp_path / "generations.jsonl"
+    whole = lines(tmp_path)
+    file.write_bytes(b"".join(whole[:2]) + whole[2][:kept])
+    frame = load_results(tmp_path)
+    assert len(frame) == 2
+    assert frame.attrs["problems"] == [
+        f"Line 3 of {tmp_path.name}/generations.jsonl was cut short by a crash and is not used."
+    ]
+    with RunStore.open(tmp_path) as store:
+        assert len(store.done_keys()) == 2
+        store.append(row(repeat=2))
+    assert lines(tmp_path) == whole
+    assert load_results(tmp_path).attrs["problems"] == []
+
+
+def test_a_last_line_that_lacks_only_its_break_counts(tmp_path: Path) -> None:
+    fill(tmp_path)
+    whole = lines(tmp_path)
+    (tmp_path / "generations.jsonl").write_bytes(b"".join(whole)[:-1])
+    assert len(load_results(tmp_path)) == 3
+    with RunStore.open(tmp_path) as store:
+        assert len(store.done_keys()) == 3
+        store.append(row(repeat=3))
+    assert lines(tmp_path)[:3] == whole
+    assert len(load_results(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\0" * 40, b"{}", b"[1]", b'{"schema": 1}', b"\xff\xfe", b"[" * 100_000, b""]
+)
+def test_damaged_lines_in_the_middle_cost_nothing_but_themselves(tmp_path: Path, damage: bytes) -> None:
+    fill(tmp_path)
+    whole = lines(tmp_path)
+    (tmp_path / "generations.jsonl").write_bytes(whole[0] + damage + b"\n" + whole[1] + whole[2])
+    frame = load_results(tmp_path)
+    assert len(frame) == 3
+    assert frame.attrs["problems"] == [
+        f"Line 2 of {tmp_path.name}/generations.jsonl is damaged and is not used."
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"steps": {**row()["steps"], "drafted": [1]}},
+        {"steps": {**row()["steps"], "drafted": ["a", "b", "c"]}},
+        {"steps": []},
+        {"token_ids": ["x"]},
+        {"ttft_s": "soon"},
+        {"status": "perhaps"},
+        {"turn": True},
+    ],
+)
+def test_lines_that_are_json_and_no_measurement_are_reported(tmp_path: Path, changed: dict[str, Any]) -> None:
+    fill(tmp_path, 1)
+    with (tmp_path / "generations.jsonl").open("a") as file:
+        file.write(json.dumps(row(repeat=1, **changed)) + "\n")
+    frame = load_results(tmp_path)
+    assert len(frame) == 1
+    assert len(frame.attrs["problems"]) == 1
+
+
+def test_a_failure_is_kept_until_a_success_replaces_it(tmp_path: Path) -> None:
+    failed = {key: value for key, value in row().items() if key not in ("steps", "token_ids", "ttft_s")}
+    failed.update(status="failed", error="out of memory")
+    with RunStore.create(tmp_path, RUN) as store:
+        store.append(failed)
+        assert store.done_keys() == {key_of(row())}
+        assert store.done_keys(retry_failed=True) == set()
+    frame = load_results(tmp_path)
+    assert frame["status"].tolist() == ["failed"]
+    assert frame[["ttft_s", "tokens_per_second", "alpha"]].isna().all(axis=None)
+    assert len(frame["steps_drafted"][0]) == len(frame["token_ids"][0]) == 0
+    with RunStore.open(tmp_path) as store:
+        store.append(row())
+        assert [each["status"] for each in store.rows()] == ["ok"]
+    frame = load_results(tmp_path)
+    assert frame["status"].tolist() == ["ok"]
+    assert frame.attrs["problems"] == []
+
+
+def test_of_repeated_keys_the_first_counts(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    with (tmp_path / "generations.jsonl").open("a") as file:
+        file.write(json.dumps(row(decode_s=99.0)) + "\n")
+    frame = load_results(tmp_path)
+    assert frame["decode_s"].tolist() == [3.0]
+    assert frame.attrs["problems"] == ["1 generations stand there more than once; the first of each is used."]
+
+
+def test_fields_of_run_json_change_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunStore.create(tmp_path, RUN) as store:
+        store.update(finished="today")
+        assert read_run(tmp_path)["finished"] == "today"
+        before = (tmp_path / "run.json").read_bytes()
+
+        def full(self: Path, target: Path) -> None:
+            raise OSError(errno.ENOSPC, "full")
+
+        monkeypatch.setattr(Path, "replace", full)
+        with pytest.raises(RunError, match=r"disk is full.*What was measured before is kept"):
+            store.update(finished="tomorrow")
+    assert (tmp_path / "run.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "generations.jsonl", "run.json"]
+
+
+def test_costs_stand_beside_the_generations(tmp_path: Path) -> None:
+    with RunStore.create(tmp_path, RUN) as store:
+        store.append_costs([{"kind": "target", "tokens": 1, "seconds": [0.5]}])
+        store.append_costs([{"kind": "target", "tokens": 2, "seconds": [0.6]}])
+    assert [json.loads(line)["tokens"] for line in (tmp_path / "costs.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+    ]
+
+
+# -- a full disk, a locked or read-only folder -----------------------------------------------------
+
+
+def test_a_write_that_fails_halfway_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunStore.create(tmp_path, RUN) as store:
+        store.append(row())
+        write = os.write
+        calls = []
+
+        def half_then_full(file: int, data: bytes) -> int:
+            calls.append(len(data))
+            if len(calls) > 1:
+                raise OSError(errno.ENOSPC, "full")
+            return write(file, bytes(data[: len(data) // 2]))
+
+        monkeypatch.setattr(os, "write", half_then_full)
+        with pytest.raises(RunError, match=r"disk is full.*kept.*--resume"):
+            store.append(row(repeat=1))
+        monkeypatch.undo()
+        assert len(calls) == 2
+        assert len(load_results(tmp_path)) == 1
+        store.append(row(repeat=1))
+    assert [json.loads(line)["repeat"] for line in lines(tmp_path)] == [0, 1]
+
+
+def _small_disk(folder: Path) -> bool:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a tmpfs")
+def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    if not _small_disk(disk):
+        pytest.skip("mounting is not permitted here")
+    try:
+        written = 0
+        with RunStore.create(disk / "run", RUN) as store:
+            while written < 1000:
+                try:
+                    store.append(row(repeat=written))
+                except RunError as raised:
+                    error = raised
+                    break
+                written += 1
+        assert "disk is full" in str(error)
+        assert written > 3
+        frame = load_results(disk / "run")
+        assert frame["repeat"].tolist() == list(range(written))
+        assert frame.attrs["problems"] == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a read-only mount")
+def test_a_read_only_folder_is_the_users_fault(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    if not _small_disk(disk):
+        pytest.skip("mounting is not permitted here")
+    try:
+        fill(disk / "run")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for attempt in (
+            lambda: RunStore.create(disk / "new", RUN),
+            lambda: RunStore.open(disk / "run"),
+            lambda: RunStore.check_writable(disk / "new"),
+        ):
+            with pytest.raises(UsageError, match=r"cannot be written \(Read-only file system\).*--out"):
+                attempt()
+        assert len(load_results(disk / "run")) == 3
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UsageError, match=r"is no folder.*--out"):
+        RunStore.create(tmp_path / "run", RUN)
+    with pytest.raises(UsageError, match="is no folder"):
+        RunStore.create(tmp_path / "run" / "below", RUN)
+
+
+def test_two_writers_cannot_mix(tmp_path: Path) -> None:
+    with RunStore.create(tmp_path, RUN):
+        for attempt in (RunStore.open, RunStore.check_writable):
+            with pytest.raises(UsageError, match="Another sweep is writing"):
+                attempt(tmp_path)
+        with pytest.raises(UsageError, match="Another sweep is writing"):
+            RunStore.create(tmp_path, RUN)
+        assert len(load_results(tmp_path)) == 0  # readers are never kept out
+    RunStore.open(tmp_path).close()
+
+
+def _hold(folder: Path, ready: Any) -> None:
+    with RunStore.open(folder):
+        ready.set()
+        time.sleep(600)
+
+
+def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
+    fill(tmp_path)
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    holder = context.Process(target=_hold, args=(tmp_path, ready))
+    holder.start()
+    assert ready.wait(60)
+    with pytest.raises(UsageError, match="Another sweep is writing"):
+        RunStore.open(tmp_path)
+    holder.kill()
+    holder.join()
+    assert (tmp_path / ".lock").exists()
+    with RunStore.open(tmp_path) as store:
+        assert len(store.done_keys()) == 3
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def test_the_table_has_figures_configuration_and_steps(tmp_path: Path) -> None:
+    with RunStore.create(tmp_path, RUN) as store:
+        store.append(row())
+        store.append(row(repeat=1, warmup=True))
+        plain = row("plain", steps={**row()["steps"], "accepted": [0, 0, 0], "drafted": [0, 0, 0]})
+        plain["steps"]["expected_acceptance"] = [[], [], []]
+        store.append(plain)
+    frame = load_results(tmp_path)
+    assert frame["config"].tolist() == ["d@2", "plain"]
+    first, second = frame.iloc[0], frame.iloc[1]
+    assert first["tokens_per_second"] == (7 - 1) / 3.0
+    assert first["tokens_per_step"] == 6 / 3
+    assert first["acceptance_rate"] == 3 / 4
+    assert first["alpha"] == (1.0 + 0.5 + 0.75 + 0.25) / 4
+    assert first[["label", "kind", "drafter", "gamma", "baseline", "target"]].tolist() == [
+        "d γ=2", "speculative", "d", 2, "plain", "tiny",
+    ]  # fmt: skip
+    assert np.isnan(second["gamma"])
+    assert np.isnan(second["alpha"])
+    assert np.isnan(second["acceptance_rate"])
+    assert np.isnan(first["load_average"])
+    assert first["token_ids"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert first["steps_draft_s"].tolist() == [0.25, 0.5, 0.25]
+    assert first["steps_expected_acceptance"] == [[1.0, 0.5], [0.75, 0.25], []]
+    assert first["steps_closing"] == ["bonus", "corrected", "target"]
+    np.testing.assert_equal(first["steps_policy"]["H_norm"], [0.5, np.nan, 0.25])
+    assert first["warnings"] == ["steal"]
+    assert frame.attrs["run"]["run_id"] == "abc"
+
+
+def test_speed_counts_the_tokens_behind_the_first_emission(tmp_path: Path) -> None:
+    with RunStore.create(tmp_path, RUN) as store:
+        store.append(row(first_tokens=4))
+        store.append(row(repeat=1, new_tokens=1, decode_s=0.0))
+    frame = load_results(tmp_path)
+    assert frame["tokens_per_second"][0] == (7 - 4) / 3.0
+    assert np.isnan(frame["tokens_per_second"][1])
+
+
+def test_several_runs_and_folders_of_runs(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        with RunStore.create(tmp_path / "all" / name, {**RUN, "run_id": name}) as store:
+            store.append(row(run_id=name))
+    (tmp_path / "all" / "notes").mkdir()
+    assert find_runs(tmp_path / "all") == [tmp_path / "all" / "a", tmp_path / "all" / "b"]
+    assert find_runs([tmp_path / "all" / "b" / "run.json", tmp_path / "all"]) == [
+        tmp_path / "all" / "b",
+        tmp_path / "all" / "a",
+    ]
+    frame = load_results(tmp_path / "all")
+    assert frame["run_id"].tolist() == ["a", "b"]
+    assert set(frame.attrs["runs"]) == {"a", "b"}
+
+
+def test_rows_of_another_run_or_configuration_are_left_out(tmp_path: Path) -> None:
+    with RunStore.create(tmp_path, RUN) as store:
+        store.append(row())
+        store.append(row(repeat=1, run_id="other"))
+        store.append(row("unheard-of"))
+    frame = load_results(tmp_path)
+    assert len(frame) == 1
+    assert [problem.split(" of ")[0] for problem in frame.attrs["problems"]] == ["1 lines", "1 lines"]
+
+
+def test_a_run_without_rows_is_an_empty_table(tmp_path: Path) -> None:
+    RunStore.create(tmp_path, RUN).close()
+    frame = load_results(tmp_path)
+    assert len(frame) == 0
+    assert "steps_drafted" in frame
+    (tmp_path / "generations.jsonl").unlink()
+    assert len(load_results(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged: it is not JSON"),
+        ("[" * 100_000, "is damaged: it is not JSON"),
+        ('{"kind": "other"}', "does not describe a specbench sweep"),
+        (json.dumps({**RUN, "kind": "specbench-sweep", "schema": 2}), "schema version 2.*Update specbench"),
+        (json.dumps({**RUN, "kind": "specbench-sweep", "schema": "1"}), "schema version is '1'"),
+        (
+            json.dumps({**RUN, "kind": "specbench-sweep", "schema": 1, "configs": 3}),
+            "configs should stand there",
+        ),
+        (
+            json.dumps({**RUN, "kind": "specbench-sweep", "schema": 1, "configs": [3]}),
+            "configs should stand there",
+        ),
+    ],
+)
+def test_run_json_that_cannot_be_used(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    for read in (load_results, RunStore.open):
+        with pytest.raises(UsageError, match=message):
+            read(tmp_path)
+
+
+def test_lines_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    with (tmp_path / "generations.jsonl").open("a") as file:
+        file.write(json.dumps(row(repeat=1, schema=2)) + "\n")
+    for read in (load_results, RunStore.open):
+        with pytest.raises(UsageError, match="Update specbench"):
+            read(tmp_path)
+
+
+def test_where_there_are_no_results(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        load_results(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="There are no results in"):
+        load_results(tmp_path)
+    (tmp_path / "generations.jsonl").write_text("")
+    with pytest.raises(UsageError, match=r"it has no run\.json"):
+        RunStore.open(tmp_path)
+    with RunStore.create(tmp_path / "a", RUN):
+        pass
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "run.json").write_bytes((tmp_path / "a" / "run.json").read_bytes())
+    with pytest.raises(UsageError, match="copy of another"):
+        load_results([tmp_path / "a", tmp_path / "b"])
+
+
+# -- derived files ---------------------------------------------------------------------------------
+
+
+def test_csv_cells_never_begin_a_formula(tmp_path: Path) -> None:
+    frame = pd.DataFrame(
+        {"=name": ["=1+1", "+x", "-x", "@x", "\tx", "x=1", "plain"], "number": [-1.5, 2, 3, 4, 5, 6, 7]}
+    )
+    write_csv(frame, tmp_path / "summary.csv")
+    assert (tmp_path / "summary.csv").read_text().splitlines() == [
+        "'=name,number", "'=1+1,-1.5", "'+x,2.0", "'-x,3.0", "'@x,4.0", "'\tx,5.0", "x=1,6.0", "plain,7.0",
+    ]  # fmt: skip
+    assert frame["=name"][0] == "=1+1"
+
+
+def test_text_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "x.md", "old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    with pytest.raises(OSError, match="broken"):
+        write_text(tmp_path / "x.md", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.md", "old")]

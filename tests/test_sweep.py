@@ -1,0 +1,552 @@
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killed_sweep import sweep as killed_sweep
+from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts
+
+from specbench.engine import Costs, cost_widths
+from specbench.environment import LoadSnapshot
+from specbench.errors import RunError, UsageError
+from specbench.grid import Config, SweepOptions, build_configs, parse_gammas, plan
+from specbench.prompts import Prompt
+from specbench.runs import changes, command_line, merge_runs
+from specbench.store import RunStore, load_results, read_run
+from specbench.sweep import CellDone, CellStarted, CostsDone, Event, TimeLeft, run_sweep
+
+# -- γ, options, grid ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "gammas"),
+    [
+        ("1..8", [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("5", [5]),
+        ("1,2,4", [1, 2, 4]),
+        ("2..16..2", [2, 4, 6, 8, 10, 12, 14, 16]),
+        ("1..10..4", [1, 5, 9]),
+        (" 1 .. 3 , 8", [1, 2, 3, 8]),
+        ("4,2,2..5", [2, 3, 4, 5]),
+        ("256", [256]),
+    ],
+)
+def test_ranges_of_gamma(text: str, gammas: list[int]) -> None:
+    assert parse_gammas(text) == gammas
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no range"),
+        ("a", "'a' is no range of γ"),
+        ("1,,2", "is no number or range"),
+        ("1..", r"Write 1\.\.8"),
+        ("1...8", "is no range"),
+        ("-1", "is no range"),
+        ("1.5", "is no range"),
+        ("8..1", r"runs backwards\. Write 1\.\.8"),
+        ("1..8..0", "step of 0"),
+        ("0..4", "γ is 0 .* plain decoding is always measured"),
+        ("1..257", "γ is 257"),
+        ("1..999999999999", "is no range"),
+        ("١..٣", "is no range"),
+    ],
+)
+def test_ranges_of_gamma_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_gammas(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "repeats is 0"),
+        ({"max_new_tokens": 1}, "new tokens is 1"),
+        ({"warmup": -1}, "warm-ups is -1"),
+        ({"turns": 0}, "turns is 0"),
+        ({"temperatures": (0.0, 0.0)}, "temperature is given twice"),
+    ],
+)
+def test_options_outside_their_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SweepOptions(**options)
+
+
+def test_the_grid_has_plain_decoding_at_every_temperature() -> None:
+    options = SweepOptions(
+        gammas=(2, 4), temperatures=(0.0, 0.7), transformers=True, assisted=True, cache="preallocated"
+    )
+    configs = build_configs(options, ["none", "lookup", "small (int8)"], {"small (int8)": "f1"})
+    assert [config.id for config in configs[:8]] == [
+        "plain", "lookup@2", "lookup@4", "small (int8)@2", "small (int8)@4", "transformers", "transformers:lookup",
+        "transformers:small (int8)",
+    ]  # fmt: skip
+    assert [config.id for config in configs[8:10]] == ["plain,t=0.7", "lookup@2,t=0.7"]
+    assert len({config.id for config in configs}) == len({config.label for config in configs}) == 16
+    assert {config.baseline for config in configs[8:]} == {"plain,t=0.7"}
+    assert [config.gamma for config in configs[:8]] == [None, 2, 4, 2, 4, None, 10, None]
+    assert configs[3].drafter_fingerprint == "f1"
+    assert configs[1].drafter_fingerprint is None
+    assert Counter(config.cache for config in configs) == {"preallocated": 10, "dynamic": 6}
+
+
+def test_widths_of_passes_that_are_timed() -> None:
+    assert cost_widths([1, 2, 3]) == [1, 2, 3, 4]
+    assert cost_widths([]) == [1]
+    assert cost_widths([4, 64]) == [*range(1, 18), 65]
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_a_function_of_its_arguments() -> None:
+    sweep = make_sweep(prompts(3, conversations=1), repeats=3, warmup=2)
+    assert sweep.plan() == list(plan(sweep.options, sweep.prompts, sweep.configs))
+    other = make_sweep(prompts(3, conversations=1), repeats=3, warmup=2, seed=1)
+    assert [cell.key for cell in sweep.plan()] != [cell.key for cell in other.plan()]
+    assert {cell.key for cell in sweep.plan()} == {cell.key for cell in other.plan()}
+
+
+def test_the_plan_holds_every_combination_once_in_blocks() -> None:
+    sweep = make_sweep(prompts(2, conversations=1), repeats=2, warmup=2)
+    cells = sweep.plan()
+    measured = [cell for cell in cells if not cell.warmup]
+    assert len(measured) == 3 * 2 * (2 + 3)  # configurations × repeats × turns of all prompts
+    assert len(cells) - len(measured) == 3 * 2
+    assert all(cell.warmup for cell in cells[:6])
+    assert len({cell.key for cell in cells}) == len(cells)
+    for start in range(0, len(measured), 3):
+        block = measured[start : start + 3]
+        assert {cell.config for cell in block} == {config.id for config in sweep.configs}
+        assert len({(cell.prompt, cell.turn, cell.repeat, cell.seed) for cell in block}) == 1
+        assert [cell.order for cell in block] == [0, 1, 2]
+    assert len({cell.seed for cell in measured}) == len(measured) / 3
+    places = [(cell.repeat, cell.prompt, cell.turn) for cell in measured[::3]]
+    assert places[:5] == [
+        (0, "one-0", 0),
+        (0, "one-1", 0),
+        (0, "many-0", 0),
+        (0, "many-0", 1),
+        (0, "many-0", 2),
+    ]
+
+
+def test_turns_can_be_limited() -> None:
+    sweep = make_sweep(prompts(0, conversations=1), turns=2)
+    assert {cell.turn for cell in sweep.plan()} == {0, 1}
+
+
+def test_every_configuration_comes_at_every_place_equally_often() -> None:
+    sweep = make_sweep(prompts(40), gammas=(1, 2, 3), repeats=10)
+    counts = Counter((cell.config, cell.order) for cell in sweep.plan() if not cell.warmup)
+    # 400 blocks, four places: 100 each, standard deviation 8.7; ± 4.5 of them would come by chance once in 9000 runs.
+    assert len(counts) == 16
+    assert all(61 <= count <= 139 for count in counts.values())
+
+
+def test_more_repeats_leave_the_plan_of_the_first_ones_as_it_was() -> None:
+    few, many = make_sweep(repeats=2), make_sweep(repeats=4)
+    assert few.plan() == many.plan()[: len(few.plan())]
+
+
+# -- carrying it out -------------------------------------------------------------------------------
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
+
+
+def _quiet() -> LoadSnapshot:
+    return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, None, 100, 90, 0)
+
+
+def test_a_sweep_measures_everything_and_tells_of_it(tmp_path: Path) -> None:
+    sweep = make_sweep(warmup=1)
+    engine, events = ScriptedEngine(), list[Event]()
+    with new_store(tmp_path, sweep) as store:
+        result = run_sweep(sweep, store, engine, on_event=events.append, snapshot=_quiet)
+    assert (result.measured, result.failed, result.found) == (18, 0, 0)
+    assert [row["config"] for row in _rows(tmp_path)] == [cell.config for cell in sweep.plan()]
+    assert [row["order"] for row in _rows(tmp_path)] == [cell.order for cell in sweep.plan()]
+    assert [row["warmup"] for row in _rows(tmp_path)] == [True] * 3 + [False] * 18
+    done = [event for event in events if isinstance(event, CellDone)]
+    assert [event.done for event in done] == [0] * 3 + list(range(1, 19))
+    assert done[-1].seconds_left == 0
+    assert sum(isinstance(event, CellStarted) for event in events) == 21
+    assert engine.cost_calls == [(1, 2, 3)] * 6  # between the six blocks
+    run = read_run(tmp_path)
+    assert run["costs"] == {
+        "target_pass_s": {"1": 0.101, "2": 0.102, "3": 0.103},
+        "drafter_pass_s": {"d": 0.02},
+        "context_tokens": 256,
+    }
+    assert run["finished"] is not None
+    assert run["differences"] == []
+    raw = [json.loads(line)["seconds"] for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
+    assert raw == [[0.3, 0.101, 0.01], [0.3, 0.102, 0.01], [0.3, 0.103, 0.01], [0.02, 0.01, 0.03]] * 6
+
+
+def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path: Path) -> None:
+    sweep = make_sweep(prompts(20), repeats=2, warmup=0)
+    events: list[Event] = []
+    with new_store(tmp_path, sweep) as store:
+        run_sweep(sweep, store, ScriptedEngine(), on_event=events.append)
+    places = []
+    done = 0
+    for event in events:
+        if isinstance(event, CostsDone):
+            places.append(done)
+        done += isinstance(event, CellDone)
+    assert len(places) == 12
+    assert places[0] == 0
+    assert all(place % 3 == 0 for place in places)
+    assert max(b - a for a, b in pairwise(places)) <= 12
+
+
+def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path: Path) -> None:
+    class Dearer(ScriptedEngine):
+        def measure_costs(self, prompt: Any, widths: Any) -> Costs:
+            return Costs({1: [9.0]}, {"e": [7.0]}, 100)
+
+    few, many = make_sweep(prompts(1), repeats=1), make_sweep(prompts(1), repeats=2)
+    with new_store(tmp_path, few) as store:
+        run_sweep(few, store, ScriptedEngine())
+    with (tmp_path / "costs.jsonl").open("a") as file:
+        file.write('{"kind": "tar')  # a crash
+    with RunStore.open(tmp_path) as store:
+        run_sweep(many, store, Dearer())
+    costs = read_run(tmp_path)["costs"]
+    assert costs["target_pass_s"] == {"1": 0.2005, "2": 0.102, "3": 0.103}  # of 0.01, 0.101, 0.3 and 9
+    assert costs["drafter_pass_s"] == {"d": 0.02, "e": 7.0}
+
+
+def test_a_line_holds_the_steps_as_lists(tmp_path: Path) -> None:
+    sweep = make_sweep(prompts(1), gammas=(2,), repeats=1, warmup=0, max_new_tokens=6)
+    with new_store(tmp_path, sweep) as store:
+        run_sweep(sweep, store, ScriptedEngine(), snapshot=_quiet)
+    row = next(row for row in _rows(tmp_path) if row["config"] == "d@2")
+    assert row["steps"] == {
+        "drafted": [2, 1], "tested": [2, 1], "accepted": [2, 1], "emitted": [3, 2],
+        "draft_s": [0.002, 0.001], "draft_prefill_s": [0, 0], "verify_s": [0.01, 0.01], "accept_s": [0, 0],
+        "rollback_s": [0, 0], "other_s": [0, 0], "expected_acceptance": [[1, 1], [1]],
+        "closing": ["bonus", "bonus"], "policy": {"noted": [0.5, 0.5]},
+    }  # fmt: skip
+    assert row["new_tokens"] == len(row["token_ids"]) == 6
+    assert row["first_tokens"] == 1
+    assert row["decode_s"] == 0.023
+    assert row["total_s"] == 0.123
+    assert row["seed"] == next(cell.seed for cell in sweep.plan())
+    assert row["warnings"] == []
+
+
+def test_each_configuration_goes_on_from_its_own_answers(tmp_path: Path) -> None:
+    sweep = make_sweep(prompts(0, conversations=1), repeats=1, warmup=0)
+    engine = ScriptedEngine(spoils=lambda config: config.id == "d@2")
+    with new_store(tmp_path, sweep) as store:
+        run_sweep(sweep, store, engine)
+    answers: dict[str, list[int]] = {}
+    rows = iter(_rows(tmp_path))
+    for config, prompt, _ in engine.calls:
+        row = next(rows)
+        assert row["config"] == config
+        history = answers.setdefault(config, [])
+        assert list(prompt[row["turn"] + 1 :]) == history
+        history += row["token_ids"]
+    assert answers["plain"] == answers["d@1"] != answers["d@2"]
+
+
+def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path: Path) -> None:
+    sweep = make_sweep(prompts(1, conversations=1), repeats=2)
+    with new_store(tmp_path / "whole", sweep) as store:
+        run_sweep(sweep, store, ScriptedEngine())
+    expected = [
+        (row["config"], row["prompt"], row["turn"], row["repeat"], row["token_ids"])
+        for row in _rows(tmp_path / "whole")
+    ]
+    whole = (tmp_path / "whole" / "generations.jsonl").read_bytes()
+    for cut in random.Random(0).sample(range(len(whole)), 6):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({**read_run(tmp_path / "whole"), "finished": None}))
+        (folder / "generations.jsonl").write_bytes(whole[:cut])
+        engine = ScriptedEngine()
+        with RunStore.open(folder) as store:
+            found = len(store.done_keys())
+            result = run_sweep(sweep, store, engine)
+        assert [
+            (r["config"], r["prompt"], r["turn"], r["repeat"], r["token_ids"]) for r in _rows(folder)
+        ] == expected
+        warmups = 0 if result.measured == 0 else 3
+        assert result.found + result.measured == 24
+        assert len(engine.calls) == warmups + result.measured
+        assert len(expected) - found == result.measured + max(0, 3 - found)
+
+
+def test_a_whole_run_is_left_alone(tmp_path: Path) -> None:
+    sweep = make_sweep()
+    with new_store(tmp_path, sweep) as store:
+        run_sweep(sweep, store, ScriptedEngine())
+    before = (tmp_path / "generations.jsonl").read_bytes()
+    engine = ScriptedEngine()
+    with RunStore.open(tmp_path) as store:
+        result = run_sweep(sweep, store, engine)
+    assert (result.measured, result.found) == (0, 18)
+    assert engine.calls == engine.cost_calls == []
+    assert (tmp_path / "generations.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "error", [RunError("There was not enough memory.", "Use less."), ValueError("/home/me/x.bin broke")]
+)
+def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(
+    tmp_path: Path, error: Exception
+) -> None:
+    sweep = make_sweep()
+    engine = ScriptedEngine(fails=lambda config, prompt: error if config.id == "d@2" else None)
+    with new_store(tmp_path, sweep) as store:
+        result = run_sweep(sweep, store, engine)
+    assert (result.measured, result.failed) == (18, 6)
+    failed = [row for row in _rows(tmp_path) if row["status"] == "failed"]
+    assert {row["config"] for row in failed} == {"d@2"}
+    assert {row["error"] for row in failed} <= {
+        "There was not enough memory. Use less.",
+        "ValueError: x.bin broke",
+    }
+    assert "failed" in [warning.id for warning in result.warnings]
+    frame = load_results(tmp_path)
+    assert (frame["status"] == "failed").sum() == 6
+
+    with RunStore.open(tmp_path) as store:
+        assert run_sweep(sweep, store, ScriptedEngine()).measured == 0
+        again = run_sweep(sweep, store, ScriptedEngine(), retry_failed=True)
+    assert (again.measured, again.failed, again.found) == (6, 0, 12)
+    frame = load_results(tmp_path)
+    assert (frame["status"] == "ok").all()
+    assert len(frame) == 18
+
+
+def test_a_conversation_ends_with_its_first_failure(tmp_path: Path) -> None:
+    sweep = make_sweep(prompts(0, conversations=1), repeats=1, warmup=0)
+    engine = ScriptedEngine(
+        fails=lambda config, prompt: RunError("no") if config.id == "d@1" and len(prompt) == 7 else None
+    )
+    with new_store(tmp_path, sweep) as store:
+        assert run_sweep(sweep, store, engine).failed == 2
+    assert [row["error"] for row in _rows(tmp_path) if row["config"] == "d@1"] == [
+        None, "no", "An earlier turn failed, so there is no conversation to go on with.",
+    ]  # fmt: skip
+    with RunStore.open(tmp_path) as store:
+        assert run_sweep(sweep, store, ScriptedEngine(), retry_failed=True).failed == 0
+    frame = load_results(tmp_path)
+    conversations = (
+        frame.sort_values("turn")
+        .groupby("config")["token_ids"]
+        .agg(lambda column: [list(each) for each in column])
+    )
+    assert conversations["d@1"] == conversations["plain"]
+
+
+def test_an_interrupt_loses_the_generation_in_progress_alone(tmp_path: Path) -> None:
+    sweep = make_sweep()
+    calls = 0
+
+    def stop(config: Config, prompt: Any) -> BaseException | None:
+        nonlocal calls
+        calls += 1
+        return KeyboardInterrupt() if calls == 8 else None
+
+    with new_store(tmp_path, sweep) as store, pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, store, ScriptedEngine(fails=stop))
+    assert len(_rows(tmp_path)) == 7
+    assert read_run(tmp_path)["finished"] is None
+
+
+def test_costs_that_cannot_be_measured_stop_nothing(tmp_path: Path) -> None:
+    class NoCosts(ScriptedEngine):
+        def measure_costs(self, prompt: Any, widths: Any) -> Any:
+            raise RunError("no room")
+
+    events: list[Event] = []
+    sweep = make_sweep(prompts(1), repeats=1)
+    with new_store(tmp_path, sweep) as store:
+        assert run_sweep(sweep, store, NoCosts(), on_event=events.append).measured == 3
+    assert CostsDone(None, "no room") in events
+    assert read_run(tmp_path)["costs"] is None
+
+
+@pytest.mark.parametrize(("tie", "severity"), [(True, "info"), (False, "error"), (None, "warning")])
+def test_outputs_that_differ_from_plain_decoding_are_told(
+    tmp_path: Path, tie: bool | None, severity: str
+) -> None:
+    sweep = make_sweep(prompts(1, conversations=1), temperatures=(0.0, 0.7))
+    engine = ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=tie)
+    with new_store(tmp_path, sweep) as store:
+        result = run_sweep(sweep, store, engine)
+    differences = read_run(tmp_path)["differences"]
+    assert [(each["config"], each["prompt"], each["turn"], each["repeat"]) for each in differences] == [
+        ("d@2", "many-0", 0, 0),
+        ("d@2", "one-0", 0, 0),
+    ]
+    assert {each["position"] for each in differences} == {4}
+    assert {each["numerical_tie"] for each in differences} == {tie}
+    found = [warning for warning in result.warnings if warning.id == "tokens-differ"]
+    assert [warning.severity for warning in found] == [severity]
+    assert "d γ=2: tokens differ from plain decoding in 2 of 2 " in found[0].message
+
+
+@pytest.mark.parametrize(("reference_s", "told"), [(0.02, False), (0.008, True)])
+def test_a_baseline_slower_than_transformers_is_told(tmp_path: Path, reference_s: float, told: bool) -> None:
+    sweep = make_sweep(prompts(8), repeats=1, transformers=True)
+    with new_store(tmp_path, sweep) as store:
+        result = run_sweep(sweep, store, ScriptedEngine(reference_s=reference_s), snapshot=_quiet)
+    found = [warning for warning in result.warnings if warning.id == "baseline-slow"]
+    assert ["1.25× as fast as plain decoding" in warning.message for warning in found] == [True] * told
+    assert {warning.id for warning in result.warnings} <= {
+        "baseline-slow"
+    }  # eight prompts, and nothing scatters
+
+
+def test_disturbances_are_noted_line_by_line(tmp_path: Path) -> None:
+    looks = 0
+
+    def busy() -> LoadSnapshot:
+        """Every second core second goes to others, 1% is stolen."""
+        nonlocal looks
+        looks += 1
+        return LoadSnapshot(2, 3.0, looks * 1.0, looks * 0.02, looks * 2.0, 0.0, 2000.0, 0, 100, 90, 0)
+
+    sweep = make_sweep(prompts(1), repeats=1, warmup=0)
+    with new_store(tmp_path, sweep) as store:
+        result = run_sweep(sweep, store, ScriptedEngine(), snapshot=busy)
+    assert [row["warnings"] for row in _rows(tmp_path)] == [["machine-busy"]] * 3
+    assert {(row["busy_elsewhere"], row["steal_share"], row["load_average"]) for row in _rows(tmp_path)} == {
+        (1.0, 0.01, 3.0)
+    }
+    found = {warning.id: warning for warning in result.warnings}
+    assert found["machine-busy"].message == "Other programs used the processor during 3 of 3 generations."
+    assert found["machine-busy"].severity == "warning"
+    assert "few-prompts" in found
+    assert read_run(tmp_path)["warnings"][0]["id"] == "few-prompts"
+
+
+def test_the_time_left_comes_from_measured_times() -> None:
+    sweep = make_sweep(prompts(2), gammas=(1,), repeats=1, warmup=1)
+    cells = sweep.plan()
+    left = [cell for cell in cells if not cell.warmup]
+    time_left = TimeLeft(left, warmup_factor=3.0)
+    assert time_left.seconds() is None
+    warmup = {cell.config: cell for cell in cells if cell.warmup}
+    time_left.record(warmup["plain"], 1.0)
+    assert time_left.seconds() == 4 * 3.0  # nothing is known of the other yet
+    time_left.record(warmup["d@1"], 2.0)
+    assert time_left.seconds() == 2 * 3.0 + 2 * 6.0
+    time_left.record(next(cell for cell in left if cell.config == "plain"), 5.0)
+    assert time_left.seconds() == 1 * 5.0 + 2 * 6.0
+
+
+# -- going on with another run ---------------------------------------------------------------------
+
+
+def test_the_same_sweep_on_the_same_machine_goes_on() -> None:
+    sweep = make_sweep()
+    assert changes(describe(sweep), describe(sweep)) == []
+
+
+def test_what_has_changed_is_said() -> None:
+    old, new = describe(make_sweep()), describe(make_sweep(prompts(2), repeats=3, gammas=(1, 2, 3)))
+    new["environment"] = {**new["environment"], "cpu": "Other CPU", "torch": "3"}
+    new["specbench"] = "9"
+    assert changes(old, new) == [
+        "specbench: 0.1.0 → 9",
+        "cpu: Test CPU → Other CPU",
+        "torch: 2 → 3",
+        "option gammas: 1, 2 → 1, 2, 3",
+        "option repeats: 2 → 3",
+        "prompts: one-0, one-1, one-2 → one-0, one-1",
+    ]
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "dtype"])
+def test_another_target_never_goes_on(field: str) -> None:
+    sweep = make_sweep()
+    other = describe(sweep, target={**describe(sweep)["target"], field: "other"})
+    with pytest.raises(UsageError, match=r"The target is another .* Give another --out"):
+        changes(describe(sweep), other)
+
+
+def test_another_text_of_a_prompt_never_goes_on() -> None:
+    asked = prompts(1)
+    other = (Prompt(asked[0].id, asked[0].category, ("Something else",)),)
+    with pytest.raises(UsageError, match="another text"):
+        changes(describe(make_sweep(asked)), describe(make_sweep(other)))
+
+
+def test_accepted_changes_extend_the_run_and_stay_on_record(tmp_path: Path) -> None:
+    few, more = make_sweep(prompts(2), repeats=1), make_sweep(prompts(3), gammas=(2, 3), repeats=2)
+    with new_store(tmp_path, few) as store:
+        run_sweep(few, store, ScriptedEngine())
+    with RunStore.open(tmp_path) as store:
+        new = describe(more)
+        differing = changes(store.run, new)
+        store.update(**merge_runs(store.run, new, differing))
+        result = run_sweep(more, store, ScriptedEngine())
+    assert (result.found, result.measured) == (4, 14)
+    frame = load_results(tmp_path)
+    assert Counter(frame["config"]) == {"plain": 6, "d@1": 2, "d@2": 6, "d@3": 6}
+    assert frame.attrs["problems"] == []
+    run = read_run(tmp_path)
+    assert [config["id"] for config in run["configs"]] == ["plain", "d@1", "d@2", "d@3"]
+    assert run["changes"][0]["differing"] == differing
+    assert run["changes"][0]["options"]["repeats"] == 1
+    assert "4" in run["costs"]["target_pass_s"]
+
+
+def test_command_lines_lose_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    given = [
+        "sweep", "--target", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "--drafter", "models/mine", "--drafter=self:layers=4",
+        "--out=/home/me/results/x", "--prompts", "../secret/own.jsonl", "--prompts", "sets/own.jsonl", "~/me",
+        "-g", "1..8", "C:\\Users\\me\\model", "org/model@main",
+    ]  # fmt: skip
+    assert command_line(given) == [
+        "sweep", "--target", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "--drafter", "mine", "--drafter=self:layers=4",
+        "--out=x", "--prompts", "own.jsonl", "--prompts", "own.jsonl", "me", "-g", "1..8", "model", "org/model@main",
+    ]  # fmt: skip
+
+
+# -- killed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_set(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("killed_sweep.py")), str(tmp_path / "run")]
+    expected = [cell.key for cell in killed_sweep().plan()]
+    lines = tmp_path / "run" / "generations.jsonl"
+    moments = random.Random(1)
+    for share in (0.0, 0.3, 0.7):
+        child = subprocess.Popen(command)
+        wanted = share * len(expected)
+        while child.poll() is None and (lines.read_bytes().count(b"\n") if lines.exists() else -1) < wanted:
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.01))
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        if lines.exists():
+            load_results(tmp_path / "run")
+    subprocess.run(command, check=True)
+    frame = load_results(tmp_path / "run")
+    assert frame.attrs["problems"] == []
+    rows = _rows(tmp_path / "run")
+    assert [(r["config"], r["prompt"], r["turn"], r["repeat"], r["warmup"]) for r in rows] == expected
+    assert read_run(tmp_path / "run")["finished"] is not None
