@@ -182,7 +182,7 @@ def main() -> int:
             print(f"{family:32} {prompts:7} {100 * coverage:7.1f}", flush=True)
 
     claimed = [row["used"] for row in rows if row["claimed"]]
-    holds = 0.93 <= min(claimed) and max(claimed) <= 0.97 + 2 * np.sqrt(0.97 * 0.03 / options.trials)
+    holds = min(claimed) >= 0.93 and max(claimed) <= 0.97 + 2 * np.sqrt(0.97 * 0.03 / options.trials)
     print(
         json.dumps(
             {

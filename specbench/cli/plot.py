@@ -1,0 +1,114 @@
+"""`specbench plot`: figures of finished or unfinished runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from specbench.errors import RunError, UsageError
+
+__all__ = ["plot"]
+
+NAMES = "speedup, tokens-per-second, acceptance, positions, time, prediction, categories, accepted-length, generation"
+"""Of ``specbench.plots.FIGURES``, which takes too long to import for a help text."""
+
+
+def plot(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS", help="Folders of runs, or folders with runs in them; each run apart."
+        ),
+    ],
+    image_format: Annotated[
+        Literal["png", "svg", "pdf"], typer.Option("--format", help="Of the files.")
+    ] = "png",
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help=f"Draw this figure only; repeatable: {NAMES}."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where to write; default: plots/ in the run's folder."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Open the files as well; needs a display.")] = False,
+) -> None:
+    """Draw the figures of runs: speedup, acceptance, where the time goes, prediction, categories."""
+    from specbench.store import find_runs
+
+    if show and not _has_display():
+        raise UsageError(
+            "--show needs a display, and there is none here.", "Leave it out; the files are written."
+        )
+    runs = find_runs(results)
+    folders = _folders(runs, out)
+    written: list[Path] = []
+    failed: UsageError | None = None
+    for run, folder in zip(runs, folders, strict=True):
+        try:
+            written += _draw(run, folder, image_format, only)
+        except UsageError as error:
+            if len(runs) == 1:
+                raise
+            failed = error  # one bad run does not keep the others from being drawn
+            _hint(f"{run.name}: {error}")
+    if not written:
+        raise failed or UsageError("There is nothing to plot.", "Name the folder of a run.")
+    if show:
+        for path in written:
+            if typer.launch(str(path)):
+                raise RunError(f"Nothing here opens {path.suffix[1:]} files.", "Leave --show out.")
+
+
+def _folders(runs: list[Path], out: Path | None) -> list[Path]:
+    """Where the figures of each run go."""
+    if out is None:
+        return [run / "plots" for run in runs]
+    if len(runs) == 1:
+        return [out]
+    names = [run.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        raise UsageError("Two of the runs have the same name.", "Leave --out out, or plot them one by one.")
+    return [out / name for name in names]
+
+
+def _draw(run: Path, folder: Path, image_format: str, only: list[str] | None) -> list[Path]:
+    """Draw one run; the paths on stdout, what is missing on stderr."""
+    from specbench.plots import draw_figures, save_figure
+    from specbench.store import load_results
+
+    frame = load_results(run)
+    for problem in frame.attrs["problems"]:
+        _hint(problem)
+    drawn = draw_figures(frame, only)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"{str(folder)!r} cannot be made ({error.strerror}).", "Give another --out."
+        ) from error
+    written = []
+    for name, figure in drawn.figures.items():
+        path = folder / f"{name}.{image_format}"
+        save_figure(figure, path)
+        typer.echo(str(path))
+        written.append(path)
+    for name, reason in drawn.skipped.items():
+        _hint(f"{run.name}: no figure {name!r}: {reason}.")
+    return written
+
+
+def _has_display() -> bool:
+    if sys.platform in ("win32", "darwin"):
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _hint(message: str) -> None:
+    from specbench.textsafe import terminal_safe
+
+    typer.echo(f"specbench: {' '.join(terminal_safe(message).split())}", err=True)

@@ -1,0 +1,1011 @@
+"""Figures of one run, each a ``matplotlib.figure.Figure`` of its own; no state of pyplot, no window.
+
+Every builder takes a ``_Run`` and raises ``_NoDataError`` with a reason where the run has nothing to show in its
+figure. Colours are Okabe and Ito's (2008), told apart by the colour-blind; markers carry the same distinction again.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+
+from specbench import tables
+from specbench.errors import RunError, UsageError
+from specbench.textsafe import terminal_safe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.text import Annotation
+
+__all__ = ["FIGURES", "FORMATS", "Drawn", "draw_figures", "save_figure"]
+
+FORMATS = ("png", "svg", "pdf")
+
+_BLUE, _VERMILLION, _GREEN, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
+_PURPLE, _SKY, _BLACK, _GREY = "#CC79A7", "#56B4E9", "#000000", "#7A7A7A"
+_COLORS = (_BLUE, _VERMILLION, _GREEN, _PURPLE, _ORANGE, _SKY, _BLACK)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_PART_COLORS = {"draft": _ORANGE, "verify": _BLUE, "accept": _GREEN, "rollback": _PURPLE, "other": "#B0B0B0"}
+
+_WIDTH = 6.8  # inches: two columns of a paper
+_NAME = 30  # characters of a name in a figure
+_PANELS = 4  # in a row
+_DODGE = 0.08  # of the distance between two γ, so that intervals do not hide each other
+_FEW, _TOO_FEW = 30, 10  # drafts at a position below which its rate is marked as uncertain, and not drawn
+_STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "legend.fontsize": 7.5,
+    "figure.titlesize": 9.5,
+    "figure.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.edgecolor": "#404040",
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "xtick.color": "#404040",
+    "ytick.color": "#404040",
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.5,
+    "hatch.linewidth": 0.6,
+    "savefig.dpi": 200,
+    "figure.dpi": 200,
+    "text.parse_math": False,  # a dollar sign in a model's name is a dollar sign
+    "text.usetex": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "specbench",
+    "pdf.fonttype": 42,
+}
+
+
+class _NoDataError(Exception):
+    """The run has nothing to show in this figure; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The figures of a run by name, and why others could not be drawn, by name."""
+
+    figures: dict[str, Figure]
+    skipped: dict[str, str]
+
+
+def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None) -> Drawn:
+    """Draw a run.
+
+    Args:
+        df: Its rows, from ``specbench.store.load_results``.
+        only: Names of ``FIGURES``; ``None`` for all of them.
+
+    Raises:
+        UsageError: There is no figure of such a name, the rows come from several runs, or nothing can be drawn.
+    """
+    unknown = [name for name in only or () if name not in FIGURES]
+    if unknown:
+        raise UsageError(f"There is no figure {unknown[0]!r}.", f"Choose from {', '.join(FIGURES)}.")
+    tables.run_of(df)
+    if not (df["status"] == "ok").any():
+        raise UsageError(
+            "There is nothing to plot: no generation of this run has finished.", "Go on with its sweep."
+        )
+    run = _Run(df)
+    figures: dict[str, Figure] = {}
+    skipped: dict[str, str] = {}
+    with rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may hold any letter
+        for name, (build, _) in FIGURES.items():
+            if only is None or name in only:
+                try:
+                    figures[name] = _settled(build(run))
+                except _NoDataError as reason:
+                    skipped[name] = str(reason)
+    if not figures:
+        raise UsageError(
+            f"There is nothing to plot: {'; '.join(dict.fromkeys(skipped.values()))}.", "Measure more."
+        )
+    return Drawn(figures, skipped)
+
+
+def _settled(figure: Figure) -> Figure:
+    """Lay it out for good: done anew at every saving, the layout would wander a little each time."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure in the format that the name's ending says; the same figure gives the same bytes.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
+    kind = path.suffix[1:]
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
+    try:
+        with rc_context(_STYLE), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")
+            figure.savefig(path, format=kind, metadata=metadata)
+    except OSError as error:
+        raise RunError(
+            f"{str(path)!r} cannot be written ({error.strerror}).", "Give another --out."
+        ) from error
+
+
+# --- What is drawn --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """Configurations that differ in γ only: one line.
+
+    Attributes:
+        name: Of the drafter, with the length rule and the temperature where they tell series apart.
+        rows: Of the summary, by rising x.
+        x: γ, or for a rule that decides by itself the mean of what it drafted.
+        adapts: Whether a rule decides.
+    """
+
+    name: str
+    drafter: str
+    rows: pd.DataFrame
+    x: np.ndarray[Any, np.dtype[np.float64]]
+    adapts: bool
+    color: str
+    marker: str
+
+    @property
+    def face(self) -> str:
+        """Fill of the markers: hollow where a rule decides γ."""
+        return "white" if self.adapts else self.color
+
+
+class _Run:
+    """A run and what several figures need of it."""
+
+    def __init__(self, df: pd.DataFrame) -> None:
+        self.df = df
+        self.run = tables.run_of(df)
+        self.steps = tables.step_arrays(df)
+        self.summary = tables.summary_frame(df, self.steps)
+        kinds = self.summary["kind"]
+        self.plain = self.summary[kinds == "plain"]
+        # Others' decoding has no γ that is known here: a level to compare with.
+        self.levels = self.summary[kinds.isin(["transformers", "assisted"])]
+        self.series = _series_of(self.summary[kinds == "speculative"])
+
+    @cached_property
+    def caption(self) -> list[str]:
+        """Machine, models, prompts and tokens."""
+        target, options = self.run.get("target") or {}, self.run
+        finished = (self.df["status"] == "ok").to_numpy()
+        prompts, repeats = (
+            pd.unique(self.df[name].to_numpy()[finished]).size for name in ("prompt", "repeat")
+        )
+        temperatures = sorted(self.summary["temperature"].dropna().unique())
+        dtype = f" ({_clean(target['dtype'])})" if target.get("dtype") else ""
+        most = "" if options.get("ignore_eos") else "≤ "
+        tokens = f" × {most}{options['max_new_tokens']} tokens" if options.get("max_new_tokens") else ""
+        parts = [
+            _machine(self.run.get("environment") or {}, str(target.get("device", "cpu"))),
+            f"target {_short(target.get('name') or 'unknown', 48)}{dtype}",
+            f"{_counted(prompts, 'prompt')}{tokens} × {_counted(repeats, 'repeat')}",
+            "greedy" if temperatures == [0.0] else f"temperature {', '.join(f'{t:g}' for t in temperatures)}",
+            f"specbench {_clean(self.run.get('specbench') or '')}".strip(),
+        ]
+        return [part for part in parts if part]
+
+    @property
+    def intervals(self) -> str:
+        """What the intervals of speedups are over."""
+        bases = set(self.summary["speedup_basis"].dropna())
+        if bases == {"repeats"}:
+            return "Bars: 95% intervals over the repeats of the one prompt; they hold within it only."
+        return "Bars: 95% intervals over prompts." if bases else "One run of one prompt: no intervals."
+
+
+def _series_of(rows: pd.DataFrame) -> list[_Series]:
+    drafters = list(dict.fromkeys(rows["drafter"]))
+    temperatures = rows["temperature"].nunique()
+    out = []
+    keys = rows[["drafter", "policy", "temperature"]].drop_duplicates()
+    for number, (drafter, policy, temperature) in enumerate(keys.itertuples(index=False)):
+        mine = rows[
+            (rows["drafter"] == drafter) & (rows["policy"] == policy) & (rows["temperature"] == temperature)
+        ]
+        x = mine["gamma"].astype(float).fillna(mine["mean_gamma"])
+        mine = mine[x.notna()].assign(x=x[x.notna()]).sort_values("x")
+        if mine.empty:
+            continue
+        name = _short(drafter, _NAME)
+        if policy != "fixed":
+            name += f", {_short(policy, 20)}"
+        if temperatures > 1:
+            name += f", T = {temperature:g}"
+        place = drafters.index(drafter)
+        out.append(
+            _Series(
+                name,
+                drafter,
+                mine,
+                mine["x"].to_numpy(),
+                policy != "fixed",
+                _COLORS[place % len(_COLORS)],
+                _MARKERS[number % len(_MARKERS)],
+            )
+        )
+    return out
+
+
+def _machine(environment: dict[str, Any], device: str) -> str:
+    """What the target ran on."""
+    devices = Counter(map(_clean, environment.get("devices") or []))
+    if device != "cpu" and devices:
+        return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in devices.items())
+    threads = environment.get("threads")
+    return ", ".join(
+        part
+        for part in (_clean(environment.get("cpu") or ""), _counted(threads, "thread") if threads else "")
+        if part
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _clean(text: object) -> str:
+    return " ".join(terminal_safe(str(text)).split())
+
+
+def _short(text: object, limit: int) -> str:
+    """A name shortened in its middle: the ends of models' names say most."""
+    name = _clean(text)
+    if len(name) <= limit:
+        return name
+    head = (limit - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (limit - 1 - head) :]}"
+
+
+def _two_lines(name: str) -> str:
+    """A long name over two lines, for the title of a narrow panel."""
+    if len(name) <= 22:
+        return name
+    breaks = [i + 1 for i, letter in enumerate(name) if letter in "-_/,: " and 0 < i < len(name) - 1]
+    at = min(breaks or [len(name) // 2], key=lambda i: abs(i - len(name) / 2))
+    return f"{name[:at].rstrip()}\n{name[at:].lstrip()}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+# --- Common parts ---------------------------------------------------------------------------------
+
+
+def _new_figure(height: float, width: float = _WIDTH) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.06, h_pad=0.05, wspace=0.03, hspace=0.03)
+    return figure
+
+
+def _inscribe(figure: Figure, run: _Run, title: str, *remarks: str) -> None:
+    """Title above, caption below."""
+    figure.suptitle(title, x=0.01, ha="left")
+    width = int(figure.get_figwidth() * 20.5)  # characters of the caption's size
+    lines = [""]
+    for part in run.caption:  # broken between its parts only
+        joined = f"{lines[-1]} · {part}" if lines[-1] else part
+        lines = [*lines[:-1], joined] if len(joined) <= width else [*lines, part]
+    lines = [*textwrap.wrap(" ".join(remark for remark in remarks if remark), width), *lines]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6.3, color="#505050", linespacing=1.35)
+
+
+def _grid(axes: Axes, axis: str = "y") -> None:
+    axes.grid(axis=axis, color="#E4E4E4", linewidth=0.6)  # type: ignore[arg-type]
+
+
+def _gamma_axis(axes: Axes, values: Sequence[float]) -> None:
+    """Whole γ only, as those measured where they are few."""
+    shown = sorted({round(value) for value in values})
+    axes.set_xlabel("γ (tokens drafted per step)")
+    # Labels too close to each other would run together.
+    if len(shown) <= 12 and (len(shown) < 2 or min(np.diff(shown)) >= (shown[-1] - shown[0]) / 24):
+        axes.xaxis.set_major_locator(FixedLocator(shown))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    span = max(shown) - min(shown) if shown else 0
+    axes.set_xlim(min(shown) - max(0.35, 0.05 * span), max(shown) + max(0.35, 0.05 * span))
+
+
+def _dodged(series: Sequence[_Series]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+    """The x of every series, moved apart a little."""
+    every = np.unique(np.concatenate([each.x for each in series]))
+    step = float(np.diff(every).min()) if len(every) > 1 else 1.0
+    step = min(1.0, max(step, (every[-1] - every[0]) / 20 if len(every) > 1 else 1.0))
+    offsets = (np.arange(len(series)) - (len(series) - 1) / 2) * _DODGE * step * min(1.0, 8 / len(series))
+    return [each.x + offset for each, offset in zip(series, offsets, strict=True)]
+
+
+def _draw_series(
+    axes: Axes, series: Sequence[_Series], figure_name: str
+) -> list[tuple[float, float, str, str]]:
+    """Lines with intervals; returns where each ends, with its name and colour."""
+    ends = []
+    for each, x in zip(series, _dodged(series), strict=True):
+        y, low, high = (
+            each.rows[f"{figure_name}{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high")
+        )
+        there = np.isfinite(y)
+        if not there.any():
+            continue
+        style = "--" if each.adapts else "-"
+        axes.plot(
+            x[there], y[there], linestyle=style, color=each.color, marker=each.marker, markerfacecolor=each.face,
+            markeredgewidth=1.0, zorder=3,
+        )  # fmt: skip
+        sure = there & ~np.isnan(low) & ~np.isnan(high)
+        axes.vlines(x[sure], low[sure], high[sure], color=each.color, linewidth=0.9, alpha=0.75, zorder=2.5)
+        ends.append((float(x[there][-1]), float(y[there][-1]), each.name, each.color))
+    return ends
+
+
+def _fit_y(axes: Axes, frames: Sequence[pd.DataFrame], name: str, *include: float) -> None:
+    """Limits that show every value, and of wide intervals at least a part; those that are cut get an arrowhead."""
+    bottom, top = _span(pd.concat(list(frames)), name)
+    bottom, top = min(bottom, *include), max(top, *include)
+    margin = 0.06 * (top - bottom) or 0.1 * top
+    axes.set_ylim(max(0.0, bottom - margin), top + margin)
+
+
+def _span(rows: pd.DataFrame, name: str) -> tuple[float, float]:
+    """Lowest and highest value with their intervals, of each as much as lies within a factor of 1.6."""
+    y = rows[name].to_numpy(dtype=float)
+    low = np.fmax(rows[f"{name}_low"].to_numpy(dtype=float), y / 1.6)
+    high = np.fmin(rows[f"{name}_high"].to_numpy(dtype=float), y * 1.6)
+    low, high = np.fmin(low, y), np.fmax(high, y)
+    return float(np.nanmin(low)), float(np.nanmax(high))
+
+
+def _mark_cut(axes: Axes, series: Sequence[_Series], name: str) -> None:
+    bottom, top = axes.get_ylim()
+    for each, x in zip(series, _dodged(series), strict=True):
+        low, high = (each.rows[f"{name}{end}"].to_numpy(dtype=float) for end in ("_low", "_high"))
+        for cut, at, marker in ((high > top, top, "^"), (low < bottom, bottom, "v")):
+            if cut.any():
+                axes.plot(
+                    x[cut], np.full(cut.sum(), at), marker, color=each.color, markersize=3, clip_on=False
+                )
+
+
+def _level(axes: Axes, y: float, name: str) -> tuple[float, float, str, str]:
+    """A horizontal line to compare with; returns its end as ``_draw_series`` does."""
+    axes.axhline(y, color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
+    return axes.get_xlim()[1], y, name, "#505050"
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Name every line at its right end, in the margin; names that would collide move apart, with a leader line.
+
+    Args:
+        axes: With its limits set.
+        ends: x and y of the end, the name, the colour.
+    """
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    labels: list[Annotation] = []
+    for x, y, name, color in ends:
+        labels.append(
+            axes.annotate(
+                name,
+                (x, y),
+                xytext=(1.035, y),
+                textcoords=axes.get_yaxis_transform(),
+                color=color,
+                va="center",
+                fontsize=7.5,
+                annotation_clip=False,
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": color,
+                    "linewidth": 0.6,
+                    "alpha": 0.6,
+                    "shrinkA": 1,
+                    "shrinkB": 4,
+                    "relpos": (0.0, 0.5),
+                },
+            )
+        )
+    if not labels:
+        return
+    figure.draw_without_rendering()  # lays the axes out, with room for the labels
+    boxes = [Text.get_window_extent(label) for label in labels]  # an annotation's own has its arrow in it
+    wanted = [axes.transData.transform((0.0, y))[1] for _, y, _, _ in ends]
+    floor, ceiling = axes.transAxes.transform([(0.0, -0.04), (0.0, 1.04)])[:, 1]
+    placed = _spread(wanted, [box.height + 1.5 for box in boxes], float(floor), float(ceiling))
+    for label, pixel in zip(labels, placed, strict=True):
+        y = float(axes.transData.inverted().transform((0.0, pixel))[1])
+        label.xyann = (1.035, y)
+
+
+def _spread(wanted: Sequence[float], sizes: Sequence[float], floor: float, ceiling: float) -> list[float]:
+    """Centres as close to those wanted as can be without overlap: neighbours that collide share their mean."""
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    blocks: list[tuple[list[int], float, float]] = []  # members, height, centre
+
+    def bounded(height: float, center: float) -> float:
+        return min(max(center, floor + height / 2), max(ceiling - height / 2, floor + height / 2))
+
+    for i in order:
+        block = ([i], sizes[i], bounded(sizes[i], wanted[i]))
+        while blocks and blocks[-1][2] + blocks[-1][1] / 2 > block[2] - block[1] / 2:
+            members, height, _ = blocks.pop()
+            together, tall = members + block[0], height + block[1]
+            offset, centers = -tall / 2, []
+            for member in together:
+                centers.append(wanted[member] - (offset + sizes[member] / 2))
+                offset += sizes[member]
+            block = (together, tall, bounded(tall, sum(centers) / len(centers)))
+        blocks.append(block)
+    placed = [0.0] * len(wanted)
+    for members, height, center in blocks:
+        at = center - height / 2
+        for member in members:
+            placed[member] = at + sizes[member] / 2
+            at += sizes[member]
+    return placed
+
+
+def _with_gamma(run: _Run, name: str) -> list[_Series]:
+    """The series that have a figure."""
+    found = [each for each in run.series if each.rows[name].notna().any()]
+    if not found:
+        raise _NoDataError(_WHY_NOT[name])
+    return found
+
+
+_WHY_NOT = {
+    "speedup": "no speculative configuration has a generation beside one of its baseline",
+    "tokens_per_second": "no speculative configuration has finished a generation of two tokens or more",
+    "acceptance_rate": "nothing was drafted",
+    "predicted_speedup": "the costs of single passes were not measured, or nothing was drafted",
+}
+
+
+def _panels(count: int, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """Panels in rows, of the same size whatever their number; those left over are taken away."""
+    columns = min(count, _PANELS) if count != 5 and count != 6 else 3
+    lines = math.ceil(count / columns)
+    figure = _new_figure(height * lines + 0.75, min(_WIDTH, 1.0 + 2.3 * columns))
+    grid = figure.subplots(lines, columns, squeeze=False, **shared)
+    for axes in grid.flat[count:]:
+        axes.remove()
+    for i, axes in enumerate(grid.flat[:count]):
+        if i + columns >= count:  # nothing below
+            axes.tick_params(labelbottom=True)
+    return figure, list(grid.flat[:count])
+
+
+# --- The figures ----------------------------------------------------------------------------------
+
+
+def _speedup(run: _Run) -> Figure:
+    series = _with_gamma(run, "speedup")
+    figure = _new_figure(3.6)
+    axes = figure.subplots()
+    ends = _draw_series(axes, series, "speedup")
+    _gamma_axis(axes, [x for each in series for x in each.x])
+    levels = [row for row in tables.records(run.levels) if not math.isnan(row["speedup"])]
+    _fit_y(axes, [each.rows for each in series], "speedup", 1.0, *(row["speedup"] for row in levels))
+    _mark_cut(axes, series, "speedup")
+    ends.append(_level(axes, 1.0, "plain = 1"))
+    ends += [_level(axes, row["speedup"], _ratio_name(row, "speedup")) for row in levels]
+    axes.set_ylabel("speedup over plain decoding (×)")
+    _grid(axes)
+    _inscribe(figure, run, "Speedup against draft length", run.intervals, _hollow(series))
+    _label_ends(axes, ends)
+    return figure
+
+
+def _ratio_name(row: dict[str, Any], name: str) -> str:
+    label, value, low, high = (
+        _short(row["label"], 22),
+        *(row[f"{name}{end}"] for end in ("", "_low", "_high")),
+    )
+    interval = "" if math.isnan(low) else f" [{_number(low)}, {_number(high)}]"
+    return f"{label} {_number(value)}{interval}"
+
+
+def _hollow(series: Sequence[_Series]) -> str:
+    return (
+        "Hollow: a rule sets γ; it stands at the mean it drafted."
+        if any(each.adapts for each in series)
+        else ""
+    )
+
+
+def _tokens_per_second(run: _Run) -> Figure:
+    series = _with_gamma(run, "tokens_per_second")
+    figure = _new_figure(3.6)
+    axes = figure.subplots()
+    ends = _draw_series(axes, series, "tokens_per_second")
+    _gamma_axis(axes, [x for each in series for x in each.x])
+    levels = [
+        row
+        for row in tables.records(pd.concat([run.plain, run.levels]))
+        if not math.isnan(row["tokens_per_second"])
+    ]
+    known = [row["tokens_per_second"] for row in levels]
+    _fit_y(axes, [each.rows for each in series], "tokens_per_second", *known)
+    _mark_cut(axes, series, "tokens_per_second")
+    ends += [
+        _level(
+            axes, row["tokens_per_second"], f"{_short(row['label'], 22)} {_number(row['tokens_per_second'])}"
+        )
+        for row in levels
+    ]
+    axes.set_ylabel("decode speed (tokens/s)")
+    _grid(axes)
+    remark = "Geometric means over prompts; time to first token apart."
+    _inscribe(figure, run, "Decode speed against draft length", remark, run.intervals, _hollow(series))
+    _label_ends(axes, ends)
+    return figure
+
+
+def _acceptance(run: _Run) -> Figure:
+    series = _with_gamma(run, "acceptance_rate")
+    figure = _new_figure(3.2)
+    left, right = figure.subplots(1, 2, sharey=True)
+    panels = (
+        (left, "acceptance_rate", "accepted / drafted"),
+        (right, "alpha", "α: expected acceptance of a tested draft"),
+    )
+    for axes, name, title in panels:
+        ends = _draw_series(axes, series, name)
+        _gamma_axis(axes, [x for each in series for x in each.x])
+        axes.set_ylim(0.0, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_title(title)
+        _grid(axes)
+    left.set_ylabel("share of tokens")
+    remarks = (
+        "Accepted / drafted falls with γ also where α stays: what stands behind a rejection is drafted in vain.",
+        "Bars: 95% intervals over prompts." if run.summary["alpha_low"].notna().any() else "",
+        _hollow(series),
+    )
+    _inscribe(figure, run, "Acceptance against draft length", *remarks)
+    _label_ends(right, ends)
+    return figure
+
+
+def _positions(run: _Run) -> Figure:
+    frame = tables.position_frame(run.df, run.steps)
+    if frame.empty:
+        raise _NoDataError("nothing was drafted")
+    if not (frame["tested"] >= _TOO_FEW).any():
+        raise _NoDataError(f"at no position {_TOO_FEW} drafts were tested")
+    by_config = dict(list(frame.groupby("config", sort=False)))
+    chosen = [(each, each.rows.iloc[-1]) for each in run.series if each.rows.iloc[-1]["config"] in by_config]
+    figure = _new_figure(3.2)
+    left, right = figure.subplots(1, 2, sharey=True)
+    panels = ((left, "rate", "of those tested"), (right, "rate_of_drafted", "of those drafted"))
+    few = False
+    for axes, name, title in panels:
+        ends = []
+        for each, row in chosen:
+            mine = by_config[row["config"]]
+            mine = mine[mine["tested" if name == "rate" else "drafted"] >= _TOO_FEW]
+            if mine.empty:
+                continue
+            counted = mine["tested" if name == "rate" else "drafted"].to_numpy()
+            x, y = mine["position"].to_numpy(dtype=float), mine[name].to_numpy(dtype=float)
+            sure = counted >= _FEW
+            few |= not sure.all()
+            axes.plot(x, y, color=each.color, linestyle="--" if each.adapts else "-", zorder=2.5)
+            axes.plot(x[sure], y[sure], linestyle="none", marker=each.marker, color=each.color, zorder=3)
+            axes.plot(
+                x[~sure],
+                y[~sure],
+                linestyle="none",
+                marker=each.marker,
+                color=each.color,
+                markerfacecolor="white",
+                zorder=3,
+            )
+            name_of = each.name if each.adapts else f"{each.name}, γ = {row['gamma']:g}"
+            ends.append((float(x[-1]), float(y[-1]), name_of, each.color))
+        _gamma_axis(axes, frame.loc[frame["drafted"] >= _TOO_FEW, "position"].tolist())
+        axes.set_xlabel("position in the draft")
+        axes.set_ylim(0.0, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_title(f"accepted, {title}")
+        _grid(axes)
+    left.set_ylabel("share of tokens")
+    remark = "Tested: all drafts before it were accepted. For each drafter its largest γ."
+    note = f"Hollow: fewer than {_FEW} drafts; fewer than {_TOO_FEW} are not shown." if few else ""
+    _inscribe(figure, run, "Acceptance by position", remark, note)
+    _label_ends(right, ends)
+    return figure
+
+
+def _time(run: _Run) -> Figure:
+    drafters = list(
+        dict.fromkeys(each.drafter for each in run.series if each.rows["ms_per_token"].notna().any())
+    )
+    if not drafters:
+        raise _NoDataError("no speculative configuration has finished a step")
+    figure, panels = _panels(len(drafters), 2.2, sharey=True)
+    plain = run.plain["ms_per_token"].dropna()
+    top = max(float(each.rows["ms_per_token"].max()) for each in run.series)
+    for axes, drafter in zip(panels, drafters, strict=True):
+        rows = pd.concat([each.rows for each in run.series if each.drafter == drafter])
+        rows = rows[rows["ms_per_token"].notna()]
+        names = [_bar_name(row, run) for row in tables.records(rows)]
+        x, bottom = np.arange(len(rows)), np.zeros(len(rows))
+        total = rows["ms_per_token"].to_numpy(dtype=float)
+        for part in tables.PARTS:
+            height = total * rows[f"share_{part}"].to_numpy(dtype=float)
+            axes.bar(
+                x,
+                height,
+                0.78,
+                bottom=bottom,
+                color=_PART_COLORS[part],
+                label=part,
+                edgecolor="white",
+                linewidth=0.3,
+            )
+            if part == "draft":
+                reading = total * rows["share_draft_prefill"].to_numpy(dtype=float)
+                if (reading > 0.01 * top).any():
+                    axes.bar(
+                        x,
+                        reading,
+                        0.78,
+                        color="none",
+                        edgecolor="#5A3C00",
+                        hatch="////",
+                        linewidth=0,
+                        label="(of it the prompt)",
+                    )
+            bottom += height
+        for base in plain:
+            axes.axhline(base, color=_BLACK, linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.set_xticks(x, names)
+        for tick in axes.get_xticklabels():
+            if len(tick.get_text()) > 3:
+                tick.set(rotation=90, fontsize=6.5)
+        middle, half = (len(rows) - 1) / 2, max(len(rows), 4) / 2 + 0.1
+        axes.set_xlim(middle - half, middle + half)
+        axes.set_xlabel("γ")
+        axes.set_title(_two_lines(_short(drafter, 40)), fontsize=7.5)
+        axes.set_ylim(0, 1.12 * max(top, plain.max() if len(plain) else 0.0))
+        _grid(axes)
+    if len(plain):
+        base = float(plain.iloc[0])
+        across = panels[0].get_yaxis_transform()
+        panels[0].text(0.03, base, "plain", transform=across, va="bottom", fontsize=7)
+    for axes in panels:
+        if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+            axes.set_ylabel("time per token (ms)")
+    # In the order of the stack, from its top.
+    found = {text: handle for axes in panels for handle, text in zip(*_legend_of(axes), strict=True)}
+    handles, names = [*found.values()][::-1], [*found][::-1]
+    figure.legend(
+        handles, names, loc="outside right center", frameon=False, handlelength=1.0, handletextpad=0.5
+    )
+    figure.align_xlabels()
+    remark = "Time of all steps over all emitted tokens; time to first token apart. Dashed: plain decoding."
+    _inscribe(figure, run, "Where the time goes", remark)
+    return figure
+
+
+def _legend_of(axes: Axes) -> tuple[list[Any], list[str]]:
+    handles, labels = axes.get_legend_handles_labels()
+    return list(handles), [str(label) for label in labels]
+
+
+def _bar_name(row: dict[str, Any], run: _Run) -> str:
+    gamma = "" if math.isnan(row["gamma"]) else f"{row['gamma']:g}"
+    rule = "" if row["policy"] == "fixed" else _short(row["policy"], 16)
+    temperature = f"T={row['temperature']:g}" if run.summary["temperature"].nunique() > 1 else ""
+    return " ".join(each for each in (rule, gamma, temperature) if each)
+
+
+def _prediction(run: _Run) -> Figure:
+    series = _with_gamma(run, "predicted_speedup")
+    figure = _new_figure(3.3)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    names = (
+        ("predicted_speedup", "from acceptance by position"),
+        ("predicted_speedup_iid", "from α alone (tests taken as i.i.d.)"),
+    )
+    rows = pd.concat([each.rows for each in series])
+    spans = [_span(rows, name) for name in ("speedup", "predicted_speedup", "predicted_speedup_iid")]
+    low, high = min(1.0, *(span[0] for span in spans)) / 1.04, max(1.0, *(span[1] for span in spans)) * 1.04
+    for axes, (name, title) in zip(panels, names, strict=True):
+        axes.plot((low, high), (low, high), color=_GREY, linewidth=0.9, zorder=1)
+        axes.axhline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
+        axes.axvline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
+        for each in series:
+            x, x_low, x_high = (
+                each.rows[f"{name}{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high")
+            )
+            y, y_low, y_high = (
+                each.rows[f"speedup{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high")
+            )
+            axes.vlines(x, y_low, y_high, color=each.color, linewidth=0.7, alpha=0.5)
+            axes.hlines(y, x_low, x_high, color=each.color, linewidth=0.7, alpha=0.5)
+            axes.plot(
+                x,
+                y,
+                linestyle="none",
+                marker=each.marker,
+                color=each.color,
+                markerfacecolor=each.face,
+                label=each.name,
+                zorder=3,
+            )
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        axes.set_aspect("equal", adjustable="box")
+        axes.set_xlabel("predicted speedup (×)")
+        axes.set_title(title)
+        _grid(axes, "both")
+    panels[0].set_ylabel("measured speedup (×)")
+    handles, labels = _legend_of(panels[0])
+    figure.legend(handles, labels, loc="outside right center", frameon=False, handletextpad=0.2)
+    remarks = (
+        "One mark per γ. Predicted from the times of single passes: c of the drafter, v(γ+1) of the target.",
+        "On the line they agree; below it something else takes time.",
+        run.intervals,
+    )
+    _inscribe(figure, run, "Predicted against measured speedup", *remarks)
+    return figure
+
+
+def _categories(run: _Run) -> Figure:
+    frame = tables.category_frame(run.df)
+    frame = frame[frame["speedup"].notna()]
+    if frame.empty:
+        raise _NoDataError(_WHY_NOT["speedup"])
+    cells = tables.records(frame)
+    labels = dict(zip(frame["config"], frame["label"], strict=True))
+    row_of = {config: i for i, config in enumerate(labels)}
+    column_of = {category: i for i, category in enumerate(dict.fromkeys(frame["category"]))}
+    grid = np.full((len(row_of), len(column_of)), np.nan)
+    for cell in cells:
+        grid[row_of[cell["config"]], column_of[cell["category"]]] = math.log(cell["speedup"])
+    figure = _new_figure(1.25 + 0.27 * len(row_of), max(4.2, min(9.5, 2.4 + 0.68 * len(column_of))))
+    axes = figure.subplots()
+    widest = max(float(np.nanmax(np.abs(grid))), math.log(1.25))
+    image = axes.imshow(grid, cmap=_SLOWER_FASTER, norm=TwoSlopeNorm(0.0, -widest, widest), aspect="auto")
+    for cell in cells:
+        ink = "white" if abs(math.log(cell["speedup"])) > 0.72 * widest else "black"
+        _write_cell(axes, column_of[cell["category"]], row_of[cell["config"]], cell, ink)
+    axes.set_xticks(range(len(column_of)), [_short(name, 18).replace("-", "-\n", 1) for name in column_of])
+    axes.xaxis.tick_top()
+    axes.set_yticks(range(len(row_of)), [_short(label, 36) for label in labels.values()])
+    axes.tick_params(length=0, labelsize=6.8)
+    axes.spines[:].set_visible(False)
+    drafters = run.summary.set_index("config")["drafter"].reindex(list(labels)).tolist()
+    for i in range(1, len(drafters)):
+        if drafters[i] != drafters[i - 1]:
+            axes.axhline(i - 0.5, color="white", linewidth=2.5)
+    _speedup_bar(figure, axes, image, widest, len(row_of))
+    counts = frame["prompts"]
+    prompts = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+    remarks = (
+        f"Geometric means over prompts ({prompts} per category), below them the 95% intervals.",
+        "Bold: 1 is not in it.",
+        "*: one prompt; over its repeats." if (frame["speedup_basis"] == "repeats").any() else "",
+    )
+    _inscribe(figure, run, "Speedup by category", *remarks)
+    return figure
+
+
+_SLOWER_FASTER = LinearSegmentedColormap.from_list(
+    "slower-faster", ["#B34A00", "#F3B58A", "#F7F7F7", "#8DBEE0", "#00568A"]
+)
+
+
+def _write_cell(axes: Axes, x: int, y: int, cell: dict[str, Any], ink: str) -> None:
+    """A ratio above its interval."""
+    low, high = cell["speedup_low"], cell["speedup_high"]
+    interval = "no interval" if math.isnan(low) else f"{_end(low)}–{_end(high)}"
+    star = "*" if cell["speedup_basis"] == "repeats" else ""
+    weight = "normal" if cell["verdict"] == "cannot tell" else "bold"
+    middle: Any = {"ha": "center", "va": "center", "color": ink}
+    axes.text(x, y - 0.17, _number(cell["speedup"]), fontsize=6.6, weight=weight, **middle)
+    axes.text(x, y + 0.24, interval + star, fontsize=4.9, **middle)
+
+
+def _speedup_bar(figure: Figure, axes: Axes, image: Any, widest: float, lines: int) -> None:
+    """The scale of the colours, in speedups."""
+    ratios = (0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0)
+    ticks = [ratio for ratio in ratios if abs(math.log(ratio)) <= widest]
+    if 0.27 * lines < 0.15 * len(ticks):  # no room for all
+        ticks = [ticks[0], 1.0, ticks[-1]]
+    bar = figure.colorbar(
+        image,
+        ax=axes,
+        ticks=[math.log(tick) for tick in ticks],
+        fraction=0.025,
+        pad=0.01,
+        aspect=max(12, lines),
+    )
+    bar.ax.set_yticklabels([f"{tick:g}" for tick in ticks])
+    bar.ax.tick_params(labelsize=6.5, length=2)
+    bar.ax.spines[:].set_visible(False)
+    bar.set_label("speedup (×)", fontsize=7)
+
+
+def _end(value: float) -> str:
+    """An end of an interval in a cell; what two prompts leave open is not worth its digits."""
+    return "0" if value < 0.005 else ">99" if value > 99 else f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def _accepted_length(run: _Run) -> Figure:
+    frame = tables.accepted_frame(run.df, run.steps)
+    by_config = dict(list(frame.groupby("config", sort=False)))
+    chosen = []
+    for each in run.series:
+        rows = each.rows[each.rows["config"].isin(list(by_config))]
+        if len(rows):
+            ranked = rows["speedup"].fillna(0.0) if rows["speedup"].notna().any() else rows["tokens_per_step"]
+            chosen.append((each, rows.iloc[int(ranked.to_numpy().argmax())]))
+    if not chosen:
+        raise _NoDataError("nothing was drafted")
+    figure, panels = _panels(len(chosen), 2.0, sharey=True)
+    for axes, (each, row) in zip(panels, chosen, strict=True):
+        mine = by_config[row["config"]]
+        x = mine["accepted"].to_numpy()
+        axes.bar(x, mine["share"], 0.8, color=each.color)
+        axes.plot(
+            x,
+            mine["share_iid"],
+            linestyle="none",
+            marker="o",
+            markersize=3.5,
+            color=_BLACK,
+            markerfacecolor="white",
+            zorder=3,
+        )
+        mean = float((mine["accepted"] * mine["share"]).sum())
+        undrafted = float(mine["undrafted"].iloc[0])
+        gamma = "" if each.adapts else f", γ = {row['gamma']:g}"
+        below = f"mean {mean:.2f}" + (f"; {undrafted:.0%} empty" if undrafted >= 0.005 else "")
+        axes.set_title(_two_lines(each.name + gamma), fontsize=7.5, pad=14)
+        axes.text(0.0, 1.03, below, transform=axes.transAxes, fontsize=6.3, color="#505050")
+        axes.xaxis.set_major_locator(FixedLocator(x[:: max(1, math.ceil(len(x) / 9))].tolist()))
+        axes.set_xlim(-0.6, max(x.max(), 4) + 0.6)
+        axes.set_xlabel("accepted drafts")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        _grid(axes)
+        if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+            axes.set_ylabel("share of steps")
+    top = max(float(by_config[row["config"]][["share", "share_iid"]].max().max()) for _, row in chosen)
+    panels[0].set_ylim(0, 1.08 * top)
+    remarks = (
+        "Steps that drafted something, at each drafter's fastest γ.",
+        "Circles: what α would give if tests passed independently.",
+        "Empty: share of all steps that drafted nothing." if (frame["undrafted"] >= 0.005).any() else "",
+    )
+    _inscribe(figure, run, "Accepted drafts per step", *remarks)
+    return figure
+
+
+def _generation(run: _Run) -> Figure:
+    row = _one_generation(run)
+    drafted, accepted = np.asarray(row["steps_drafted"]), np.asarray(row["steps_accepted"])
+    first = int(row["new_tokens"]) - int(np.sum(row["steps_emitted"]))
+    edges = first + np.concatenate(([0], np.cumsum(row["steps_emitted"])))
+    notes = {
+        name: values
+        for name, values in _notes(row["steps_policy"], len(drafted)).items()
+        if not name.lower().startswith(("gamma", "γ")) and np.isfinite(values).any()
+    }
+    figure = _new_figure(3.8 if notes else 2.7)
+    both = figure.subplots(
+        2 if notes else 1, 1, sharex=True, squeeze=False, height_ratios=[1.2, 1.0] if notes else None
+    )[:, 0]
+    upper = both[0]
+    upper.stairs(accepted, edges, fill=True, color=_SKY, alpha=0.75)
+    upper.stairs(drafted, edges, color=_BLUE, linewidth=1.2, baseline=None)
+    upper.set_ylim(0, max(1, int(drafted.max(initial=1))) * 1.12)
+    upper.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    upper.set_ylabel("tokens in the step")
+    upper.set_xlim(edges[0], edges[-1])
+    _grid(upper)
+    end = float(edges[-1])
+    # At the usual heights: the last step is often a short one.
+    usual = (float(np.median(drafted)), 0.5 * float(np.mean(accepted)))
+    ends = [(end, usual[0], "γ drafted", _BLUE), (end, usual[1], "accepted", "#2F7FB5")]
+    if notes:
+        lower = both[1]
+        noted = []
+        for number, (name, values) in enumerate(notes.items()):
+            color = _COLORS[(number + 1) % len(_COLORS)]
+            lower.plot(
+                (edges[:-1] + edges[1:]) / 2,
+                values,
+                color=color,
+                linewidth=1.2,
+                linestyle=("-", "--", ":")[number % 3],
+            )
+            there = np.flatnonzero(np.isfinite(values))
+            noted.append((end, float(values[there[-1]]), _short(name, 20), color))
+        lower.set_ylabel(
+            "entropy / log V" if all(name.startswith("H") for name in notes) else "noted by the rule"
+        )
+        lower.set_ylim(bottom=min(0.0, *(float(np.nanmin(values)) for values in notes.values())))
+        _grid(lower)
+    both[-1].set_xlabel("token of the output")
+    which = f"Prompt {_short(row['prompt'], 40)}, {_short(row['label'], 48)}."
+    remark = "A column is a step, as wide as the tokens it emitted."
+    _inscribe(figure, run, "One generation, step by step", which, remark)
+    _label_ends(upper, ends)
+    if notes:
+        _label_ends(lower, noted)
+    return figure
+
+
+def _one_generation(run: _Run) -> dict[str, Any]:
+    """The first generation of a rule that took notes, or else of the fastest configuration."""
+    df = run.df
+    # As arrays: pandas copies a frame's attributes, here a whole run.json, whenever a column is taken.
+    configs, drafted, policies = (df[name].to_numpy() for name in ("config", "steps_drafted", "steps_policy"))
+    chosen = ((df["status"] == "ok") & (df["kind"] == "speculative")).to_numpy()
+    drafting = [int(i) for i in np.flatnonzero(chosen) if np.any(drafted[i])]
+    if not drafting:
+        raise _NoDataError("nothing was drafted")
+    noting = (i for i in drafting if _notes(policies[i], len(drafted[i])))
+    speedups = run.summary.set_index("config")["speedup"].fillna(0.0)
+    fastest = speedups.reindex(list(dict.fromkeys(configs[drafting]))).idxmax()
+    place = next(noting, next(i for i in drafting if configs[i] == fastest))
+    return {str(name): df[name].iat[place] for name in df.columns}
+
+
+def _notes(policy: Any, steps: int) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+    """What the rule noted in every step."""
+    found = {_clean(name): np.asarray(values, dtype=float) for name, values in (policy or {}).items()}
+    return {name: values for name, values in found.items() if steps and len(values) == steps}
+
+
+FIGURES: dict[str, tuple[Callable[[_Run], Figure], str]] = {
+    "speedup": (_speedup, "speedup against γ, one line per drafter"),
+    "tokens-per-second": (_tokens_per_second, "decode speed against γ"),
+    "acceptance": (_acceptance, "acceptance rate and α against γ"),
+    "positions": (_positions, "acceptance by position in the draft"),
+    "time": (_time, "where the time goes"),
+    "prediction": (_prediction, "predicted against measured speedup"),
+    "categories": (_categories, "speedup by category and configuration"),
+    "accepted-length": (_accepted_length, "accepted drafts per step"),
+    "generation": (_generation, "draft length, acceptance and entropy over one generation"),
+}
+"""Every figure by name: what draws it, and a line about it."""

@@ -1,0 +1,350 @@
+"""Ratios with intervals: pure functions on arrays. Definitions and their pitfalls: docs/metrics.md.
+
+The unit of replication is the prompt. Runs of one prompt (its repeats, the turns of its conversation) are averaged
+first, on the log scale, so that more repeats sharpen a prompt but never count as more prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats as distributions
+
+__all__ = [
+    "CONFIDENCE",
+    "Comparison",
+    "Estimate",
+    "Verdict",
+    "compare",
+    "expected_tokens",
+    "expected_tokens_by_position",
+    "geometric_mean",
+    "mean_interval",
+    "nested_means",
+    "pooled_rate",
+    "pooled_speedup",
+    "predicted_speedup",
+    "verdict",
+    "verification_cost",
+]
+
+CONFIDENCE = 0.95
+"""Coverage that intervals aim at."""
+
+Floats: TypeAlias = NDArray[np.float64]
+Labels: TypeAlias = Sequence[Any] | NDArray[Any]
+Verdict = Literal["faster", "slower", "cannot tell"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure and how sure it is.
+
+    Attributes:
+        value: The figure; NaN without data.
+        low, high: Ends of its interval, ``None`` where there is too little to make one.
+        prompts: How many prompts it rests on.
+        basis: What varies in the interval: ``prompts``; ``repeats``, with a single prompt, so that the interval
+            holds within that prompt only and says nothing about others; or ``None`` without an interval.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    prompts: int
+    basis: Literal["prompts", "repeats"] | None
+
+    def overlaps(self, value: float) -> bool | None:
+        """Whether ``value`` lies in the interval; ``None`` without one."""
+        return None if self.low is None or self.high is None else self.low <= value <= self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A over B: their ratio, and what it allows to say about A."""
+
+    ratio: Estimate
+    verdict: Verdict
+
+
+# --- Means and intervals --------------------------------------------------------------------------
+
+
+def nested_means(
+    values: ArrayLike, prompts: Labels, repeats: Labels | None = None
+) -> tuple[NDArray[Any], Floats]:
+    """Mean of each prompt: over what shares prompt and repeat (turns) first, then over the repeats.
+
+    Args:
+        values: Shape [runs]. NaN is left out.
+        prompts: The prompt of each run.
+        repeats: The repeat of each run; ``None`` averages the runs of a prompt at once.
+
+    Returns:
+        The labels of the prompts in sorted order, and their means.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    keep = ~np.isnan(data)
+    data = data[keep]
+    names, prompt = np.unique(np.asarray(prompts)[keep], return_inverse=True)
+    if repeats is not None and len(data):
+        _, repeat = np.unique(np.asarray(repeats)[keep], return_inverse=True)
+        cells, cell = np.unique(prompt * (int(repeat.max()) + 1) + repeat, return_inverse=True)
+        data = _group_means(data, cell, len(cells))
+        prompt = cells // (int(repeat.max()) + 1)
+    return names, _group_means(data, prompt, len(names))
+
+
+def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+    """Interval for the mean of the population that ``values`` were drawn from; ``None`` for fewer than two.
+
+    Each end is the outer one of two intervals: Student's t, which holds for normal and heavy-tailed values but
+    misses on the long side of skewed ones, and its inverse cubic transformation by the sample's skewness (P. Hall,
+    J. R. Statist. Soc. B 54, 1992, with t in place of normal quantiles), which holds for skewed values but is too
+    short for heavy tails. benchmarks/interval_coverage.py measures the coverage: 93 to 97% for 5 to 24 values.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    n = len(data)
+    if n < 2:
+        return None
+    mean = float(data.mean())
+    error = float(data.std(ddof=1)) / math.sqrt(n)
+    if error == 0.0:
+        return mean, mean
+    quantile = _t_quantile(0.5 + confidence / 2, n - 1)
+    skewness = float(np.mean((data - mean) ** 3)) / (error * math.sqrt(n)) ** 3
+    if abs(skewness) < 1e-6:  # the transformation tends to the identity
+        return mean - quantile * error, mean + quantile * error
+    low = mean - error * max(quantile, _skewed_quantile(quantile, skewness, n))
+    high = mean - error * min(-quantile, _skewed_quantile(-quantile, skewness, n))
+    return low, high
+
+
+@lru_cache(maxsize=256)
+def _t_quantile(probability: float, freedom: int) -> float:
+    return float(distributions.t.ppf(probability, freedom))
+
+
+def _skewed_quantile(quantile: float, skewness: float, n: int) -> float:
+    """The quantile of the t statistic of skewed values: the inverse of Hall's cubic transformation."""
+    inner = 1.0 + skewness * (quantile / math.sqrt(n) - skewness / (6.0 * n))
+    return math.sqrt(n) * 3.0 / skewness * (float(np.cbrt(inner)) - 1.0)
+
+
+def geometric_mean(
+    values: ArrayLike, prompts: Labels, repeats: Labels | None = None, confidence: float = CONFIDENCE
+) -> Estimate:
+    """Geometric mean over prompts, of ratios or of speeds.
+
+    Args:
+        values: Positive, shape [runs]: a ratio of runs paired by prompt, turn and repeat, or a speed. NaN is left out.
+        prompts, repeats: The prompt and the repeat of each run.
+        confidence: Coverage of the interval.
+
+    Returns:
+        The estimate. With a single prompt its interval is that over the repeats, and its basis says so.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        logs = np.log(np.asarray(values, dtype=np.float64))
+    logs[~np.isfinite(logs)] = np.nan
+    names, means = nested_means(logs, prompts, repeats)
+    if not len(names):
+        return Estimate(math.nan, None, None, 0, None)
+    interval = mean_interval(means, confidence)
+    basis: Literal["prompts", "repeats"] = "prompts"
+    if interval is None and repeats is not None:
+        interval = mean_interval(nested_means(logs, repeats)[1], confidence)
+        basis = "repeats"
+    return _exponential(float(means.mean()), interval, len(names), basis)
+
+
+def pooled_rate(
+    numerators: ArrayLike, denominators: ArrayLike, prompts: Labels, confidence: float = CONFIDENCE
+) -> Estimate:
+    """Sum over sum, such as accepted over drafted tokens, with a jackknife interval over the prompts.
+
+    Long outputs weigh more. The ends are not clipped to where the rate can lie.
+    """
+    sums = _sums_by_prompt(prompts, numerators, denominators)
+
+    def rate(n: Floats, d: Floats) -> Floats:
+        return n / d
+
+    value, interval = _jackknife(rate, sums, confidence)
+    count = sums.shape[1]
+    if interval is None or math.isnan(value):
+        return Estimate(value, None, None, count, None)
+    return Estimate(value, *interval, count, "prompts")
+
+
+def pooled_speedup(
+    tokens: ArrayLike,
+    seconds: ArrayLike,
+    base_tokens: ArrayLike,
+    base_seconds: ArrayLike,
+    prompts: Labels,
+    confidence: float = CONFIDENCE,
+) -> Estimate:
+    """Ratio of all tokens over all seconds to the same of the baseline, with a jackknife interval over the prompts.
+
+    It answers what the whole batch of prompts would take: prompts with long outputs and slow decoding weigh more,
+    so it can lie on the other side of 1 than the geometric mean over prompts.
+    """
+    sums = _sums_by_prompt(prompts, tokens, seconds, base_tokens, base_seconds)
+
+    def log_ratio(t: Floats, s: Floats, bt: Floats, bs: Floats) -> Floats:
+        return np.log(t / s * bs / bt)
+
+    value, interval = _jackknife(log_ratio, sums, confidence)
+    return _exponential(value, interval, sums.shape[1], "prompts")
+
+
+def _sums_by_prompt(prompts: Labels, *columns: ArrayLike) -> Floats:
+    """Sums of each column, shape [columns, prompts]; a run with a NaN anywhere is left out of all."""
+    data = np.array([np.asarray(column, dtype=np.float64) for column in columns])
+    keep = ~np.isnan(data).any(axis=0)
+    names, prompt = np.unique(np.asarray(prompts)[keep], return_inverse=True)
+    sums = [np.bincount(prompt, weights=row, minlength=len(names)) for row in data[:, keep]]
+    return np.array(sums, dtype=np.float64).reshape(len(columns), len(names))
+
+
+def _jackknife(statistic: Any, sums: Floats, confidence: float) -> tuple[float, tuple[float, float] | None]:
+    """A statistic of total sums and the interval of the mean of its pseudo-values (Tukey 1958)."""
+    count = sums.shape[1]
+    if not count:
+        return math.nan, None
+    total = sums.sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        value = float(statistic(*total))
+        without = np.asarray(statistic(*(total[:, None] - sums))) if count > 1 else np.empty(0)
+    if not math.isfinite(value) or not np.isfinite(without).all():
+        return (value if math.isfinite(value) else math.nan), None
+    return value, mean_interval(count * value - (count - 1) * without, confidence)
+
+
+def _group_means(values: Floats, group: NDArray[np.intp], groups: int) -> Floats:
+    counts = np.bincount(group, minlength=groups)
+    means: Floats = np.bincount(group, weights=values, minlength=groups) / np.maximum(counts, 1)
+    return means
+
+
+def _exponential(
+    value: float, interval: tuple[float, float] | None, prompts: int, basis: Literal["prompts", "repeats"]
+) -> Estimate:
+    """Back from the log scale."""
+    if interval is None:
+        return Estimate(math.exp(value), None, None, prompts, None)
+    # numpy's exp overflows to inf where math's raises: two prompts far apart can have an interval without an end.
+    with np.errstate(over="ignore"):
+        low, high = (float(np.exp(end)) for end in interval)
+    return Estimate(math.exp(value), low, high, prompts, basis)
+
+
+# --- Comparing ------------------------------------------------------------------------------------
+
+
+def verdict(ratio: Estimate) -> Verdict:
+    """What an interval of a speed ratio allows to say; without one over prompts nothing."""
+    if ratio.basis != "prompts" or ratio.low is None or ratio.high is None:
+        return "cannot tell"
+    return "faster" if ratio.low > 1.0 else "slower" if ratio.high < 1.0 else "cannot tell"
+
+
+def compare(
+    values_a: ArrayLike,
+    prompts_a: Labels,
+    repeats_a: Labels,
+    values_b: ArrayLike,
+    prompts_b: Labels,
+    repeats_b: Labels,
+    confidence: float = CONFIDENCE,
+) -> Comparison:
+    """A over B, paired by prompt: for values that were not measured side by side, such as those of two runs.
+
+    Values measured side by side are better paired run by run: divide them and take ``geometric_mean``. Across
+    machines the values have to be speedups, each over the baseline of its own run.
+
+    Args:
+        values_a, values_b: Positive speeds or speedups, shapes [runs of A], [runs of B]. Prompts that only one
+            has are left out.
+        prompts_a, prompts_b, repeats_a, repeats_b: Their prompts and repeats.
+        confidence: Coverage of the interval.
+    """
+    a, b = np.log(np.asarray(values_a, dtype=np.float64)), np.log(np.asarray(values_b, dtype=np.float64))
+    by_prompt_a = dict(zip(*nested_means(a, prompts_a, repeats_a), strict=True))
+    by_prompt_b = dict(zip(*nested_means(b, prompts_b, repeats_b), strict=True))
+    common = [prompt for prompt in by_prompt_a if prompt in by_prompt_b]
+    if not common:
+        ratio = Estimate(math.nan, None, None, 0, None)
+    else:
+        differences = np.array([by_prompt_a[prompt] - by_prompt_b[prompt] for prompt in common])
+        interval = mean_interval(differences, confidence)
+        ratio = _exponential(float(differences.mean()), interval, len(common), "prompts")
+    return Comparison(ratio, verdict(ratio))
+
+
+# --- Prediction -----------------------------------------------------------------------------------
+
+
+def expected_tokens(alpha: float, gammas: ArrayLike) -> Floats:
+    """``(1 - α^(γ+1)) / (1 - α)`` for every γ: tokens of a step if tests pass independently with chance α.
+
+    Leviathan et al. 2023, equation 1.
+    """
+    gamma = np.asarray(gammas, dtype=np.float64)
+    return gamma + 1.0 if alpha >= 1.0 else np.asarray((1.0 - alpha ** (gamma + 1.0)) / (1.0 - alpha))
+
+
+def expected_tokens_by_position(rates: ArrayLike, gammas: ArrayLike) -> Floats:
+    """``1 + Σ_{k≤γ} Π_{i≤k} a_i`` for every γ, with a_i the acceptance of position i among the steps that tested it.
+
+    Args:
+        rates: a_1, a_2, ..., at least as many as the largest γ. NaN (never tested) counts as 0.
+        gammas: Draft lengths.
+    """
+    survival = np.cumprod(np.nan_to_num(np.asarray(rates, dtype=np.float64)))
+    tokens = 1.0 + np.concatenate(([0.0], np.cumsum(survival)))
+    return np.asarray(tokens[np.asarray(gammas, dtype=np.intp)])
+
+
+def verification_cost(pass_s: Mapping[int, float], widths: ArrayLike) -> Floats:
+    """v(n): time of a target pass with n tokens over that of one with a single token.
+
+    Args:
+        pass_s: Measured seconds by number of tokens, among them 1.
+        widths: The n asked for. Between two measured widths v is linear; beyond the widest it goes on along the line
+            of the last two.
+    """
+    known = np.array(sorted(pass_s), dtype=np.float64)
+    cost = np.array([pass_s[int(n)] for n in known]) / pass_s[1]
+    n = np.asarray(widths, dtype=np.float64)
+    v = np.interp(n, known, cost)
+    if len(known) > 1:
+        slope = max(0.0, (cost[-1] - cost[-2]) / (known[-1] - known[-2]))
+        v = np.where(n > known[-1], cost[-1] + slope * (n - known[-1]), v)
+    return np.asarray(v)
+
+
+def predicted_speedup(tokens: ArrayLike, gammas: ArrayLike, c: float, pass_s: Mapping[int, float]) -> float:
+    """``Σ E(γ) / Σ (γ·c + v(γ + 1))`` over the steps of a run; with one γ throughout the formula of the papers.
+
+    Leviathan et al. 2023, theorem 3.8, with v in place of their assumption that a wide pass costs as much as a narrow.
+
+    Args:
+        tokens: Expected tokens of every step, from ``expected_tokens`` or ``expected_tokens_by_position``.
+        gammas: Draft length of every step, 0 for a plain pass.
+        c: Time of one drafter pass over that of a target pass with one token.
+        pass_s: Target passes as for ``verification_cost``.
+
+    Returns:
+        The speedup over plain decoding that the costs of the passes alone would allow; NaN without steps.
+    """
+    gamma = np.asarray(gammas, dtype=np.float64)
+    cost = gamma * c + verification_cost(pass_s, gamma + 1.0)
+    return float(np.sum(np.asarray(tokens, dtype=np.float64)) / np.sum(cost)) if len(gamma) else math.nan

@@ -1,0 +1,938 @@
+"""What a run shows, as tables: data frames of figures, and their rendering for terminals and Markdown.
+
+Every function takes the rows of one run as ``specbench.store.load_results`` gives them. Definitions of the figures and
+their pitfalls: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from specbench import stats
+from specbench.errors import UsageError
+from specbench.textsafe import terminal_safe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = [
+    "PARTS",
+    "Sheet",
+    "Steps",
+    "accepted_frame",
+    "category_frame",
+    "notes",
+    "paired_runs",
+    "position_frame",
+    "records",
+    "render_terminal",
+    "run_of",
+    "sheet_of",
+    "step_arrays",
+    "summary_frame",
+    "terminal_table",
+    "to_markdown",
+]
+
+PARTS = ("draft", "verify", "accept", "rollback", "other")
+"""Of a step's time, in its order."""
+
+_WITH_INTERVAL = (
+    "tokens_per_second", "speedup", "speedup_total", "pooled_speedup", "tokens_per_step", "acceptance_rate",
+    "acceptance_tested", "alpha", "predicted_speedup", "predicted_speedup_iid",
+)  # fmt: skip
+_FIGURES = [
+    "prompts", "generations", "failures", "speedup_basis", "verdict",
+    *(f"{name}{end}" for name in _WITH_INTERVAL for end in ("", "_low", "_high")),
+    "mean_gamma", "c", "ttft_s", "ms_per_token", *(f"share_{part}" for part in PARTS), "share_draft_prefill",
+    "peak_memory_bytes", "identical_share",
+]  # fmt: skip
+_KEY = ["prompt", "turn", "repeat"]
+_CONFIG_FIELDS = ("label", "kind", "drafter", "gamma", "policy", "temperature", "baseline")
+_NAN = float("nan")
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+# --- Figures --------------------------------------------------------------------------------------
+
+
+def run_of(df: pd.DataFrame) -> dict[str, Any]:
+    """The ``run.json`` that the rows belong to.
+
+    Raises:
+        UsageError: The rows come from several runs, whose speeds have nothing in common.
+    """
+    if "run_id" in df and df["run_id"].nunique() > 1:
+        targets = sorted({_one_line(str(name)) for name in df["target"].unique()})
+        what = f"with {len(targets)} targets ({', '.join(targets)})" if len(targets) > 1 else "of one target"
+        raise UsageError(
+            f"These results mix {df['run_id'].nunique()} runs {what}.",
+            "Show each run apart, or use `specbench compare`.",
+        )
+    return dict(df.attrs.get("run", {}))
+
+
+def paired_runs(df: pd.DataFrame) -> pd.DataFrame:
+    """Each finished generation beside the one of its baseline with the same prompt, turn and repeat.
+
+    Returns:
+        One row per pair with ``config, category, prompt, turn, repeat``; ``ratio`` (of decode speeds) and
+        ``ratio_total`` (of whole times per token), above 1 where the configuration is faster; ``tokens`` and
+        ``seconds`` behind the first emission and those of the baseline as ``base_tokens`` and ``base_seconds``;
+        ``identical``, whether the tokens are the same (``None`` where sampling makes the question pointless).
+        Baselines themselves are left out.
+    """
+    run_of(df)
+    columns = [
+        *_KEY, "config", "category", "baseline", "temperature", "tokens_per_second", "decode_s", "total_s",
+        "new_tokens", "token_ids",
+    ]  # fmt: skip
+    rows = _bare(df.loc[df["status"] == "ok", columns])
+    rows["tokens"] = rows["tokens_per_second"] * rows["decode_s"]
+    rows["seconds"] = rows["decode_s"]
+    rows["total"] = rows["total_s"] / rows["new_tokens"].where(rows["new_tokens"] > 0)
+    figures = ["tokens_per_second", "tokens", "seconds", "total", "token_ids"]
+    base = rows[["config", *_KEY, *figures]].rename(
+        columns={"config": "baseline", **{name: f"base_{name}" for name in figures}}
+    )
+    pairs = rows[rows["config"] != rows["baseline"]].merge(base, on=["baseline", *_KEY], how="inner")
+    pairs["ratio"] = pairs["tokens_per_second"] / pairs["base_tokens_per_second"]
+    pairs["ratio_total"] = pairs["base_total"] / pairs["total"]
+    same = (
+        bool(np.array_equal(ours, theirs)) if temperature == 0 else None
+        for ours, theirs, temperature in zip(
+            pairs["token_ids"], pairs["base_token_ids"], pairs["temperature"], strict=True
+        )
+    )
+    pairs["identical"] = pd.Series(list(same), dtype=object, index=pairs.index)
+    kept = [
+        "config",
+        "category",
+        *_KEY,
+        "ratio",
+        "ratio_total",
+        "tokens",
+        "seconds",
+        "base_tokens",
+        "base_seconds",
+    ]
+    return pairs[[*kept, "identical"]]
+
+
+def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
+    """One row per configuration, in the order of the run.
+
+    Args:
+        df: The rows of a run.
+        steps: Its ``step_arrays``, where they are there already.
+
+    Returns:
+        Columns ``config``, its fields (``label, kind, drafter, gamma, policy, temperature, baseline``), and
+
+        - ``prompts, generations, failures``: how many prompts, finished and failed generations;
+        - ``tokens_per_second``: decode speed, geometric mean over prompts; ``ttft_s`` likewise;
+        - ``speedup``: over the baseline, geometric mean over prompts of paired ratios, 1 for a baseline;
+          ``speedup_total``: the same with the time to first token; ``pooled_speedup``: all tokens over all seconds;
+        - ``speedup_basis``: what its interval is over (``prompts``; ``repeats``, with one prompt; ``None``);
+          ``verdict``: what that interval allows to say;
+        - ``tokens_per_step, acceptance_rate`` (accepted / drafted), ``acceptance_tested`` (accepted / tested),
+          ``alpha, mean_gamma``: over all steps;
+        - ``predicted_speedup``: from acceptance by position and the measured costs of passes, and
+          ``predicted_speedup_iid``: from α instead, geometric means over prompts; ``c``: cost of a drafter pass;
+        - ``ms_per_token``: time of the steps per emitted token, and ``share_draft, share_verify, share_accept,
+          share_rollback, share_other``: the parts of it, with ``share_draft_prefill`` within that of drafting;
+        - ``peak_memory_bytes``: the largest; ``identical_share``: greedy outputs with the baseline's very tokens.
+
+        Columns ``<figure>_low`` and ``<figure>_high`` hold 95% intervals over prompts. NaN: no such figure.
+    """
+    run = run_of(df)
+    configs = _configs(df)
+    pairs = dict(list(paired_runs(df).groupby("config", sort=False)))
+    steps = steps or step_arrays(df)
+    rows = df.reset_index(drop=True)
+    rows.attrs = {}
+    places = rows.groupby("config", sort=False).indices
+    of_config = _by_config(df, steps)
+    out = []
+    for config, fields in configs.items():
+        mine = rows.iloc[places[config]] if config in places else rows.iloc[:0]
+        its_steps = of_config.get(config, steps.take(np.empty(0, dtype=np.intp)))
+        out.append(
+            {
+                "config": config,
+                **fields,
+                **_generation_figures(mine),
+                **_speedups(config, fields, mine, pairs.get(config)),
+                **_step_figures(its_steps),
+                **_predictions(its_steps, fields, run.get("costs")),
+                **_times(its_steps),
+            }
+        )
+    frame = pd.DataFrame(out, columns=["config", *_CONFIG_FIELDS, *_FIGURES])
+    frame.attrs = {"kind": "summary"}
+    return frame
+
+
+def category_frame(df: pd.DataFrame) -> pd.DataFrame:
+    """Speedup of every configuration in every category.
+
+    Returns:
+        One row per category and configuration with ``category, config, label, prompts, speedup, speedup_low,
+        speedup_high, speedup_basis, verdict, pooled_speedup`` and its interval. Baselines are left out.
+    """
+    configs = _configs(df)
+    pairs = paired_runs(df)
+    groups = dict(list(pairs.groupby(["category", "config"], sort=False)))
+    categories = list(dict.fromkeys(df["category"].dropna()))
+    out = [
+        {
+            "category": category,
+            "config": config,
+            "label": fields["label"],
+            **_ratios(groups[(category, config)], "speedup"),
+        }
+        for category in categories
+        for config, fields in configs.items()
+        if (category, config) in groups
+    ]
+    names = ["category", "config", "label", *(_ratios(pairs.iloc[:0], "speedup"))]
+    frame = pd.DataFrame(out, columns=names)
+    frame.attrs = {"kind": "category"}
+    return frame
+
+
+def position_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
+    """Acceptance by draft position; for the arguments see ``summary_frame``.
+
+    Returns:
+        One row per configuration and position with ``config, label, position`` (from 1), the numbers of steps that
+        ``drafted``, ``tested`` and ``accepted`` it, ``rate`` (accepted / tested), ``rate_of_drafted`` (accepted /
+        drafted) and ``alpha`` (mean of ``sum_x min(p, q)`` where tested).
+    """
+    run_of(df)
+    groups = _by_config(df, steps or step_arrays(df))
+    out = []
+    for config, fields in _configs(df).items():
+        mine = groups.get(config)
+        longest = 0 if mine is None else int(mine.drafted.max(initial=0))
+        if mine is None or not longest:
+            continue
+        counts = {name: _at_least(getattr(mine, name), longest) for name in ("drafted", "tested", "accepted")}
+        alpha = mine.alpha_by_position(longest)
+        out += [
+            {
+                "config": config,
+                "label": fields["label"],
+                "position": i + 1,
+                **{name: int(count[i]) for name, count in counts.items()},
+                "rate": _ratio(counts["accepted"][i], counts["tested"][i]),
+                "rate_of_drafted": _ratio(counts["accepted"][i], counts["drafted"][i]),
+                "alpha": alpha[i],
+            }
+            for i in range(longest)
+        ]
+    names = [
+        "config",
+        "label",
+        "position",
+        "drafted",
+        "tested",
+        "accepted",
+        "rate",
+        "rate_of_drafted",
+        "alpha",
+    ]
+    frame = pd.DataFrame(out, columns=names)
+    frame.attrs = {"kind": "position"}
+    return frame
+
+
+def accepted_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
+    """How many drafts steps accepted; for the arguments see ``summary_frame``.
+
+    Returns:
+        One row per configuration and number of accepted drafts with ``config, label, accepted, steps, share`` and
+        ``share_iid``, what tests that pass independently with chance α would give; all of the steps that drafted
+        something. ``undrafted`` is the share of all steps that did not.
+    """
+    run_of(df)
+    groups = _by_config(df, steps or step_arrays(df))
+    out = []
+    for config, fields in _configs(df).items():
+        mine = groups.get(config)
+        if mine is None or not mine.drafted.any():
+            continue
+        drafting = mine.drafted > 0
+        gammas = mine.drafted[drafting]
+        longest = int(gammas.max())
+        counts = np.bincount(mine.accepted[drafting], minlength=longest + 1)
+        alpha = _ratio(mine.alpha_sum.sum(), mine.tested.sum())
+        k = np.arange(longest + 1)
+        # At least k pass if k were drafted; steps differ in their draft length.
+        reach = np.array([(gammas >= n).mean() for n in k]) * alpha**k
+        out += [
+            {
+                "config": config,
+                "label": fields["label"],
+                "accepted": int(n),
+                "steps": int(counts[n]),
+                "share": counts[n] / counts.sum(),
+                "share_iid": reach[n] - (reach[n + 1] if n < longest else 0.0),
+                "undrafted": 1.0 - drafting.mean(),
+            }
+            for n in k
+        ]
+    names = ["config", "label", "accepted", "steps", "share", "share_iid", "undrafted"]
+    frame = pd.DataFrame(out, columns=names)
+    frame.attrs = {"kind": "accepted"}
+    return frame
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of many generations, one array per figure, each of shape [steps].
+
+    Attributes:
+        row: Place of the generation in the data frame.
+        prompt: A number per prompt.
+        drafted, tested, accepted, emitted: Tokens.
+        draft_s, draft_prefill_s, verify_s, accept_s, rollback_s, other_s: Seconds.
+        alpha_sum: Sum of the step's expected acceptances.
+        alpha_at: Where they begin in ``alphas``; there are as many as were tested.
+        alphas: The expected acceptances of all steps, shape [tested positions]; the only one of another shape.
+    """
+
+    row: NDArray[np.intp]
+    prompt: NDArray[np.intp]
+    drafted: Ints
+    tested: Ints
+    accepted: Ints
+    emitted: Ints
+    draft_s: Floats
+    draft_prefill_s: Floats
+    verify_s: Floats
+    accept_s: Floats
+    rollback_s: Floats
+    other_s: Floats
+    alpha_sum: Floats
+    alpha_at: Ints
+    alphas: Floats
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, which: NDArray[Any] | slice) -> Steps:
+        """Some of the steps, by place, by a mask or by a slice."""
+        values = {
+            each.name: getattr(self, each.name)[which]
+            for each in dataclasses.fields(self)
+            if each.name != "alphas"
+        }
+        return Steps(**values, alphas=self.alphas)
+
+    def split(self, codes: NDArray[np.intp]) -> dict[int, Steps]:
+        """The steps of each code, in their order, without a copy per code."""
+        order = np.argsort(codes, kind="stable")
+        ordered = self.take(order)
+        found, starts = np.unique(codes[order], return_index=True)
+        edges = np.append(starts, len(order))
+        slices = zip(found, edges[:-1], edges[1:], strict=True)
+        return {int(code): ordered.take(slice(begin, end)) for code, begin, end in slices}
+
+    def total_s(self) -> Floats:
+        """Seconds of each step."""
+        return self.draft_s + self.verify_s + self.accept_s + self.rollback_s + self.other_s
+
+    def rates(self, longest: int) -> Floats:
+        """Accepted over tested at positions 1 to ``longest``; NaN where none was tested."""
+        return _shares(_at_least(self.accepted, longest), _at_least(self.tested, longest))
+
+    def alpha_by_position(self, longest: int) -> Floats:
+        """Mean expected acceptance at positions 1 to ``longest``; NaN where none was tested."""
+        at = [self.alpha_at[self.tested > i] + i for i in range(longest)]
+        return np.array([self.alphas[places].mean() if len(places) else _NAN for places in at])
+
+
+def step_arrays(df: pd.DataFrame) -> Steps:
+    """The steps of all finished generations.
+
+    Raises:
+        UsageError: The expected acceptances of a generation do not fit its steps.
+    """
+    rows = np.flatnonzero((df["status"] == "ok").to_numpy())
+    lists = {name: df[f"steps_{name}"].to_numpy()[rows] for name in _STEP_LISTS}
+    lengths = np.array([len(each) for each in lists["drafted"]], dtype=np.intp)
+    row = np.repeat(rows, lengths)
+    joined = {
+        name: _joined(each, np.float64 if name.endswith("_s") else np.int64) for name, each in lists.items()
+    }
+    by_step = chain.from_iterable(df["steps_expected_acceptance"].to_numpy()[rows])
+    alphas = np.fromiter(chain.from_iterable(by_step), dtype=np.float64)
+    ends = np.cumsum(joined["tested"])
+    if any(len(each) != len(row) for each in joined.values()) or len(alphas) != (
+        ends[-1] if len(ends) else 0
+    ):
+        raise UsageError(
+            "The results are damaged: the lists of a generation's steps differ in length.", "Measure anew."
+        )
+    sums = np.concatenate(([0.0], np.cumsum(alphas)))
+    begins = ends - joined["tested"]
+    return Steps(
+        row=row,
+        prompt=pd.factorize(df["prompt"])[0][row],
+        **joined,
+        alpha_sum=sums[ends] - sums[begins],
+        alpha_at=begins,
+        alphas=alphas,
+    )
+
+
+_STEP_LISTS = (
+    "drafted", "tested", "accepted", "emitted",
+    "draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s",
+)  # fmt: skip
+
+
+def _joined(lists: NDArray[Any], kind: type) -> NDArray[Any]:
+    return (
+        np.concatenate([np.asarray(each, dtype=kind) for each in lists])
+        if len(lists)
+        else np.empty(0, dtype=kind)
+    )
+
+
+def _by_config(df: pd.DataFrame, steps: Steps) -> dict[str, Steps]:
+    """The steps of each configuration that has any, in their order."""
+    codes, names = pd.factorize(df["config"])
+    return {str(names[i]): mine for i, mine in steps.split(codes[steps.row]).items()}
+
+
+def _at_least(lengths: Ints, longest: int) -> Ints:
+    """How many of the lengths reach 1, 2, ..., ``longest``."""
+    counts = np.bincount(lengths, minlength=longest + 1)
+    return np.asarray(counts[::-1].cumsum()[::-1][1 : longest + 1])
+
+
+def _shares(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
+    return np.asarray(np.divide(part, whole, out=np.full(len(part), _NAN), where=whole > 0))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return float(numerator / denominator) if denominator else _NAN
+
+
+def _configs(df: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """The fields of every configuration that has rows, in the order of the run."""
+    first = df.drop_duplicates("config").set_index("config")[list(_CONFIG_FIELDS)]
+    found: dict[str, dict[str, Any]] = {str(config): dict(row) for config, row in first.iterrows()}
+    order = [config["id"] for config in df.attrs.get("run", {}).get("configs", ())]
+    known = {config: found[config] for config in order if config in found}
+    return {**known, **found}
+
+
+def _bare(df: pd.DataFrame) -> pd.DataFrame:
+    """A copy without attributes: pandas copies them, deeply, with every operation."""
+    df = df.copy()
+    df.attrs = {}
+    return df
+
+
+def _named(name: str, estimate: stats.Estimate) -> dict[str, float]:
+    return {
+        name: estimate.value,
+        f"{name}_low": _NAN if estimate.low is None else estimate.low,
+        f"{name}_high": _NAN if estimate.high is None else estimate.high,
+    }
+
+
+def _ratios(pairs: pd.DataFrame, name: str) -> dict[str, Any]:
+    """Speedup of some pairs, with what its interval is over and what it allows to say, and the pooled one."""
+    prompts, repeats = pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
+    speedup = stats.geometric_mean(pairs["ratio"].to_numpy(), prompts, repeats)
+    pooled = stats.pooled_speedup(
+        pairs["tokens"].to_numpy(),
+        pairs["seconds"].to_numpy(),
+        pairs["base_tokens"].to_numpy(),
+        pairs["base_seconds"].to_numpy(),
+        prompts,
+    )
+    return {
+        "prompts": speedup.prompts,
+        **_named(name, speedup),
+        f"{name}_basis": speedup.basis,
+        "verdict": stats.verdict(speedup),
+        **_named(f"pooled_{name}", pooled),
+    }
+
+
+def _generation_figures(rows: pd.DataFrame) -> dict[str, Any]:
+    done = rows[rows["status"] == "ok"]
+    prompts, repeats = done["prompt"].to_numpy(), done["repeat"].to_numpy()
+    return {
+        "prompts": done["prompt"].nunique(),
+        "generations": len(done),
+        "failures": int((rows["status"] == "failed").sum()),
+        **_named(
+            "tokens_per_second", stats.geometric_mean(done["tokens_per_second"].to_numpy(), prompts, repeats)
+        ),
+        "ttft_s": stats.geometric_mean(done["ttft_s"].to_numpy(), prompts, repeats).value,
+        "peak_memory_bytes": float(done["peak_memory_bytes"].max()) if len(done) else _NAN,
+    }
+
+
+def _speedups(
+    config: str, fields: Mapping[str, Any], rows: pd.DataFrame, pairs: pd.DataFrame | None
+) -> dict[str, Any]:
+    if (fields["kind"] == "plain" or fields["baseline"] == config) and len(rows):
+        return dict.fromkeys(("speedup", "speedup_total", "pooled_speedup"), 1.0)
+    if pairs is None:
+        return {"speedup": _NAN, "speedup_total": _NAN, "pooled_speedup": _NAN}
+    ratios = _ratios(pairs, "speedup")
+    del ratios["prompts"]  # those of the configuration stand there, paired or not
+    total = stats.geometric_mean(
+        pairs["ratio_total"].to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
+    )
+    identical = pairs["identical"].dropna()
+    return {
+        **ratios,
+        **_named("speedup_total", total),
+        "identical_share": float(identical.astype(bool).mean()) if len(identical) else _NAN,
+    }
+
+
+def _step_figures(steps: Steps) -> dict[str, float]:
+    if not steps.drafted.any():
+        each = {"tokens_per_step": _ratio(steps.emitted.sum(), len(steps))}
+        return {**each, "acceptance_rate": _NAN, "acceptance_tested": _NAN, "alpha": _NAN, "mean_gamma": _NAN}
+    return {
+        **_named("tokens_per_step", stats.pooled_rate(steps.emitted, np.ones(len(steps)), steps.prompt)),
+        **_named("acceptance_rate", stats.pooled_rate(steps.accepted, steps.drafted, steps.prompt)),
+        **_named("acceptance_tested", stats.pooled_rate(steps.accepted, steps.tested, steps.prompt)),
+        **_named("alpha", stats.pooled_rate(steps.alpha_sum, steps.tested, steps.prompt)),
+        "mean_gamma": float(steps.drafted.mean()),
+    }
+
+
+def _times(steps: Steps) -> dict[str, float]:
+    total = steps.total_s().sum()
+    return {
+        "ms_per_token": 1000.0 * _ratio(total, steps.emitted.sum()),
+        **{f"share_{part}": _ratio(getattr(steps, f"{part}_s").sum(), total) for part in PARTS},
+        "share_draft_prefill": _ratio(steps.draft_prefill_s.sum(), total),
+    }
+
+
+def _predictions(
+    steps: Steps, fields: Mapping[str, Any], costs: Mapping[str, Any] | None
+) -> dict[str, float]:
+    """What theory makes of each prompt's acceptance and the run's costs, as a geometric mean over prompts."""
+    pass_s = {int(n): float(s) for n, s in ((costs or {}).get("target_pass_s") or {}).items()}
+    drafted = steps.drafted.sum()
+    if 1 not in pass_s or not drafted:
+        return {}
+    measured = ((costs or {}).get("drafter_pass_s") or {}).get(fields["drafter"])
+    # A drafter that was not timed apart: what a drafted token took here.
+    draft_s = (
+        _ratio((steps.draft_s - steps.draft_prefill_s).sum(), drafted)
+        if measured is None
+        else float(measured)
+    )
+    c = draft_s / pass_s[1]
+    by_position, iid, prompts = [], [], []
+    for prompt, mine in steps.split(steps.prompt).items():
+        if not mine.drafted.any():
+            tokens = tokens_iid = np.ones(len(mine))
+        else:
+            tokens = stats.expected_tokens_by_position(mine.rates(int(mine.drafted.max())), mine.drafted)
+            tokens_iid = stats.expected_tokens(_ratio(mine.alpha_sum.sum(), mine.tested.sum()), mine.drafted)
+        by_position.append(stats.predicted_speedup(tokens, mine.drafted, c, pass_s))
+        iid.append(stats.predicted_speedup(tokens_iid, mine.drafted, c, pass_s))
+        prompts.append(prompt)
+    return {
+        "c": c,
+        **_named("predicted_speedup", stats.geometric_mean(by_position, prompts)),
+        **_named("predicted_speedup_iid", stats.geometric_mean(iid, prompts)),
+    }
+
+
+# --- Text -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table as text, not escaped for anything yet.
+
+    Attributes:
+        headings: One per column; the first column names the rows, the others hold figures.
+        rows: Cells, one list per row.
+        values: What to sort the cells by, shaped as ``rows``: text in the first column, numbers elsewhere (NaN: none).
+        ranks: How soon a column may be left out where there is no room: the highest first, 0 never.
+        notes: Sentences to stand below.
+    """
+
+    headings: list[str]
+    rows: list[list[str]]
+    values: list[list[Any]]
+    ranks: list[int]
+    notes: list[str]
+
+
+def sheet_of(frame: pd.DataFrame) -> Sheet:
+    """A frame of this module as text; a category frame becomes a matrix of configurations and categories."""
+    kind = frame.attrs.get("kind")
+    if kind == "summary":
+        return _summary_sheet(frame)
+    if kind == "category":
+        return _category_sheet(frame)
+    if kind == "position":
+        return _plain_sheet(frame, _POSITION_COLUMNS)
+    raise ValueError("not a frame of figures made by this module")
+
+
+def notes(frame: pd.DataFrame) -> list[str]:
+    """What to say below a summary: what the intervals are over, and every figure that could be misread."""
+    out = []
+    compared = frame[frame["speedup_low"].notna()]
+    if (compared["speedup_basis"] == "prompts").any():
+        out.append("Speedups are geometric means over prompts; in brackets the 95% interval over prompts.")
+    if (frame["speedup_basis"] == "repeats").any():
+        out.append(
+            "*: one prompt; the interval is over its repeats, holds within that prompt only, and is no verdict."
+        )
+    out += [
+        f"{row['label']}: all tokens over all seconds give {_ratio_text(row, 'pooled_speedup')}, "
+        f"the mean over prompts {_ratio_text(row, 'speedup')}: its prompts fare differently."
+        for row in records(frame)
+        if _means_differ(row)
+    ]
+    for row in records(frame):
+        if row["identical_share"] < 1:
+            out.append(
+                f"{row['label']}: {_percent(row['identical_share'])} of the outputs equal plain decoding's."
+            )
+        if row["failures"]:
+            runs = "generation" if row["failures"] == 1 else "generations"
+            out.append(f"{row['label']}: {row['failures']} {runs} failed and count nowhere else.")
+    without = frame[(frame["kind"] != "plain") & frame["speedup"].isna()]
+    out += [f"{label}: no generation of its baseline to compare with." for label in without["label"]]
+    return [_one_line(note) for note in out]
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a frame as dicts."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def _means_differ(row: Mapping[str, Any]) -> bool:
+    """Whether pooled and per-prompt speedup would be read differently: opposite sides of 1, or outside the interval."""
+    mean, pooled = row["speedup"], row["pooled_speedup"]
+    if (
+        row["kind"] == "plain"
+        or math.isnan(mean)
+        or math.isnan(pooled)
+        or abs(math.log(pooled / mean)) < 0.02
+    ):
+        return False
+    outside = pooled < row["speedup_low"] or pooled > row["speedup_high"]
+    return (mean - 1.0) * (pooled - 1.0) < 0 or bool(outside)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    heading: str
+    key: str
+    rank: int
+    text: Callable[[Mapping[str, Any]], str]
+
+
+def _number(value: float, digits: int = 3) -> str:
+    """Three digits that count, and no exponent."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞"
+    before = 1 if value < 1 else int(math.log10(value)) + 1
+    return f"{value:.{max(0, digits - before)}f}"
+
+
+def _percent(value: float) -> str:
+    """A share; 99.97% is not 100%."""
+    if math.isnan(value):
+        return "–"
+    whole = round(100 * value)
+    return f"{100 * value:.1f}%" if whole in (0, 100) and whole != 100 * value else f"{whole}%"
+
+
+def _bytes(value: float) -> str:
+    if math.isnan(value) or value <= 0:
+        return "–"
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
+
+
+def _ratio_text(row: Mapping[str, Any], name: str) -> str:
+    """A ratio and its interval; without one it says so."""
+    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    if math.isnan(value):
+        return "–"
+    if math.isnan(low) or math.isnan(high):
+        return f"{_number(value)} [no interval]"
+    mark = "*" if row.get("speedup_basis") == "repeats" else ""
+    return f"{_number(value)} [{_number(low)}, {_number(high)}]{mark}"
+
+
+def _speedup_text(name: str) -> Callable[[Mapping[str, Any]], str]:
+    def text(row: Mapping[str, Any]) -> str:
+        is_baseline = row["kind"] == "plain" and math.isnan(row[f"{name}_low"])
+        return "1 (baseline)" if is_baseline and row[name] == 1.0 else _ratio_text(row, name)
+
+    return text
+
+
+def _as(form: Callable[[float], str], key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: form(row[key])
+
+
+def _count(value: float) -> str:
+    return "–" if math.isnan(value) else str(int(value))
+
+
+def _milliseconds(value: float) -> str:
+    return _number(1000.0 * value)
+
+
+_SUMMARY_COLUMNS = [
+    _Column("configuration", "label", 0, lambda row: str(row["label"])),
+    _Column("tokens/s", "tokens_per_second", 1, _as(_number, "tokens_per_second")),
+    _Column("speedup", "speedup", 0, _speedup_text("speedup")),
+    _Column("verdict", "verdict", 11, lambda row: row["verdict"] if isinstance(row["verdict"], str) else "–"),
+    _Column("with TTFT", "speedup_total", 14, _speedup_text("speedup_total")),
+    _Column("pooled", "pooled_speedup", 15, _speedup_text("pooled_speedup")),
+    _Column("tokens/step", "tokens_per_step", 4, _as(_number, "tokens_per_step")),
+    _Column("accepted", "acceptance_rate", 5, _as(_percent, "acceptance_rate")),
+    _Column("of tested", "acceptance_tested", 16, _as(_percent, "acceptance_tested")),
+    _Column("α", "alpha", 6, _as(_number, "alpha")),
+    _Column("mean γ", "mean_gamma", 12, _as(_number, "mean_gamma")),
+    _Column("predicted", "predicted_speedup", 8, lambda row: _ratio_text(row, "predicted_speedup")),
+    _Column(
+        "predicted (i.i.d.)",
+        "predicted_speedup_iid",
+        18,
+        lambda row: _ratio_text(row, "predicted_speedup_iid"),
+    ),
+    _Column("TTFT ms", "ttft_s", 9, _as(_milliseconds, "ttft_s")),
+    *(_Column(part, f"share_{part}", 10, _as(_percent, f"share_{part}")) for part in PARTS),
+    _Column("memory", "peak_memory_bytes", 13, _as(_bytes, "peak_memory_bytes")),
+    _Column("identical", "identical_share", 13, _as(_percent, "identical_share")),
+    _Column("prompts", "prompts", 17, _as(_count, "prompts")),
+    _Column("failed", "failures", 7, _as(_count, "failures")),
+]
+_POSITION_COLUMNS = [
+    _Column("configuration", "label", 0, lambda row: str(row["label"])),
+    _Column("position", "position", 0, _as(_count, "position")),
+    _Column("drafted", "drafted", 2, _as(_count, "drafted")),
+    _Column("tested", "tested", 1, _as(_count, "tested")),
+    _Column("accepted", "accepted", 1, _as(_count, "accepted")),
+    _Column("accepted/tested", "rate", 0, _as(_percent, "rate")),
+    _Column("accepted/drafted", "rate_of_drafted", 0, _as(_percent, "rate_of_drafted")),
+    _Column("α", "alpha", 1, _as(_number, "alpha")),
+]
+
+
+def _plain_sheet(frame: pd.DataFrame, columns: Sequence[_Column]) -> Sheet:
+    lines = records(frame)
+    rows = [[_one_line(column.text(line)) for column in columns] for line in lines]
+    values = [[line[column.key] for column in columns] for line in lines]
+    return Sheet(
+        [column.heading for column in columns], rows, values, [column.rank for column in columns], []
+    )
+
+
+def _summary_sheet(frame: pd.DataFrame) -> Sheet:
+    """Columns without a single figure are left out, and so is what would only say that all is well."""
+    columns = [column for column in _SUMMARY_COLUMNS if column.rank == 0 or frame[column.key].notna().any()]
+    if not frame["failures"].any():
+        columns = [column for column in columns if column.key != "failures"]
+    sheet = _plain_sheet(frame, columns)
+    return dataclasses.replace(sheet, notes=notes(frame))
+
+
+def _category_sheet(frame: pd.DataFrame) -> Sheet:
+    categories = list(dict.fromkeys(frame["category"]))
+    labels = dict(zip(frame["config"], frame["label"], strict=True))
+    cells = {(row["config"], row["category"]): row for row in records(frame)}
+    rows, values = [], []
+    for config, label in labels.items():
+        found = [cells.get((config, category)) for category in categories]
+        rows.append(
+            [_one_line(label), *("–" if row is None else _ratio_text(row, "speedup") for row in found)]
+        )
+        values.append([label, *(_NAN if row is None else row["speedup"] for row in found)])
+    said = ["Speedup over plain decoding, geometric mean over the category's prompts, with its 95% interval."]
+    if (frame["speedup_basis"] == "repeats").any():
+        said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
+    headings = ["configuration", *map(_one_line, categories)]
+    return Sheet(headings, rows, values, [0] * len(headings), said)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(terminal_safe(str(text)).split())
+
+
+# --- Terminal and Markdown ------------------------------------------------------------------------
+
+_LABEL_CELLS = 28  # a longer name is shortened in its middle, where drafters' names differ least
+_BETWEEN = 2  # cells between columns, one of them the box's own
+
+
+def terminal_table(frame: pd.DataFrame, width: int = 80, encoding: str = "utf-8") -> Table:
+    """A frame as a table for a console of that many cells, with the columns that matter least left out as needed.
+
+    A matrix of categories keeps as many of them as there is room for; ``render_terminal`` shows the others below.
+    """
+    sheet = _encoded(sheet_of(frame), encoding)
+    return _table(sheet, _kept_columns(sheet, width), width)
+
+
+def render_terminal(frame: pd.DataFrame, console: Console) -> None:
+    """Print a frame on a console, readable from 60 columns up, with its notes below."""
+    from rich.text import Text
+
+    sheet = _encoded(sheet_of(frame), console.encoding)
+    kept = _kept_columns(sheet, console.width)
+    console.print(_table(sheet, kept, console.width))
+    if frame.attrs["kind"] == "category":
+        while (begin := kept[-1] + 1) < len(sheet.headings):
+            kept = _fitting(sheet, begin, console.width)
+            console.print(_table(sheet, kept, console.width))
+    else:
+        hidden = [heading for i, heading in enumerate(sheet.headings) if i not in kept]
+        if hidden:
+            sheet.notes.append(f"Left out for want of room: {', '.join(hidden)}.")
+    for note in sheet.notes:
+        console.print(Text(note, style="dim"), soft_wrap=False)
+
+
+def to_markdown(frame: pd.DataFrame) -> str:
+    """A frame as a Markdown table with its notes below, all of its columns in it."""
+    sheet = sheet_of(frame)
+    lines = [
+        _markdown_row(sheet.headings),
+        _markdown_row(["---", *("---:" for _ in sheet.headings[1:])], escape=False),
+        *map(_markdown_row, sheet.rows),
+    ]
+    if sheet.notes:
+        lines += ["", *(f"- {_markdown_text(note)}" for note in sheet.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(cells: Iterable[str], *, escape: bool = True) -> str:
+    return "| " + " | ".join(_markdown_text(cell) if escape else cell for cell in cells) + " |"
+
+
+_MARKDOWN = str.maketrans({each: "\\" + each for each in "\\`*_{}[]|#~$"})
+
+
+def _markdown_text(text: str) -> str:
+    """Text that Markdown shows as it is: no markup, no HTML, no way out of its cell."""
+    return html.escape(text.translate(_MARKDOWN), quote=False)
+
+
+def _encoded(sheet: Sheet, encoding: str) -> Sheet:
+    """Signs that the console lacks are spelled out."""
+    if encoding.lower().startswith("utf"):
+        return sheet
+
+    def said(text: str) -> str:
+        for sign, word in {"γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x"}.items():
+            text = text.replace(sign, word)
+        return terminal_safe(text, encoding)
+
+    return dataclasses.replace(
+        sheet,
+        headings=[*map(said, sheet.headings)],
+        rows=[[*map(said, row)] for row in sheet.rows],
+        notes=[*map(said, sheet.notes)],
+    )
+
+
+def _shortened(text: str, cells: int) -> str:
+    from rich.cells import cell_len, chop_cells
+
+    if cell_len(text) <= cells:
+        return text
+    head = chop_cells(text, (cells - 1) // 2)[0]
+    tail = chop_cells(text[::-1], cells - 1 - cell_len(head))[0][::-1]
+    return f"{head}…{tail}"
+
+
+def _widths(sheet: Sheet) -> list[int]:
+    from rich.cells import cell_len
+
+    headings = [max(map(cell_len, _broken(heading).split("\n"))) for heading in sheet.headings]
+    cells = [max(map(cell_len, column)) for column in zip(*sheet.rows, strict=True)] or headings
+    widths = [max(pair) for pair in zip(headings, cells, strict=True)]
+    return [min(widths[0], _LABEL_CELLS), *widths[1:]]
+
+
+def _broken(heading: str) -> str:
+    """A long heading in two lines, broken at a space or before a slash."""
+    if len(heading) <= 7:
+        return heading
+    return heading.replace(" ", "\n", 1) if " " in heading else heading.replace("/", "\n/", 1)
+
+
+def _kept_columns(sheet: Sheet, width: int) -> list[int]:
+    """The columns to show, in order: the least important go until the rest fits; a matrix keeps its first ones."""
+    if not any(sheet.ranks):
+        return _fitting(sheet, 1, width)
+    widths = _widths(sheet)
+    kept = list(range(len(widths)))
+    while sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN > width:
+        last = max(sheet.ranks[i] for i in kept)
+        if not last:
+            break
+        kept = [i for i in kept if sheet.ranks[i] < last]  # columns of one rank belong together
+    return kept
+
+
+def _fitting(sheet: Sheet, begin: int, width: int) -> list[int]:
+    """The first column and as many from ``begin`` on as fit, at least one."""
+    widths = _widths(sheet)
+    kept, used = [0], widths[0]
+    for i in range(begin, len(widths)):
+        used += _BETWEEN + widths[i]
+        if used > width and len(kept) > 1:
+            break
+        kept.append(i)
+    return kept
+
+
+def _table(sheet: Sheet, kept: Sequence[int], width: int) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    widths = _widths(sheet)
+    over = max(0, sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN - width)
+    label_cells = max(8, widths[0] - over)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _BETWEEN - 1, 0, 0), show_edge=False)
+    for i in kept:
+        heading = Text(_broken(sheet.headings[i]))
+        table.add_column(heading, justify="left" if i == 0 else "right", vertical="bottom", no_wrap=True)
+    for row in sheet.rows:
+        cells = [_shortened(row[0], label_cells), *(row[i] for i in kept[1:])]
+        table.add_row(*map(Text, cells))  # as Text: what looks like markup in a name stays as it is
+    return table

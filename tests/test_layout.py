@@ -1,0 +1,232 @@
+"""The shape of the code: imports go one way, only the command line prints, and nothing tells where it was written."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "specbench"
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("_version", "errors", "records", "textsafe", "progress"),
+    ("sampling", "measure", "text", "stats", "attention", "checkpoints"),
+    ("lengths.acceptance", "lengths.base", "lengths.costs"),
+    (
+        "lengths.auto",
+        "lengths.entropies",
+        "lengths.outcomes",
+        "drafters",
+        "drafters.base",
+        "drafters.options",
+    ),
+    ("lengths.words",),
+    ("lengths",),
+    ("accept", "caches", "packing", "gguf_files", "hub"),
+    ("builtin", "scorer"),
+    ("models", "parity", "drafters.lookup", "drafters.ngram", "drafters.model"),
+    ("decode", "metrics", "loading"),
+    ("generate",),
+    ("store", "environment", "prompts", "trace"),
+    ("grid", "tables"),
+    ("advice", "compare", "plots", "engine", "estimate", "runs"),
+    ("report", "sweep"),
+    ("cli.options", "cli.progress", "cli.summary", "cli.watchers", "cli.sweep_display"),
+    ("cli.compare", "cli.drafters", "cli.generate", "cli.plot", "cli.report", "cli.sweep", "cli.trace"),
+    ("cli",),
+    ("__main__",),
+)
+"""From the bottom to the top. A module imports from the layers below its own, never from its own or from above."""
+
+RENDERERS = ("stats", "store", "tables", "plots", "trace", "compare", "report")
+"""What reads files and records: a table of old results needs no torch."""
+
+HEAVY = {
+    "torch",
+    "transformers",
+    "pandas",
+    "matplotlib",
+    "scipy",
+    "numpy",
+    "accelerate",
+    "gguf",
+    "huggingface_hub",
+}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """The modules of the package by their names within it; ``""`` is the package itself."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def statements(node: ast.AST, *, nested: bool) -> Iterator[ast.AST]:
+    """What runs: all below ``node`` but for TYPE_CHECKING blocks, and without ``nested`` for functions too."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if not nested and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield child
+        yield from statements(child, nested=nested)
+
+
+@cache
+def imports(name: str, *, nested: bool = True) -> frozenset[str]:
+    """What a module imports: other modules of the package as ``specbench.x``, everything else by its first name."""
+    found = set()
+    for statement in statements(modules()[name], nested=nested):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.level == 0, f"{name}: a relative import"
+            for alias in statement.names:
+                whole = f"{statement.module}.{alias.name}"
+                found.add(whole if whole.removeprefix("specbench.") in modules() else str(statement.module))
+    return frozenset(module if module.startswith("specbench") else module.split(".")[0] for module in found)
+
+
+def own(imported: frozenset[str]) -> set[str]:
+    return {
+        module.removeprefix("specbench").removeprefix(".")
+        for module in imported
+        if module.startswith("specbench")
+    }
+
+
+def closure(name: str, *, nested: bool) -> set[str]:
+    """Every module outside the package that a module imports, itself or by way of others."""
+    seen, waiting, outside = set(), [name], set()
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        imported = imports(current, nested=nested)
+        waiting += own(imported)
+        outside |= {module for module in imported if not module.startswith("specbench")}
+    return outside
+
+
+def rank(name: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if name in layer)
+
+
+def test_every_module_has_one_place() -> None:
+    places = [name for layer in LAYERS for name in layer]
+    assert len(places) == len(set(places))
+    assert set(modules()) - {""} <= set(places), "give the new module a place in LAYERS"
+
+
+def test_imports_go_one_way() -> None:
+    for name in sorted(modules()):
+        if name == "":
+            continue  # the package hands out names of all layers, and imports them when they are first asked for
+        for imported in sorted(own(imports(name))):
+            assert imported, f"{name} imports from the package itself; import from the module that defines it"
+            assert rank(imported) < rank(name), f"{name} imports {imported}, which does not stand below it"
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    assert own(imports("")) <= {"_version"}
+    assert not closure("", nested=True) & HEAVY
+
+
+@pytest.mark.parametrize("name", [name for name in RENDERERS if name in modules()])
+def test_renderers_need_no_torch(name: str) -> None:
+    assert not closure(name, nested=True) & {"torch", "transformers"}
+
+
+def test_the_command_line_starts_without_anything_heavy() -> None:
+    """``specbench --help`` imports what stands outside of functions."""
+    assert not closure("cli", nested=False) & HEAVY
+
+
+def test_only_the_command_line_prints() -> None:
+    for name in sorted(modules()):
+        if name == "cli" or name.startswith("cli."):
+            continue
+        for statement in statements(modules()[name], nested=True):
+            if isinstance(statement, ast.Call):
+                called = ast.unparse(statement.func)
+                assert called not in {"print", "input", "pprint", "breakpoint", "typer.echo"}, (
+                    f"{name} prints"
+                )
+                if called.split(".")[-1] == "Console":
+                    given = {keyword.arg for keyword in statement.keywords}
+                    assert "file" in given, f"{name} opens a console on standard output"
+            if isinstance(statement, ast.Attribute):
+                used = ast.unparse(statement)
+                assert used not in {"sys.stdout", "sys.stderr", "sys.__stdout__"}, f"{name} uses {used}"
+
+
+def test_no_module_works_when_it_is_imported() -> None:
+    """No calls stand alone on the top level: nothing is registered, configured or read."""
+    for name, tree in modules().items():
+        for statement in tree.body:
+            standing_alone = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+            if standing_alone and not name.startswith("cli"):
+                raise AssertionError(f"{name} line {statement.lineno}: {ast.unparse(statement)}")
+
+
+FOREIGN = re.compile(
+    "|".join(
+        (
+            r"(?<![\w.~-])/wo" + r"rk(?:/|\b)",
+            "SP" + r"EC\.md",
+            "DES" + r"IGN\.md",
+            "STY" + r"LE\.md",
+            "BRI" + r"EF\.md",
+            r"\.\./sha" + "red",
+        )
+    )
+)
+"""Paths of the machine a file was written on, and papers that are not part of the project."""
+
+TEXT = {
+    ".py",
+    ".md",
+    ".toml",
+    ".txt",
+    ".jsonl",
+    ".json",
+    ".csv",
+    ".yml",
+    ".yaml",
+    ".sh",
+    ".cfg",
+    ".html",
+    ".svg",
+    "",
+}
+
+
+def project_files() -> Iterator[Path]:
+    for top in sorted(ROOT.iterdir()):
+        if top.name in {".git", ".venv", "venv", "build", "dist"} or top.name.endswith(
+            (".egg-info", "_cache")
+        ):
+            continue
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+            hidden = "__pycache__" in path.parts or ".hypothesis" in path.parts
+            if path.is_file() and not hidden and path.suffix in TEXT:
+                yield path
+
+
+def test_nothing_tells_where_it_was_written() -> None:
+    found = []
+    for path in project_files():
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            if match := FOREIGN.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
+    assert not found

@@ -1,0 +1,469 @@
+"""Figures: that they show the figures of the tables, legibly, and refuse what cannot be shown."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from synthetic_runs import DRAFTERS, Drafter, write_run
+
+from specbench import plots, tables
+from specbench.cli import run as command
+from specbench.errors import RunError, UsageError
+from specbench.store import load_results
+
+LONG = Drafter("an-organisation/with-a-rather-long-model-name-$1B$_{x}-[red]-Int4", 0.7, 0.3)
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("results") / "big"
+    return write_run(path, gammas=(1, 2, 4, 8), entropy_policy=True, transformers_row=True, tokens=48)
+
+
+@pytest.fixture(scope="module")
+def df(big: Path) -> pd.DataFrame:
+    return load_results(big)
+
+
+@pytest.fixture(scope="module")
+def drawn(df: pd.DataFrame) -> plots.Drawn:
+    return plots.draw_figures(df)
+
+
+@pytest.fixture(scope="module")
+def summary(df: pd.DataFrame) -> pd.DataFrame:
+    return tables.summary_frame(df).set_index("config")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    return write_run(
+        path, drafters=(LONG,), gammas=(2, 4), categories=("chat",), prompts_per_category=3, tokens=32
+    )
+
+
+def texts(figure: Figure) -> str:
+    return "\n".join(text.get_text() for text in figure.findobj(Text) if text.get_text())
+
+
+class TestContent:
+    def test_every_figure_is_there(self, drawn: plots.Drawn) -> None:
+        assert list(drawn.figures) == list(plots.FIGURES)
+        assert drawn.skipped == {}
+        assert all(isinstance(figure, Figure) for figure in drawn.figures.values())
+
+    @pytest.mark.parametrize("name", ["speedup", "tokens-per-second", "acceptance"])
+    def test_lines_are_the_summary(self, drawn: plots.Drawn, summary: pd.DataFrame, name: str) -> None:
+        column = {
+            "speedup": "speedup",
+            "tokens-per-second": "tokens_per_second",
+            "acceptance": "acceptance_rate",
+        }[name]
+        axes = drawn.figures[name].axes[0]
+        found = [tuple(np.round(line.get_ydata(), 9)) for line in axes.lines if len(line.get_xdata()) == 4]
+        for drafter in DRAFTERS:
+            expected = summary.loc[[f"{drafter.name}-g{gamma}" for gamma in (1, 2, 4, 8)], column]
+            assert tuple(np.round(expected.to_numpy(), 9)) in found
+
+    def test_intervals_are_drawn(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
+        segments = [
+            (round(path.vertices[0][1], 9), round(path.vertices[1][1], 9))
+            for collection in drawn.figures["speedup"].axes[0].collections
+            for path in collection.get_paths()
+        ]
+        row = summary.loc["lookup-g4"]
+        assert (round(row["speedup_low"], 9), round(row["speedup_high"], 9)) in segments
+
+    def test_plain_is_drawn_and_named(self, drawn: plots.Drawn) -> None:
+        axes = drawn.figures["speedup"].axes[0]
+        assert any(set(np.asarray(line.get_ydata(), float)) == {1.0} for line in axes.lines)
+        assert "plain = 1" in texts(drawn.figures["speedup"])
+        low, high = axes.get_ylim()
+        assert low < 1.0 < high
+
+    def test_other_decoding_is_a_level_with_its_interval(
+        self, drawn: plots.Drawn, summary: pd.DataFrame
+    ) -> None:
+        row = summary.loc["hf"]
+        expected = f"transformers {row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
+        assert expected in texts(drawn.figures["speedup"])
+
+    def test_a_rule_stands_at_the_mean_it_drafted(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
+        axes = drawn.figures["speedup"].axes[0]
+        hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
+        assert len(hollow) == 1
+        assert hollow[0].get_xdata().item() == pytest.approx(summary.loc["egag", "mean_gamma"], abs=0.3)
+        assert hollow[0].get_ydata().item() == pytest.approx(summary.loc["egag", "speedup"])
+
+    def test_bars_add_up_to_the_time_per_token(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
+        axes = drawn.figures["time"].axes[1]  # self:int8
+        tops: dict[float, float] = {}
+        for bar in axes.patches:
+            tops[bar.get_x()] = max(tops.get(bar.get_x(), 0.0), bar.get_y() + bar.get_height())
+        expected = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "ms_per_token"]
+        assert [tops[x] for x in sorted(tops)] == pytest.approx(expected.tolist())
+
+    def test_predictions_stand_against_measurements(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
+        left, right = drawn.figures["prediction"].axes
+        for axes, column in ((left, "predicted_speedup"), (right, "predicted_speedup_iid")):
+            points = {
+                (round(x, 9), round(y, 9))
+                for line in axes.lines
+                if line.get_linestyle() == "None"
+                for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+            }
+            row = summary.loc["ngram-g8"]
+            assert (round(row[column], 9), round(row["speedup"], 9)) in points
+            assert axes.get_xlim() == axes.get_ylim()
+
+    def test_the_heat_map_shows_every_cell_with_its_interval(
+        self, df: pd.DataFrame, drawn: plots.Drawn
+    ) -> None:
+        shown = texts(drawn.figures["categories"])
+        frame = tables.category_frame(df)
+        image = drawn.figures["categories"].axes[0].images[0].get_array()
+        assert np.exp(np.asarray(image).ravel()) == pytest.approx(
+            frame.pivot(index="config", columns="category", values="speedup")
+            .loc[list(dict.fromkeys(frame["config"])), list(dict.fromkeys(frame["category"]))]
+            .to_numpy()
+            .ravel()
+        )
+        assert shown.count("–") >= len(frame)
+
+    def test_the_histogram_of_the_fastest_gamma(
+        self, df: pd.DataFrame, drawn: plots.Drawn, summary: pd.DataFrame
+    ) -> None:
+        fastest = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "speedup"].idxmax()
+        frame = tables.accepted_frame(df)
+        expected = frame.loc[frame["config"] == fastest, "share"].tolist()
+        axes = drawn.figures["accepted-length"].axes[1]
+        assert [bar.get_height() for bar in axes.patches] == pytest.approx(expected)
+        assert f"γ = {fastest[-1]}" in axes.get_title(loc="left")
+
+    def test_one_generation_with_the_notes_of_its_rule(self, df: pd.DataFrame, drawn: plots.Drawn) -> None:
+        upper, lower = drawn.figures["generation"].axes
+        row = df[df["config"] == "egag"].iloc[0]
+        drafted = next(patch for patch in upper.patches if not patch.get_fill()).get_data()
+        assert drafted.values.tolist() == row["steps_drafted"].tolist()
+        assert drafted.edges[0] == 1  # behind the first-target token
+        assert drafted.edges[-1] == row["new_tokens"]
+        assert lower.lines[0].get_ydata().tolist() == row["steps_policy"]["H_norm"].tolist()
+        assert lower.get_ylabel() == "entropy / log V"
+
+    def test_without_notes_the_fastest_configuration_is_shown(self, tiny: Path) -> None:
+        df = load_results(tiny)
+        figure = plots.draw_figures(df, ["generation"]).figures["generation"]
+        fastest = tables.summary_frame(df).set_index("config")["speedup"].drop("plain").idxmax()
+        assert len(figure.axes) == 1
+        assert f"γ={fastest[-1]}" in texts(figure)
+
+    @pytest.mark.parametrize("name", list(plots.FIGURES))
+    def test_every_caption_names_machine_models_prompts_and_tokens(
+        self, drawn: plots.Drawn, name: str
+    ) -> None:
+        caption = drawn.figures[name].get_supxlabel().replace("\n", " · ")
+        for part in (
+            "AMD EPYC 9R14, 2 threads",
+            "target Qwen2.5-Coder-1.5B-Instruct (bfloat16)",
+            "18 prompts",
+            "48 tokens",
+        ):
+            assert part in caption
+
+    @pytest.mark.parametrize("name", list(plots.FIGURES))
+    def test_every_axis_is_named_with_its_unit(self, drawn: plots.Drawn, name: str) -> None:
+        if name == "categories":
+            return  # its axes are names
+        axes = drawn.figures[name].axes
+        assert axes[0].get_ylabel()
+        assert axes[-1].get_xlabel()
+
+
+class TestLooks:
+    @pytest.mark.parametrize("name", list(plots.FIGURES))
+    def test_nothing_is_cut_off(self, drawn: plots.Drawn, name: str) -> None:
+        figure = drawn.figures[name]
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw_without_rendering()
+        width, height = figure.get_size_inches() * figure.dpi
+        for text in figure.findobj(Text):
+            if text.get_text() and text.get_visible() and text.get_window_extent(renderer).width:
+                box = text.get_window_extent(renderer)
+                inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
+                assert inside or text in hidden_ticks(figure), text.get_text()
+
+    @pytest.mark.parametrize("name", ["speedup", "tokens-per-second", "acceptance", "positions"])
+    def test_names_of_lines_do_not_overlap(self, drawn: plots.Drawn, name: str) -> None:
+        figure = drawn.figures[name]
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw_without_rendering()
+        boxes = sorted(
+            (Text.get_window_extent(text, renderer) for axes in figure.axes for text in axes.texts),
+            key=lambda box: box.y0,
+        )
+        assert len(boxes) >= 5
+        assert all(upper.y0 >= lower.y1 - 0.5 for lower, upper in pairwise(boxes))
+
+    def test_spreading(self) -> None:
+        assert plots._spread([10, 50], [8, 8], 0, 100) == [10, 50]
+        assert plots._spread([50, 50, 50], [10, 10, 10], 0, 100) == [40, 50, 60]
+        assert plots._spread([0, 1], [10, 10], 0, 100) == [5, 15]
+        assert plots._spread([99, 98], [10, 10], 0, 100) == [95, 85]
+
+    def test_names_are_not_mathematics(self, tiny: Path) -> None:
+        figure = plots.draw_figures(load_results(tiny), ["time"]).figures["time"]
+        assert "$" in figure.axes[0].get_title(loc="left")
+        assert not any(text.get_parse_math() for text in figure.findobj(Text) if "$" in text.get_text())
+
+    def test_series_differ_in_colour_and_marker(self, drawn: plots.Drawn) -> None:
+        lines = [line for line in drawn.figures["speedup"].axes[0].lines if len(line.get_xdata()) == 4]
+        assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 4
+
+    def test_no_state_of_pyplot(self, big: Path) -> None:
+        code = (
+            "import sys; from specbench.plots import draw_figures; from specbench.store import load_results;"
+            f"draw_figures(load_results({str(big)!r}), ['speedup']); assert 'matplotlib.pyplot' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_style_of_the_caller_stays_and_does_not_matter(self, tiny: Path) -> None:
+        import matplotlib
+
+        before = dict(matplotlib.rcParams)
+        plots.draw_figures(load_results(tiny), ["speedup"])
+        assert dict(matplotlib.rcParams) == before
+
+
+def hidden_ticks(figure: Figure) -> list[Text]:
+    """Labels of ticks outside the limits, which are not drawn."""
+    found = []
+    for axes in figure.axes:
+        for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+                if not min(limits) <= tick.get_loc() <= max(limits):
+                    found += [tick.label1, tick.label2]
+    return found
+
+
+class TestSmallAndOdd:
+    @pytest.mark.parametrize("kind", ["one drafter", "one run", "sampled", "no costs", "many drafters"])
+    def test_draws(self, tmp_path: Path, kind: str) -> None:
+        options: dict[str, Any] = {
+            "one drafter": {"drafters": (LONG,), "gammas": (2, 4), "categories": ("chat",)},
+            "one run": {
+                "drafters": (LONG,),
+                "gammas": (4,),
+                "categories": ("chat",),
+                "prompts_per_category": 1,
+                "repeats": 1,
+            },
+            "sampled": {
+                "drafters": DRAFTERS[:2],
+                "gammas": (2, 4),
+                "categories": ("a", "b"),
+                "temperature": 0.7,
+            },
+            "no costs": {"drafters": DRAFTERS[:1], "gammas": (2,), "categories": ("chat",), "costs": False},
+            "many drafters": {
+                "drafters": tuple(Drafter(f"drafter-{i}", 0.1 * i, 0.1) for i in range(1, 10)),
+                "gammas": (1, 16),
+                "categories": ("chat",),
+            },
+        }[kind]
+        drawn = plots.draw_figures(load_results(write_run(tmp_path / "r", tokens=32, **options)))
+        assert {*drawn.figures, *drawn.skipped} == set(plots.FIGURES)
+        assert ("prediction" in drawn.skipped) == (kind == "no costs")
+        for name, figure in drawn.figures.items():
+            plots.save_figure(figure, tmp_path / f"{name}.png")
+        if kind == "one run":
+            assert "no intervals" in texts(drawn.figures["speedup"])
+            assert "no interval" in texts(drawn.figures["categories"])
+
+    def test_only_plain_decoding_has_nothing_to_plot(self, tmp_path: Path) -> None:
+        df = load_results(write_run(tmp_path, drafters=(), categories=("chat",)))
+        with pytest.raises(UsageError, match="nothing to plot: no speculative configuration"):
+            plots.draw_figures(df)
+
+    def test_a_run_without_lines(self, tmp_path: Path) -> None:
+        write_run(tmp_path, drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",))
+        (tmp_path / "generations.jsonl").write_text("")
+        with pytest.raises(UsageError, match="no generation of this run has finished"):
+            plots.draw_figures(load_results(tmp_path))
+
+    def test_failed_generations_are_left_out(self, tiny: Path) -> None:
+        lines = [json.loads(line) for line in (tiny / "generations.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line["config"].endswith("g4"):
+                line.update(status="failed", error="out of memory")
+        (tiny / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        drawn = plots.draw_figures(load_results(tiny))
+        line = next(each for each in drawn.figures["speedup"].axes[0].lines if each.get_marker() == "o")
+        assert len(line.get_xdata()) == 1
+
+    def test_several_runs_in_one_figure_are_refused(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {
+            "drafters": DRAFTERS[:1],
+            "gammas": (2,),
+            "categories": ("chat",),
+            "tokens": 16,
+        }
+        write_run(tmp_path / "a", run_id="1", **options)
+        write_run(tmp_path / "b", run_id="2", target="another", **options)
+        with pytest.raises(UsageError, match="mix 2 runs with 2 targets"):
+            plots.draw_figures(load_results(tmp_path))
+
+    def test_an_unknown_figure(self, df: pd.DataFrame) -> None:
+        with pytest.raises(UsageError, match=r"no figure 'speed'\. Choose from speedup, "):
+            plots.draw_figures(df, ["speed"])
+
+    @pytest.mark.parametrize("kind", plots.FORMATS)
+    def test_formats_and_repeatable_bytes(self, tmp_path: Path, drawn: plots.Drawn, kind: str) -> None:
+        figure = drawn.figures["acceptance"]
+        first, second = tmp_path / f"1.{kind}", tmp_path / f"2.{kind}"
+        plots.save_figure(figure, first)
+        plots.save_figure(figure, second)
+        assert first.read_bytes() == second.read_bytes()
+        starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+        assert first.read_bytes().startswith(starts[kind])
+        if kind == "svg":
+            ET.parse(first)  # noqa: S314
+
+    def test_a_place_that_cannot_be_written(self, tmp_path: Path, drawn: plots.Drawn) -> None:
+        with pytest.raises(RunError, match="cannot be written"):
+            plots.save_figure(drawn.figures["speedup"], tmp_path / "missing" / "speedup.png")
+
+
+class TestCommand:
+    def test_a_run(self, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert command(["plot", str(tiny), "--only", "speedup", "--only", "time"]) == 0
+        written = capsys.readouterr().out.splitlines()
+        assert written == [str(tiny / "plots" / "speedup.png"), str(tiny / "plots" / "time.png")]
+        assert all(Path(path).stat().st_size > 5000 for path in written)
+
+    def test_a_parent_folder_means_each_run_in_it(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        options: dict[str, Any] = {
+            "drafters": DRAFTERS[:1],
+            "gammas": (2,),
+            "categories": ("chat",),
+            "tokens": 16,
+        }
+        for name in ("a", "b"):
+            write_run(tmp_path / name, run_id=name, **options)
+        arguments = ["plot", str(tmp_path), "--only", "speedup", "--format", "svg"]
+        assert command(arguments) == 0
+        assert (tmp_path / "a/plots/speedup.svg").exists()
+        assert (tmp_path / "b/plots/speedup.svg").exists()
+        assert command([*arguments, "--out", str(tmp_path / "figures")]) == 0
+        assert (tmp_path / "figures/a/speedup.svg").exists()
+        assert (tmp_path / "figures/b/speedup.svg").exists()
+
+    def test_one_bad_run_does_not_keep_the_others(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        options: dict[str, Any] = {
+            "drafters": DRAFTERS[:1],
+            "gammas": (2,),
+            "categories": ("chat",),
+            "tokens": 16,
+        }
+        write_run(tmp_path / "a", run_id="a", **options)
+        write_run(tmp_path / "b", run_id="b", **options)
+        (tmp_path / "a/run.json").write_text("{")
+        assert command(["plot", str(tmp_path), "--only", "speedup"]) == 0
+        said = capsys.readouterr()
+        assert said.out.splitlines() == [str(tmp_path / "b/plots/speedup.png")]
+        assert "damaged" in said.err
+
+    def test_the_help_names_every_figure(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert command(["plot", "--help"]) == 0
+        assert ", ".join(plots.FIGURES) in " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+
+    def test_what_is_skipped_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write_run(
+            tmp_path / "r", drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",), costs=False, tokens=16
+        )
+        assert command(["plot", str(tmp_path / "r"), "--only", "prediction", "--only", "speedup"]) == 0
+        assert (
+            "no figure 'prediction': the costs of single passes were not measured" in capsys.readouterr().err
+        )
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["missing"], "does not exist"),
+            (["empty"], "There are no results in"),
+            (["empty-run"], "nothing to plot"),
+            (["damaged"], "damaged"),
+            (["other-schema"], "schema version 99"),
+            (["run", "--only", "nonsense"], "There is no figure 'nonsense'"),
+            (["run", "--format", "gif"], "gif"),
+            (["run", "--show"], "needs a display"),
+            ([], "RESULTS"),
+        ],
+    )
+    def test_refusals(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        message: str,
+    ) -> None:
+        options: dict[str, Any] = {
+            "drafters": DRAFTERS[:1],
+            "gammas": (2,),
+            "categories": ("chat",),
+            "tokens": 16,
+        }
+        for name in ("run", "empty-run", "damaged", "other-schema"):
+            write_run(tmp_path / name, **options)
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "empty-run/generations.jsonl").write_text("")
+        (tmp_path / "damaged/run.json").write_text("{")
+        run = json.loads((tmp_path / "other-schema/run.json").read_text())
+        (tmp_path / "other-schema/run.json").write_text(json.dumps({**run, "schema": 99}))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "platform", "linux")
+        monkeypatch.delenv("DISPLAY", raising=False)
+        monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+        assert command(["plot", *arguments]) == 2
+        said = capsys.readouterr()
+        assert message in said.err
+        assert len(said.err.splitlines()) == 1
+        assert said.out == ""
+        assert not list(tmp_path.glob("*/plots"))
+
+    def test_show_opens_what_was_written(self, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        opened: list[str] = []
+        monkeypatch.setenv("DISPLAY", ":0")
+        monkeypatch.setattr("typer.launch", lambda path: opened.append(path) or 0)
+        assert command(["plot", str(tiny), "--only", "speedup", "--show"]) == 0
+        assert opened == [str(tiny / "plots/speedup.png")]
+
+    def test_show_without_a_viewer(
+        self, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("DISPLAY", ":0")
+        monkeypatch.setattr("typer.launch", lambda path: 1)
+        assert command(["plot", str(tiny), "--only", "speedup", "--show"]) == 1
+        assert "Nothing here opens png files" in capsys.readouterr().err
+
+    def test_a_place_that_is_a_file(self, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tiny / "plots").write_text("")
+        assert command(["plot", str(tiny), "--only", "speedup"]) == 1
+        assert "cannot be made" in capsys.readouterr().err

@@ -1,0 +1,377 @@
+"""Statistics against closed forms, exact enumeration, independent implementations and simulations with known truth."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import optimize
+from scipy import stats as distributions
+
+from specbench import metrics, stats
+from specbench.stats import (
+    Estimate,
+    compare,
+    expected_tokens,
+    expected_tokens_by_position,
+    geometric_mean,
+    mean_interval,
+    nested_means,
+    pooled_rate,
+    pooled_speedup,
+    predicted_speedup,
+    verdict,
+    verification_cost,
+)
+
+SKEWED = np.array([0.1, 0.15, 0.2, 0.22, 0.3, 0.9, 1.7])
+
+
+def student(values: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    low, high = distributions.t.interval(
+        confidence, len(values) - 1, values.mean(), distributions.sem(values)
+    )
+    return float(low), float(high)
+
+
+def hall_by_search(values: np.ndarray) -> tuple[float, float]:
+    """The means at which Hall's transformed statistic reaches its quantiles, found by root search."""
+    n, spread = len(values), values.std(ddof=1)
+    skewness = np.mean((values - values.mean()) ** 3) / spread**3
+    quantile = distributions.t.ppf(0.975, n - 1)
+
+    def transformed(mu: float) -> float:
+        w = (values.mean() - mu) / spread
+        return float(np.sqrt(n) * (w + skewness * w**2 / 3 + skewness**2 * w**3 / 27 + skewness / (6 * n)))
+
+    wide = 50 * spread
+    ends = [
+        optimize.brentq(lambda mu, q=q: transformed(mu) - q, values.mean() - wide, values.mean() + wide)
+        for q in (quantile, -quantile)
+    ]
+    return ends[0], ends[1]
+
+
+class TestNestedMeans:
+    def test_turns_then_repeats_then_prompts(self) -> None:
+        # a: repeat 0 has two turns (1, 3), repeat 1 one (8): (2 + 8) / 2, not (1 + 3 + 8) / 3.
+        names, means = nested_means([1.0, 3.0, 8.0, 5.0], ["a", "a", "a", "b"], [0, 0, 1, 0])
+        assert names.tolist() == ["a", "b"]
+        assert means.tolist() == [5.0, 5.0]
+
+    def test_without_repeats_the_runs_of_a_prompt_are_averaged_at_once(self) -> None:
+        assert nested_means([1.0, 3.0, 8.0], ["a", "a", "a"])[1].tolist() == [4.0]
+
+    def test_nan_is_left_out(self) -> None:
+        names, means = nested_means([math.nan, 2.0, math.nan], ["a", "a", "b"], [0, 1, 0])
+        assert names.tolist() == ["a"]
+        assert means.tolist() == [2.0]
+
+    def test_nothing(self) -> None:
+        assert len(nested_means([], [], [])[1]) == 0
+
+    @given(st.permutations(range(8)))
+    def test_the_order_of_the_runs_is_irrelevant(self, order: list[int]) -> None:
+        values, prompts = np.arange(8.0) ** 2, np.repeat(["x", "y"], 4)
+        repeats = np.tile([0, 0, 1, 2], 2)
+        expected = nested_means(values, prompts, repeats)[1]
+        assert nested_means(values[order], prompts[order], repeats[order])[1] == pytest.approx(expected)
+
+
+class TestMeanInterval:
+    def test_symmetric_values_give_students_interval(self) -> None:
+        values = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+        assert mean_interval(values) == pytest.approx(student(values))
+        assert mean_interval(values, 0.8) == pytest.approx(student(values, 0.8))
+
+    @pytest.mark.parametrize("values", [SKEWED, -SKEWED, SKEWED * 1e-4 + 3.0])
+    def test_each_end_is_the_outer_of_students_and_halls(self, values: np.ndarray) -> None:
+        t, hall = student(values), hall_by_search(values)
+        expected = min(t[0], hall[0]), max(t[1], hall[1])
+        assert mean_interval(values) == pytest.approx(expected, rel=1e-6)
+        assert expected[0] in (t[0], hall[0])
+        assert t != pytest.approx(hall)  # or this test would compare one with itself
+
+    def test_it_leans_to_the_long_side(self) -> None:
+        interval = mean_interval(SKEWED)
+        assert interval is not None
+        assert interval[1] - SKEWED.mean() > SKEWED.mean() - interval[0]
+
+    @pytest.mark.parametrize("values", [[], [1.0]])
+    def test_fewer_than_two_values_have_none(self, values: list[float]) -> None:
+        assert mean_interval(values) is None
+
+    def test_equal_values_have_no_width(self) -> None:
+        assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+
+    @given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.floats(-5, 5), st.floats(0.1, 10))
+    @settings(max_examples=60)
+    def test_shift_and_scale(self, values: list[float], shift: float, scale: float) -> None:
+        data = np.array(values)
+        if data.std() < 1e-3:
+            return
+        one, other = mean_interval(data), mean_interval(scale * data + shift)
+        assert one is not None
+        assert other == pytest.approx((scale * one[0] + shift, scale * one[1] + shift), rel=1e-6, abs=1e-6)
+
+    @pytest.mark.parametrize("prompts", [5, 8, 12, 24])
+    @pytest.mark.parametrize(
+        "draw",
+        [
+            lambda rng, shape: rng.standard_normal(shape),
+            lambda rng, shape: rng.gamma(4.0, 1.0, shape) / 2.0 - 2.0,
+            lambda rng, shape: rng.standard_t(5, shape),
+        ],
+        ids=["normal", "skewed", "heavy"],
+    )
+    def test_coverage(self, draw: Callable[..., np.ndarray], prompts: int) -> None:
+        """benchmarks/interval_coverage.py does it with more trials and families; 3 standard errors of slack here."""
+        rng, trials = np.random.default_rng(7), 3000
+        logs = 0.25 * draw(rng, (trials, prompts, 1)) + 0.08 * draw(rng, (trials, prompts, 3))
+        held = 0
+        for one in logs.mean(axis=2):
+            low, high = mean_interval(one) or (1.0, 0.0)
+            held += low <= 0.0 <= high
+        assert 0.93 - 0.012 <= held / trials <= 0.97 + 0.012
+
+
+class TestGeometricMean:
+    def test_closed_form(self) -> None:
+        estimate = geometric_mean([2.0, 8.0], ["a", "b"], [0, 0])
+        low, high = student(np.log([2.0, 8.0]))
+        assert estimate.value == pytest.approx(4.0)
+        assert (estimate.low, estimate.high) == pytest.approx((math.exp(low), math.exp(high)))
+        assert (estimate.prompts, estimate.basis) == (2, "prompts")
+
+    def test_repeats_do_not_count_as_prompts(self) -> None:
+        once = geometric_mean([1.0, 2.0, 3.0], ["a", "b", "c"], [0, 0, 0])
+        thrice = geometric_mean([1.0, 2.0, 3.0] * 3, ["a", "b", "c"] * 3, np.repeat([0, 1, 2], 3))
+        assert thrice.value == pytest.approx(once.value)
+        assert (thrice.low, thrice.high, thrice.prompts) == pytest.approx((once.low, once.high, 3))
+
+    def test_a_prompt_with_more_runs_weighs_no_more(self) -> None:
+        estimate = geometric_mean([1.0, 1.0, 1.0, 4.0], ["a", "a", "a", "b"], [0, 1, 2, 0])
+        assert estimate.value == pytest.approx(2.0)
+
+    def test_a_ratio_and_its_inverse_agree(self) -> None:
+        ratios, prompts = np.array([1.2, 0.8, 1.5, 1.1]), list("abcd")
+        one, other = geometric_mean(ratios, prompts), geometric_mean(1 / ratios, prompts)
+        assert other.low is not None
+        assert one.value == pytest.approx(1 / other.value)
+        assert one.high == pytest.approx(1 / other.low)
+
+    def test_one_prompt_gets_an_interval_over_its_repeats_that_says_so(self) -> None:
+        estimate = geometric_mean([2 / 1.05, 2.0, 2 * 1.05], ["a"] * 3, [0, 1, 2])
+        low, high = student(np.log([2 / 1.05, 2.0, 2 * 1.05]))
+        assert (estimate.prompts, estimate.basis) == (1, "repeats")
+        assert estimate.low == pytest.approx(math.exp(low))
+        assert estimate.high == pytest.approx(math.exp(high))
+
+    def test_one_run_has_no_interval(self) -> None:
+        assert geometric_mean([2.0], ["a"], [0]) == Estimate(2.0, None, None, 1, None)
+
+    @pytest.mark.parametrize("values", [[], [math.nan], [0.0]])
+    def test_no_data(self, values: list[float]) -> None:
+        estimate = geometric_mean(values, ["a"] * len(values), [0] * len(values))
+        assert math.isnan(estimate.value)
+        assert (estimate.low, estimate.prompts, estimate.basis) == (None, 0, None)
+
+    def test_two_prompts_far_apart_do_not_overflow(self) -> None:
+        estimate = geometric_mean([1e-60, 1e60], ["a", "b"])
+        assert (estimate.low, estimate.high) == (0.0, math.inf)
+
+    def test_overlaps(self) -> None:
+        assert Estimate(1.0, 0.9, 1.1, 3, "prompts").overlaps(1.0) is True
+        assert Estimate(1.2, 1.1, 1.3, 3, "prompts").overlaps(1.0) is False
+        assert Estimate(1.2, None, None, 1, None).overlaps(1.0) is None
+
+    def test_the_known_truth_of_a_simulated_sweep(self) -> None:
+        rng = np.random.default_rng(3)
+        prompts, repeats = np.repeat(np.arange(400), 3), np.tile(np.arange(3), 400)
+        effects = 0.3 * rng.standard_normal(400)
+        logs = math.log(1.7) + effects[prompts] + 0.1 * rng.standard_normal(1200)
+        estimate = geometric_mean(np.exp(logs), prompts, repeats)
+        assert estimate.overlaps(1.7)
+        assert estimate.low is not None
+        assert estimate.high is not None
+        width = math.log(estimate.high / estimate.low)
+        assert width == pytest.approx(2 * 1.966 * math.sqrt((0.09 + 0.01 / 3) / 400), rel=0.1)
+
+
+class TestPooled:
+    def test_rates_of_equal_weight_have_students_interval(self) -> None:
+        """With equal denominators the pseudo-values are the prompts' own rates."""
+        accepted = np.array([3.0, 4.0, 5.0, 6.0, 7.0])
+        estimate = pooled_rate(accepted, np.full(5, 10.0), list("abcde"))
+        assert estimate.value == pytest.approx(0.5)
+        assert (estimate.low, estimate.high) == pytest.approx(student(accepted / 10))
+
+    def test_steps_of_a_prompt_are_summed_first(self) -> None:
+        by_step = pooled_rate([1, 0, 2, 1], [2, 2, 2, 2], ["a", "a", "b", "b"])
+        by_prompt = pooled_rate([1, 3], [4, 4], ["a", "b"])
+        assert by_step == by_prompt
+        assert by_step.value == 0.5
+
+    def test_one_prompt_and_none(self) -> None:
+        assert pooled_rate([1, 2], [4, 4], ["a", "a"]) == Estimate(0.375, None, None, 1, None)
+        assert math.isnan(pooled_rate([], [], []).value)
+        assert math.isnan(pooled_rate([0.0], [0.0], ["a"]).value)
+
+    def test_pooled_and_mean_can_point_in_opposite_directions(self) -> None:
+        """Nine short prompts win by 20%, a long one loses by 40%: the mean says faster, the batch takes longer."""
+        tokens = np.array([10.0] * 9 + [1000.0])
+        base_s = tokens / 10
+        ours_s = base_s / np.array([1.2] * 9 + [0.6])
+        pooled = pooled_speedup(tokens, ours_s, tokens, base_s, np.arange(10))
+        assert pooled.value == pytest.approx(base_s.sum() / ours_s.sum())
+        assert pooled.value < 0.7
+        assert geometric_mean(base_s / ours_s, np.arange(10)).value > 1.1
+
+    def test_pooled_speedup_divides_speeds_not_times(self) -> None:
+        """The outputs may differ in length (sampling): tokens over seconds on both sides."""
+        pooled = pooled_speedup([20, 20], [2, 2], [10, 30], [2, 6], ["a", "b"])
+        assert pooled.value == pytest.approx((40 / 4) / (40 / 8))
+
+    def test_pooled_speedup_of_alike_prompts_is_their_ratio(self) -> None:
+        rng = np.random.default_rng(0)
+        base = np.full(200, 5.0)
+        ours = base / (1.5 * np.exp(0.05 * rng.standard_normal(200)))
+        pooled = pooled_speedup(base, ours, base, base, np.arange(200))
+        assert pooled.overlaps(1.5)
+        assert pooled.basis == "prompts"
+
+    def test_runs_without_figures_are_left_out(self) -> None:
+        pooled = pooled_speedup([10, 10, math.nan], [1, 1, 1], [10, 10, 10], [2, 2, 9], ["a", "b", "c"])
+        assert (pooled.value, pooled.prompts) == (pytest.approx(2.0), 2)
+
+
+class TestCompare:
+    def test_paired_by_prompt(self) -> None:
+        """Prompts differ a thousandfold, A is always 10% faster: pairing sees it."""
+        b = np.array([1.0, 10.0, 100.0, 1000.0])
+        result = compare(1.1 * b, list("abcd"), [0] * 4, b, list("abcd"), [0] * 4)
+        assert result.ratio.value == pytest.approx(1.1)
+        assert result.verdict == "faster"
+
+    def test_only_common_prompts_count(self) -> None:
+        result = compare([2.0, 3.0, 9.0], ["a", "b", "x"], [0] * 3, [1.0, 1.5, 9.0], ["a", "b", "y"], [0] * 3)
+        assert (result.ratio.value, result.ratio.prompts) == (pytest.approx(2.0), 2)
+
+    def test_repeats_are_nested_on_both_sides(self) -> None:
+        result = compare([2.0, 8.0, 4.0], ["a", "a", "b"], [0, 1, 0], [1.0, 1.0], ["a", "b"], [0, 0])
+        assert result.ratio.value == pytest.approx(4.0)
+
+    def test_nothing_in_common(self) -> None:
+        result = compare([1.0], ["a"], [0], [1.0], ["b"], [0])
+        assert math.isnan(result.ratio.value)
+        assert result.verdict == "cannot tell"
+
+    def test_slower_and_cannot_tell(self) -> None:
+        rng = np.random.default_rng(1)
+        prompts, repeats = np.repeat(np.arange(8), 3), np.tile(np.arange(3), 8)
+        noise = lambda: np.exp(0.02 * rng.standard_normal(24))  # noqa: E731
+        assert compare(0.9 * noise(), prompts, repeats, noise(), prompts, repeats).verdict == "slower"
+        assert compare(noise(), prompts, repeats, noise(), prompts, repeats).verdict == "cannot tell"
+
+    def test_a_single_prompt_gives_no_verdict(self) -> None:
+        assert verdict(geometric_mean([2.0, 2.01, 2.02], ["a"] * 3, [0, 1, 2])) == "cannot tell"
+
+    @pytest.mark.parametrize(
+        ("low", "high", "expected"),
+        [(1.01, 1.2, "faster"), (0.8, 0.99, "slower"), (0.9, 1.1, "cannot tell"), (1.0, 1.1, "cannot tell")],
+    )
+    def test_verdict(self, low: float, high: float, expected: str) -> None:
+        assert verdict(Estimate(1.0, low, high, 5, "prompts")) == expected
+
+    def test_a_against_a_is_rarely_told_apart(self) -> None:
+        rng, wrong = np.random.default_rng(5), 0
+        prompts, repeats = np.repeat(np.arange(8), 3), np.tile(np.arange(3), 8)
+        for _ in range(400):
+            ratios = np.exp(0.1 * rng.standard_normal(24))
+            wrong += verdict(geometric_mean(ratios, prompts, repeats)) != "cannot tell"
+        assert wrong <= 0.07 * 400
+
+
+class TestExpectedTokens:
+    @pytest.mark.parametrize(("alpha", "accepted"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
+    def test_published_values(self, alpha: float, accepted: float) -> None:
+        assert expected_tokens(alpha, 4).item() - 1 == pytest.approx(accepted, abs=0.005)
+
+    @given(st.floats(0.0, 1.0), st.integers(0, 30))
+    def test_both_forms_and_the_scalar_one_agree(self, alpha: float, gamma: int) -> None:
+        scalar = metrics.expected_tokens_per_step(alpha, gamma)
+        assert expected_tokens(alpha, [gamma]).item() == pytest.approx(scalar)
+        assert expected_tokens_by_position([alpha] * max(gamma, 1), [gamma]).item() == pytest.approx(scalar)
+
+    def test_by_position_equals_enumeration(self) -> None:
+        rates = [0.9, 0.5, 0.7]
+        expected = 0.0
+        for passes in itertools.product((True, False), repeat=3):
+            chance = math.prod(r if p else 1 - r for r, p in zip(rates, passes, strict=True))
+            accepted = next((i for i, p in enumerate(passes) if not p), 3)
+            expected += chance * (accepted + 1)
+        assert expected_tokens_by_position(rates, [3]).item() == pytest.approx(expected)
+        assert expected_tokens_by_position(rates, [0, 1, 2]).tolist() == pytest.approx([1.0, 1.9, 2.35])
+
+    def test_a_position_that_was_never_tested_adds_nothing(self) -> None:
+        assert expected_tokens_by_position([0.0, math.nan], [2]).item() == 1.0
+
+    def test_measured_rates_give_back_the_measured_tokens_per_step(self) -> None:
+        """With one γ throughout the product telescopes: accepted at i is what is tested at i + 1."""
+        rng = np.random.default_rng(0)
+        accepted = np.cumprod(rng.random((500, 4)) < [0.9, 0.6, 0.8, 0.7], axis=1).sum(axis=1)
+        counts = [(accepted >= i).sum() for i in range(1, 5)]
+        tested = [500, *counts[:3]]
+        rates = np.array(counts) / np.array(tested)
+        assert expected_tokens_by_position(rates, [4]).item() == pytest.approx(accepted.mean() + 1)
+
+
+class TestPrediction:
+    PASS_S = {1: 0.1, 5: 0.11, 9: 0.15}  # noqa: RUF012
+
+    def test_cost_is_interpolated_and_goes_on(self) -> None:
+        v = verification_cost(self.PASS_S, [1, 3, 5, 7, 9, 13])
+        assert v.tolist() == pytest.approx([1.0, 1.05, 1.1, 1.3, 1.5, 1.9])
+
+    def test_one_measured_width_is_all_that_is_known(self) -> None:
+        assert verification_cost({1: 0.2}, [1, 4]).tolist() == [1.0, 1.0]
+
+    def test_a_narrower_pass_that_measured_slower_is_not_prolonged_downwards(self) -> None:
+        assert verification_cost({1: 0.1, 2: 0.2, 3: 0.15}, [10]).item() == pytest.approx(1.5)
+
+    @given(st.floats(0.0, 0.99), st.integers(1, 8), st.floats(0.0, 1.0))
+    def test_one_gamma_gives_the_formula_of_the_papers(self, alpha: float, gamma: int, c: float) -> None:
+        v = verification_cost(self.PASS_S, gamma + 1).item()
+        gammas = [gamma] * 7
+        predicted = predicted_speedup(expected_tokens(alpha, gammas), gammas, c, self.PASS_S)
+        assert predicted == pytest.approx(metrics.expected_speedup(alpha, gamma, c, v))
+
+    def test_steps_that_draft_nothing_cost_a_plain_pass(self) -> None:
+        assert predicted_speedup([1.0, 1.0], [0, 0], 0.3, self.PASS_S) == pytest.approx(1.0)
+
+    def test_steps_are_weighed_by_their_time(self) -> None:
+        gammas = [0, 4]
+        tokens = [1.0, 3.0]
+        assert predicted_speedup(tokens, gammas, 0.25, self.PASS_S) == pytest.approx(4.0 / (1.0 + 1.0 + 1.1))
+
+    def test_no_steps(self) -> None:
+        assert math.isnan(predicted_speedup([], [], 0.1, self.PASS_S))
+
+    def test_a_simulated_decoder_runs_as_predicted(self) -> None:
+        """Tokens and seconds counted step by step meet the formula."""
+        rng, alpha, gamma, c = np.random.default_rng(2), 0.8, 5, 0.2
+        accepted = np.cumprod(rng.random((20_000, gamma)) < alpha, axis=1).sum(axis=1)
+        v = verification_cost(self.PASS_S, gamma + 1).item()
+        measured = (accepted + 1).sum() / (len(accepted) * (gamma * c + v))
+        gammas = np.full(len(accepted), gamma)
+        predicted = predicted_speedup(expected_tokens(alpha, gammas), gammas, c, self.PASS_S)
+        assert measured == pytest.approx(predicted, rel=0.02)
+
+
+def test_confidence_is_what_the_documents_say() -> None:
+    assert stats.CONFIDENCE == 0.95

@@ -1,0 +1,455 @@
+"""Frames of figures against sums done by hand and made-up runs with known truth; their rendering, letter by letter."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+from synthetic_runs import CATEGORIES, DRAFTERS, PASS_S, Drafter, write_run
+
+from specbench import metrics, stats, tables
+from specbench.errors import UsageError
+from specbench.records import Step, StepTimes
+from specbench.store import load_results
+
+STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
+
+
+def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[str, Any]:
+    """A finished generation of 11 tokens; without ``steps`` an empty list of them."""
+    kind = fields.pop("kind", "plain" if config == "plain" else "speculative")
+    steps = fields.pop(
+        "steps", []
+    )  # (drafted, tested, accepted, emitted, expected acceptances, times of STEP)
+    columns = list(zip(*steps, strict=True)) or [()] * 6
+    values = {
+        "run_id": "r", "config": config, "label": config, "kind": kind,
+        "drafter": "none" if kind in ("plain", "transformers") else "d",
+        "gamma": 2.0 if kind == "speculative" else math.nan,
+        "policy": "fixed" if kind == "speculative" else "none", "temperature": 0.0, "cache": "dynamic",
+        "baseline": "plain", "target": "t", "prompt": prompt, "category": prompt.split("-")[0], "turn": 0,
+        "repeat": 0, "status": "ok", "error": None, "new_tokens": 11, "token_ids": np.arange(11), "ttft_s": 0.5,
+        "prefill_s": 0.5, "decode_s": 10 / speed, "total_s": 0.5 + 10 / speed, "peak_memory_bytes": 1e9,
+        "tokens_per_second": speed,
+    }  # fmt: skip
+    for name, column in zip(("drafted", "tested", "accepted", "emitted"), columns, strict=False):
+        values[f"steps_{name}"] = np.array(column, dtype=np.int32)
+    values["steps_expected_acceptance"] = [list(each) for each in columns[4]]
+    times = list(zip(*columns[5], strict=True)) or [()] * 6
+    for name, column in zip(STEP, times, strict=True):
+        values[f"steps_{name}"] = np.array(column, dtype=float)
+    values["steps_policy"] = {}
+    return {**values, **fields}
+
+
+def frame_of(*rows: dict[str, Any], **run: Any) -> pd.DataFrame:
+    df = pd.DataFrame(list(rows))
+    df.attrs["run"] = run
+    return df
+
+
+def one(frame: pd.DataFrame, config: str) -> dict[str, Any]:
+    return next(each for each in tables.records(frame) if each["config"] == config)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """4 drafters × γ 1, 2, 4, 8 × 9 categories."""
+    path = tmp_path_factory.mktemp("run")
+    return load_results(write_run(path, gammas=(1, 2, 4, 8), transformers_row=True, entropy_policy=True))
+
+
+class TestPairedRuns:
+    def test_pairs_by_prompt_turn_and_repeat(self) -> None:
+        df = frame_of(
+            row("plain", "a-1", 10.0), row("x", "a-1", 20.0),
+            row("plain", "a-1", 5.0, repeat=1), row("x", "a-1", 20.0, repeat=1),
+            row("plain", "a-1", 8.0, turn=1), row("x", "a-1", 4.0, turn=1),
+            row("x", "b-1", 30.0),
+        )  # fmt: skip
+        pairs = tables.paired_runs(df)
+        assert pairs[["turn", "repeat", "ratio"]].to_numpy().tolist() == [
+            [0, 0, 2.0],
+            [0, 1, 4.0],
+            [1, 0, 0.5],
+        ]
+        assert set(pairs["config"]) == {"x"}  # the baseline is beside, not among them
+
+    def test_whole_times_are_taken_per_token(self) -> None:
+        """An output twice as long that takes twice as long is no slower."""
+        longer = row("x", "a-1", new_tokens=22, total_s=3.0)
+        pairs = tables.paired_runs(frame_of(row("plain", "a-1"), longer))
+        assert pairs["ratio_total"].item() == pytest.approx((1.5 / 11) / (3.0 / 22))
+
+    def test_failures_pair_with_nothing(self) -> None:
+        df = frame_of(
+            row("plain", "a-1", status="failed"), row("x", "a-1"), row("plain", "b-1"), row("x", "b-1")
+        )
+        assert tables.paired_runs(df)["prompt"].tolist() == ["b-1"]
+
+    def test_each_temperature_has_its_own_baseline(self) -> None:
+        hot = {"temperature": 0.7, "baseline": "plain-hot"}
+        df = frame_of(
+            row("plain", "a-1", 10.0), row("x", "a-1", 20.0),
+            row("plain-hot", "a-1", 5.0, kind="plain", **hot), row("x-hot", "a-1", 20.0, **hot),
+        )  # fmt: skip
+        pairs = tables.paired_runs(df).set_index("config")
+        assert pairs["ratio"].to_dict() == {"x": 2.0, "x-hot": 4.0}
+        assert pairs["identical"].to_dict() == {"x": True, "x-hot": None}
+
+
+class TestSummary:
+    def test_speedup_with_interval(self) -> None:
+        df = frame_of(*(
+            each for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6))
+            for each in (row("plain", f"a-{i}", 10.0 * 2**i), row("x", f"a-{i}", ratio * 10.0 * 2**i))
+        ))  # fmt: skip
+        figures = one(tables.summary_frame(df), "x")
+        expected = stats.geometric_mean([1.2, 1.3, 1.25, 1.6], list("abcd"))
+        assert (figures["speedup"], figures["speedup_low"], figures["speedup_high"]) == pytest.approx(
+            (expected.value, expected.low, expected.high)
+        )
+        assert (figures["speedup_basis"], figures["verdict"], figures["prompts"]) == ("prompts", "faster", 4)
+
+    def test_the_baseline_is_1_without_an_interval(self) -> None:
+        figures = one(tables.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1"))), "plain")
+        assert (figures["speedup"], figures["pooled_speedup"]) == (1.0, 1.0)
+        assert math.isnan(figures["speedup_low"])
+
+    def test_counts_of_steps(self) -> None:
+        times = (0.2, 0.1, 0.6, 0.1, 0.05, 0.05)
+        steps = [
+            (2, 2, 2, 3, [0.9, 0.7], times),
+            (2, 1, 0, 1, [0.2], times),
+            (0, 0, 0, 1, [], (0.0, 0.0, 0.4, 0.1, 0.0, 0.0)),
+        ]
+        figures = one(tables.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps))), "x")
+        assert figures["tokens_per_step"] == pytest.approx(5 / 3)
+        assert figures["acceptance_rate"] == pytest.approx(2 / 4)
+        assert figures["acceptance_tested"] == pytest.approx(2 / 3)
+        assert figures["alpha"] == pytest.approx((0.9 + 0.7 + 0.2) / 3)
+        assert figures["mean_gamma"] == pytest.approx(4 / 3)
+        total = 2 * 1.0 + 0.5
+        assert figures["ms_per_token"] == pytest.approx(1000 * total / 5)
+        shares = [figures[f"share_{part}"] for part in tables.PARTS]
+        assert shares == pytest.approx([0.4 / total, 1.6 / total, 0.3 / total, 0.1 / total, 0.1 / total])
+        assert figures["share_draft_prefill"] == pytest.approx(0.2 / total)
+
+    def test_the_same_as_the_metrics_of_single_generations(self, made: pd.DataFrame) -> None:
+        """For a run of one generation the summary and specbench.metrics are two ways to the same figures."""
+        generation = made[(made["config"] == "self:int8-g4")].iloc[[0]]
+        generation.attrs["run"] = made.attrs["run"]
+        lists = {
+            name.removeprefix("steps_"): generation[name].item() for name in generation if "steps_" in name
+        }
+        ends = np.cumsum(lists["tested"])
+        expected = list(np.concatenate([np.asarray(e) for e in lists["expected_acceptance"] if len(e)]))
+        steps = [
+            Step(
+                index=i, position=0, drafted=(0,) * lists["drafted"][i], accepted=int(lists["accepted"][i]),
+                tested=int(lists["tested"][i]), tokens=(0,) * lists["emitted"][i], closing=None,
+                expected_acceptance=tuple(expected[ends[i] - lists["tested"][i] : ends[i]]), times=StepTimes(),
+            )
+            for i in range(len(ends))
+        ]  # fmt: skip
+        figures = one(tables.summary_frame(generation), "self:int8-g4")
+        assert figures["tokens_per_step"] == pytest.approx(metrics.tokens_per_step(steps))
+        assert figures["acceptance_rate"] == pytest.approx(metrics.acceptance_rate(steps))
+        assert figures["alpha"] == pytest.approx(metrics.mean_expected_acceptance(steps))
+        positions = tables.records(tables.position_frame(generation))
+        for ours, theirs in zip(positions, metrics.acceptance_by_position(steps), strict=True):
+            counts = (theirs.position, theirs.drafted, theirs.tested, theirs.accepted)
+            assert (ours["position"], ours["drafted"], ours["tested"], ours["accepted"]) == counts
+            assert ours["rate"] == pytest.approx(theirs.rate, nan_ok=True)
+            assert ours["rate_of_drafted"] == pytest.approx(theirs.rate_of_drafted, nan_ok=True)
+
+    def test_known_truth(self, made: pd.DataFrame) -> None:
+        """α, costs, speeds and predictions are what the run was made with."""
+        frame = tables.summary_frame(made)
+        for drafter in DRAFTERS:
+            figures = one(frame, f"{drafter.name}-g4")
+            assert figures["alpha"] == pytest.approx(drafter.alpha, abs=0.09)
+            assert figures["c"] == pytest.approx(drafter.c)
+            assert figures["speedup"] == pytest.approx(figures["predicted_speedup"], rel=0.03)
+            assert figures["predicted_speedup_low"] < figures["predicted_speedup"]
+        assert one(frame, "plain")["tokens_per_second"] == pytest.approx(1 / (PASS_S[1] + 0.0019), rel=0.1)
+        assert one(frame, "hf")["speedup"] == pytest.approx(1 / 1.6, rel=0.03)
+        assert frame["identical_share"].dropna().eq(1.0).all()
+
+    def test_an_undrafting_drafter_is_predicted_to_be_plain(self, tmp_path: Path) -> None:
+        never = Drafter("never", 0.5, 0.1, finds=0.02)
+        df = load_results(
+            write_run(tmp_path, drafters=(never,), gammas=(2,), categories=("chat",), tokens=40)
+        )
+        figures = one(tables.summary_frame(df), "never-g2")
+        assert 0.95 < figures["predicted_speedup"] < 1.1
+
+    def test_without_costs_nothing_is_predicted(self, tmp_path: Path) -> None:
+        df = load_results(
+            write_run(tmp_path, drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",), costs=False)
+        )
+        assert tables.summary_frame(df)["predicted_speedup"].isna().all()
+
+    def test_a_drafter_that_was_not_timed_apart_costs_what_its_tokens_took(self) -> None:
+        steps = [(2, 2, 2, 3, [1.0, 1.0], (0.5, 0.1, 0.6, 0.0, 0.0, 0.0))] * 3
+        costs = {"target_pass_s": {"1": 0.5, "3": 0.6}, "drafter_pass_s": {}}
+        df = frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps), costs=costs)
+        figures = one(tables.summary_frame(df), "x")
+        assert figures["c"] == pytest.approx(0.4 / 2 / 0.5)
+        assert figures["predicted_speedup"] == pytest.approx(3 / (2 * 0.4 + 1.2))
+        assert figures["predicted_speedup_iid"] == pytest.approx(3 / (2 * 0.4 + 1.2))
+
+    def test_failures_are_counted_and_count_nowhere_else(self) -> None:
+        failed = row("x", "b-1", status="failed", tokens_per_second=math.nan, decode_s=math.nan)
+        df = frame_of(row("plain", "a-1"), row("x", "a-1", 20.0), row("plain", "b-1"), failed)
+        figures = one(tables.summary_frame(df), "x")
+        assert (figures["failures"], figures["generations"], figures["prompts"]) == (1, 1, 1)
+        assert figures["speedup"] == 2.0
+        assert "1 generation failed" in " ".join(tables.notes(tables.summary_frame(df)))
+
+    def test_a_configuration_that_only_failed(self) -> None:
+        df = frame_of(row("plain", "a-1"), row("x", "a-1", status="failed", tokens_per_second=math.nan))
+        assert math.isnan(one(tables.summary_frame(df), "x")["speedup"])
+
+    def test_different_tokens_are_seen(self) -> None:
+        other = np.append(np.arange(10), 99)
+        df = frame_of(
+            row("plain", "a-1"), row("x", "a-1", token_ids=other), row("plain", "b-1"), row("x", "b-1"),
+        )  # fmt: skip
+        assert one(tables.summary_frame(df), "x")["identical_share"] == 0.5
+
+    def test_pooled_and_mean_are_both_told_where_they_differ(self) -> None:
+        rows = []
+        for i in range(6):
+            size = 100.0 if i == 5 else 1.0
+            speed = 5.0 if i == 5 else 13.0 + 0.1 * i
+            rows += [
+                row("plain", f"a-{i}", 10.0, decode_s=size),
+                row("x", f"a-{i}", speed, decode_s=size * 10.0 / speed),
+            ]
+        frame = tables.summary_frame(frame_of(*rows))
+        figures = one(frame, "x")
+        assert figures["speedup"] > 1.0 > figures["pooled_speedup"]
+        note = next(note for note in tables.notes(frame) if "all tokens over all seconds" in note)
+        assert note.startswith("x: ")
+        assert f"{figures['pooled_speedup']:.2f}" in note
+
+    def test_order_of_the_run(self) -> None:
+        df = frame_of(
+            row("x", "a-1"), row("plain", "a-1"), configs=[{"id": "plain"}, {"id": "x"}, {"id": "never"}]
+        )
+        assert tables.summary_frame(df)["config"].tolist() == ["plain", "x"]
+
+    def test_several_runs_are_refused(self) -> None:
+        df = frame_of(row("plain", "a-1"), row("plain", "a-1", run_id="s", target="[other]"))
+        with pytest.raises(UsageError, match=r"mix 2 runs with 2 targets \(\[other\], t\)"):
+            tables.summary_frame(df)
+
+    def test_damaged_step_lists_are_refused(self) -> None:
+        steps = [(2, 2, 2, 3, [0.9], (0.1,) * 6)]
+        with pytest.raises(UsageError, match="damaged"):
+            tables.summary_frame(frame_of(row("x", "a-1", steps=steps)))
+
+
+class TestOtherFrames:
+    def test_categories(self, made: pd.DataFrame) -> None:
+        frame = tables.category_frame(made)
+        assert list(dict.fromkeys(frame["category"])) == list(CATEGORIES)
+        assert len(frame) == len(CATEGORIES) * (4 * 4 + 2)
+        cell = frame[(frame["category"] == "code") & (frame["config"] == "ngram-g4")].iloc[0]
+        pairs = tables.paired_runs(made)
+        mine = pairs[(pairs["category"] == "code") & (pairs["config"] == "ngram-g4")]
+        expected = stats.geometric_mean(mine["ratio"], mine["prompt"].to_numpy(), mine["repeat"].to_numpy())
+        assert (cell["speedup"], cell["prompts"]) == (pytest.approx(expected.value), 2)
+
+    def test_acceptance_by_position(self) -> None:
+        steps = [
+            (2, 2, 1, 2, [0.8, 0.4], (0.1,) * 6),
+            (2, 1, 0, 1, [0.3], (0.1,) * 6),
+            (1, 1, 1, 2, [0.7], (0.1,) * 6),
+            (0, 0, 0, 1, [], (0.1,) * 6),
+        ]
+        first, second = tables.records(tables.position_frame(frame_of(row("x", "a-1", steps=steps))))
+        assert (first["drafted"], first["tested"], first["accepted"]) == (3, 3, 2)
+        assert (first["rate"], first["alpha"]) == pytest.approx((2 / 3, 0.6))
+        assert (second["drafted"], second["tested"], second["accepted"]) == (2, 1, 0)
+        assert (second["rate"], second["rate_of_drafted"], second["alpha"]) == pytest.approx((0.0, 0.0, 0.4))
+
+    def test_accepted_lengths(self) -> None:
+        steps = [
+            (2, 2, 2, 3, [0.5, 0.5], (0.1,) * 6),
+            (2, 1, 0, 1, [0.5], (0.1,) * 6),
+            (1, 1, 1, 2, [0.5], (0.1,) * 6),
+            (0, 0, 0, 1, [], (0.1,) * 6),
+        ]
+        frame = tables.accepted_frame(frame_of(row("x", "a-1", steps=steps)))
+        assert frame["steps"].tolist() == [1, 1, 1]
+        assert frame["undrafted"].tolist() == pytest.approx([0.25] * 3)
+        # α = 1/2: two steps of two drafts and one of one draft.
+        expected = [1 / 2, (2 * 1 / 4 + 1 / 2) / 3, (2 * 1 / 4) / 3]
+        assert frame["share_iid"].tolist() == pytest.approx(expected)
+        assert frame["share_iid"].sum() == pytest.approx(1.0)
+
+    def test_nothing_drafted(self) -> None:
+        df = frame_of(row("plain", "a-1"))
+        assert tables.position_frame(df).empty
+        assert tables.accepted_frame(df).empty
+        assert tables.category_frame(df).empty
+
+
+def shown(frame: pd.DataFrame, width: int = 80, encoding: str = "utf-8") -> str:
+    raw = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    tables.render_terminal(frame, Console(file=raw, width=width, color_system=None, legacy_windows=False))
+    raw.flush()
+    raw.seek(0)
+    return raw.read()
+
+
+@pytest.fixture
+def small() -> pd.DataFrame:
+    times = (0.02, 0.0, 0.06, 0.01, 0.005, 0.005)
+    steps = [(2, 2, 2, 3, [0.9, 0.7], times), (2, 1, 0, 1, [0.2], times)]
+    rows = []
+    for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6)):
+        rows += [row("plain", f"a-{i}", 10.0), row("x [red]γ=2", f"a-{i}", ratio * 10.0, steps=steps)]
+    return tables.summary_frame(frame_of(*rows))
+
+
+class TestRendering:
+    def test_at_80_columns(self, small: pd.DataFrame) -> None:
+        assert [line.rstrip() for line in shown(small).splitlines()] == [
+            "               tokens                     tokens",
+            "configuration      /s            speedup   /step  accepted     α  TTFT ms",
+            "─────────────────────────────────────────────────────────────────────────",
+            "plain            10.0       1 (baseline)       –         –     –      500",
+            "x [red]γ=2       13.3  1.33 [1.08, 2.11]    2.00       50%  0.60      500",
+            "Speedups are geometric means over prompts; in brackets the 95% interval over",
+            "prompts.",
+            "Left out for want of room: verdict, with TTFT, pooled, of tested, mean γ, draft,",
+            "verify, accept, rollback, other, memory, identical, prompts.",
+        ]
+
+    @pytest.mark.parametrize("width", [60, 72, 80, 100, 120, 200])
+    def test_fits_and_never_loses_the_interval(self, made: pd.DataFrame, width: int) -> None:
+        frame = tables.summary_frame(made)
+        text = shown(frame, width)
+        assert max(map(len, text.splitlines())) <= width
+        for figures in tables.records(frame):
+            if figures["kind"] == "speculative":
+                interval = (
+                    f"{figures['speedup']:.2f} [{figures['speedup_low']:.2f}, {figures['speedup_high']:.2f}]"
+                )
+                assert interval in text
+        assert "1 (baseline)" in text
+
+    def test_more_room_shows_more(self, made: pd.DataFrame) -> None:
+        frame = tables.summary_frame(made)
+        heads = [len(shown(frame, width).split("─")[0].split()) for width in (60, 80, 120, 200)]
+        assert heads == sorted(heads)
+        assert heads[0] < heads[-1]
+        assert "Left out for want of room: " in shown(frame, 80)
+        assert "Left out" not in shown(frame, 320)
+
+    def test_every_category_is_shown(self, made: pd.DataFrame) -> None:
+        text = shown(tables.category_frame(made), 80)
+        assert all(
+            category in text.replace("\n", " ") or category.split("-")[0] in text for category in CATEGORIES
+        )
+        assert max(map(len, text.splitlines())) <= 80
+
+    def test_names_are_data(self) -> None:
+        name = "[bold]\x1b[31m|<b>&`*_$\n#x"
+        frame = tables.summary_frame(
+            frame_of(
+                row("plain", "a-1"),
+                row("x", "a-1", label=name),
+                row("plain", "b-1"),
+                row("x", "b-1", label=name),
+            )
+        )
+        text = shown(frame, 120)
+        assert "[bold]\\x1b[31m|<b>&`*_$ #x" in text
+        markdown = tables.to_markdown(frame)
+        line = next(line for line in markdown.splitlines() if "bold" in line)
+        assert line.startswith(r"| \[bold\]\\x1b\[31m\|&lt;b&gt;&amp;\`\*\_\$ \#x | ")
+        assert "\x1b" not in markdown
+
+    def test_a_console_without_greek(self, small: pd.DataFrame) -> None:
+        text = shown(small, 120, encoding="ascii")
+        assert "alpha" in text
+        assert "x [red]gamma=2" in text
+
+    def test_wide_letters_stay_in_their_column(self) -> None:
+        label = "模型" * 20
+        rows = [each for p in "ab" for each in (row("plain", f"{p}-1"), row("x", f"{p}-1", label=label))]
+        table = shown(tables.summary_frame(frame_of(*rows)), 80)
+        assert "…" in table
+
+    def test_one_prompt_is_flagged(self) -> None:
+        rows = [
+            each
+            for repeat, speed in enumerate((19.0, 20.0, 21.0))
+            for each in (row("plain", "a-1", repeat=repeat), row("x", "a-1", speed, repeat=repeat))
+        ]
+        frame = tables.summary_frame(frame_of(*rows))
+        assert one(frame, "x")["speedup_basis"] == "repeats"
+        assert "]*" in shown(frame)
+        assert "holds within that prompt only" in " ".join(tables.notes(frame))
+        assert one(frame, "x")["verdict"] == "cannot tell"
+
+    def test_one_run_has_no_interval_and_says_so(self) -> None:
+        frame = tables.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1", 20.0)))
+        assert "2.00 [no interval]" in shown(frame)
+
+    def test_a_missing_baseline_is_told(self) -> None:
+        frame = tables.summary_frame(frame_of(row("x", "a-1", 20.0)))
+        assert "x: no generation of its baseline to compare with." in tables.notes(frame)
+
+    def test_markdown_has_every_column(self, small: pd.DataFrame) -> None:
+        lines = tables.to_markdown(small).splitlines()
+        assert lines[0].startswith("| configuration | tokens/s | speedup | verdict | with TTFT | pooled | ")
+        assert lines[1].startswith("| --- | ---: | ")
+        assert lines[2].startswith("| plain | 10.0 | 1 (baseline) | – | 1 (baseline) | ")
+        assert {line.count(" | ") for line in lines[:4]} == {lines[0].count(" | ")}
+        assert lines[-1].startswith("- Speedups are geometric means over prompts")
+
+    def test_other_frames_as_markdown(self, made: pd.DataFrame) -> None:
+        assert tables.to_markdown(tables.category_frame(made)).startswith(
+            "| configuration | chat | question-answering |"
+        )
+        assert "| accepted/tested | accepted/drafted |" in tables.to_markdown(tables.position_frame(made))
+
+    def test_a_live_table(self, small: pd.DataFrame) -> None:
+        table = tables.terminal_table(small, 80)
+        assert table.row_count == 2
+
+    def test_foreign_frames_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="not a frame"):
+            tables.to_markdown(pd.DataFrame({"a": [1]}))
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (0.012345, "0.01"),
+            (0.5, "0.50"),
+            (9.999, "10.00"),
+            (12.34, "12.3"),
+            (123.4, "123"),
+            (math.inf, "∞"),
+            (math.nan, "–"),
+        ],
+    )
+    def test_numbers(self, value: float, text: str) -> None:
+        assert tables._number(value) == text
+
+    @pytest.mark.parametrize(
+        ("value", "text"), [(0.999, "99.9%"), (1.0, "100%"), (0.0, "0%"), (0.003, "0.3%"), (0.456, "46%")]
+    )
+    def test_shares(self, value: float, text: str) -> None:
+        assert tables._percent(value) == text
