@@ -1,0 +1,154 @@
+"""`specbench compare`: two runs, or two configurations of one, held against each other."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from specbench.cli.options import OUTPUT, TracebackOption
+
+if TYPE_CHECKING:
+    from specbench.compare import Compared
+
+__all__ = ["compare"]
+
+_FEW = 4  # configurations up to which the categories of each are shown without being asked for
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="A [B]", help="Two folders of runs, or one with --a and --b."),
+    ],
+    a: Annotated[
+        str | None,
+        typer.Option(
+            "--a", metavar="CONFIG", help="The configuration of A, by its name in the tables or its id."
+        ),
+    ] = None,
+    b: Annotated[str | None, typer.Option("--b", metavar="CONFIG", help="The configuration of B.")] = None,
+    measure: Annotated[
+        Literal["auto", "speed", "speedup"],
+        typer.Option(
+            "--measure",
+            metavar="WHAT",
+            help="speed (tokens/s), speedup (over the plain decoding of its own run), or auto: speed if both runs were"
+            " made on one kind of machine.",
+        ),
+    ] = "auto",
+    other_target: Annotated[
+        bool, typer.Option("--other-target", help="Compare although the targets differ.")
+    ] = False,
+    fail_below: Annotated[
+        float | None,
+        typer.Option(
+            "--fail-below",
+            metavar="RATIO",
+            help="Leave with exit code 1 if A / B of any configuration, on all prompts, has a 95% interval that lies"
+            " wholly below RATIO. An interval that reaches RATIO passes; so does a ratio without one.",
+        ),
+    ] = None,
+    categories: Annotated[
+        bool | None,
+        typer.Option(
+            "--categories/--no-categories",
+            help=f"Show the categories of each configuration; by default with at most {_FEW} of these.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Write a Markdown table.", rich_help_panel=OUTPUT)
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.", rich_help_panel=OUTPUT)] = False,
+    traceback: TracebackOption = False,  # noqa: ARG001 - see TracebackOption
+) -> None:
+    """Compare two runs, or two configurations of one: A / B with its 95% interval, and whether A is faster."""
+    from specbench.errors import RunError, UsageError
+
+    if markdown and as_json:
+        raise UsageError("--markdown and --json exclude each other.", "Give one of them.")
+    if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):
+        raise UsageError(f"--fail-below is {fail_below:g}.", "Give a ratio above 0, such as 0.95.")
+
+    compared = _compared(runs, a, b, measure, other_target)
+    _show(compared, categories=categories, markdown=markdown, as_json=as_json, fail_below=fail_below)
+    below = [] if fail_below is None else compared.below(fail_below)
+    if below:
+        from specbench.compare import ratio_text
+
+        slow = "; ".join(f"{row.label}: {ratio_text(row.ratio)}" for row in below)
+        raise RunError(f"Below {fail_below:g} with its whole interval: {slow}.")
+
+
+def _compared(
+    runs: list[Path],
+    a: str | None,
+    b: str | None,
+    measure: Literal["auto", "speed", "speedup"],
+    other_target: bool,
+) -> Compared:
+    from specbench.compare import compare_configs, compare_runs
+    from specbench.errors import UsageError
+    from specbench.store import load_results
+
+    if len(runs) > 2:
+        raise UsageError(f"{len(runs)} runs are named.", "Name two, or one with --a and --b.")
+    folders = [_single_run(path) for path in runs]
+    frames = [load_results(folder) for folder in folders]
+    if len(folders) == 2:
+        return compare_runs(
+            frames[0],
+            frames[1],
+            (_name(folders[0]), _name(folders[1])),
+            a=a,
+            b=b,
+            measure=None if measure == "auto" else measure,
+            other_target=other_target,
+        )
+    if a is None or b is None:
+        raise UsageError(
+            "One run is named, and not which two configurations of it.",
+            "Add --a and --b, or name a second run.",
+        )
+    if measure == "speedup":
+        raise UsageError(
+            "Two configurations of one run are compared in speed.", "Leave out --measure speedup."
+        )
+    return compare_configs(frames[0], a, b)
+
+
+def _single_run(path: Path) -> Path:
+    from specbench.errors import UsageError
+    from specbench.store import find_runs
+
+    found = find_runs(path)
+    if len(found) > 1:
+        raise UsageError(
+            f"There are {len(found)} runs in {str(path)!r}.", f"Name one, such as {str(found[0])!r}."
+        )
+    return found[0]
+
+
+def _name(folder: Path) -> str:
+    return folder.resolve().name
+
+
+def _show(
+    compared: Compared, *, categories: bool | None, markdown: bool, as_json: bool, fail_below: float | None
+) -> None:
+    from specbench.compare import render_terminal, to_json, to_markdown
+
+    if as_json:
+        typer.echo(json.dumps(to_json(compared, fail_below), indent=1, allow_nan=False))
+    elif markdown:
+        typer.echo(to_markdown(compared), nl=False)
+    else:
+        from rich.console import Console
+
+        shown = len(compared.overall) <= _FEW if categories is None else categories
+        render_terminal(compared, Console(highlight=False), categories=shown)

@@ -1,0 +1,916 @@
+"""A run as a report: one HTML file that needs nothing else, and Markdown with its figures beside it.
+
+A report opens with the answer in a sentence, says what is doubtful about it, shows tables and figures, and ends with
+how and on what all was measured. Definitions of the figures: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from specbench import stats, tables
+from specbench.advice import RunWarning, review
+from specbench.compare import decimals, markdown_row, markdown_text, ratio_text, side_by_side
+from specbench.errors import RunError, UsageError
+from specbench.plots import FIGURES, draw_figures, save_figure
+from specbench.store import load_results, write_text
+from specbench.textsafe import terminal_safe
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Answer", "Picture", "Report", "make_report", "to_html", "to_markdown", "write_report"]
+
+_FEW = 3  # categories that the answer names one by one
+_TIES = 5  # configurations as good as the best that the answer names
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether speculation pays, at one temperature.
+
+    Attributes:
+        headline: The answer in a sentence.
+        verdict: What it comes to, ``None`` where nothing was compared.
+        details: Sentences that qualify it.
+    """
+
+    headline: str
+    verdict: stats.Verdict | None
+    details: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure: its name, what it shows, and the bytes of a PNG."""
+
+    name: str
+    about: str
+    png: bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report says, not escaped for anything yet.
+
+    Attributes:
+        name: Of the run.
+        answers: One per temperature.
+        warnings: What is doubtful.
+        summary, categories, positions: Frames of ``specbench.tables``.
+        pictures: Figures.
+        missing: Why a figure is not there, by name.
+        method: How it was measured, heading and text.
+        costs: Heading and lines of the tables of single passes.
+        facts: What it was measured on: groups of names and values.
+    """
+
+    name: str
+    answers: list[Answer]
+    warnings: list[RunWarning]
+    summary: pd.DataFrame
+    categories: pd.DataFrame
+    positions: pd.DataFrame
+    pictures: list[Picture]
+    missing: dict[str, str]
+    method: list[tuple[str, str]]
+    costs: list[list[str]]
+    facts: dict[str, list[tuple[str, str]]]
+
+
+def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Path]]:
+    """Write ``report.html``, ``report.md`` and the figures that the latter shows, in ``plots/``.
+
+    Args:
+        folder: Of the run.
+        out: Where to write; ``None`` for the run's folder.
+
+    Returns:
+        The report, and the paths of ``report.html`` and ``report.md``.
+
+    Raises:
+        UsageError: There is no run, or no generation of it has finished. RunError: The report cannot be written.
+    """
+    df = load_results(folder)
+    out = folder if out is None else out
+    paths = [out / "report.html", out / "report.md"]
+    try:
+        (out / "plots").mkdir(parents=True, exist_ok=True)
+        report = make_report(df, folder.resolve().name, out / "plots")
+        for path, text in zip(paths, (to_html(report), to_markdown(report)), strict=True):
+            write_text(path, text)
+    except OSError as error:
+        raise RunError(
+            f"The report cannot be written to {str(out)!r} ({error.strerror}).", "Give another --out."
+        ) from error
+    return report, paths
+
+
+def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
+    """Everything a report says about one run.
+
+    Args:
+        df: Rows of the run, from ``specbench.store.load_results``.
+        name: Of the run.
+        plots: An existing folder for the figures.
+
+    Raises:
+        UsageError: No generation has finished. RunError: A figure cannot be written.
+    """
+    run = tables.run_of(df)
+    if not (df["status"] == "ok").any():
+        raise UsageError(
+            "There is nothing to report: no generation of this run has finished.", "Go on with its sweep."
+        )
+    steps = tables.step_arrays(df)
+    summary, categories = tables.summary_frame(df, steps), tables.category_frame(df)
+    pictures, missing = _pictures(df, plots)
+    return Report(
+        name=_clean(name),
+        answers=_answers(df, summary, categories),
+        warnings=_warnings(df, run),
+        summary=summary,
+        categories=categories,
+        positions=tables.position_frame(df, steps),
+        pictures=pictures,
+        missing=missing,
+        method=_method(df, run),
+        costs=_costs(run),
+        facts=_facts(run),
+    )
+
+
+def _pictures(df: pd.DataFrame, folder: Path) -> tuple[list[Picture], dict[str, str]]:
+    try:
+        drawn = draw_figures(df)
+    except UsageError as error:
+        return [], dict.fromkeys(FIGURES, error.message)
+    pictures = []
+    for name, figure in drawn.figures.items():
+        path = folder / f"{name}.png"
+        save_figure(figure, path)
+        pictures.append(Picture(name, FIGURES[name][1], path.read_bytes()))
+    return pictures, drawn.skipped
+
+
+# --- The answer -----------------------------------------------------------------------------------
+
+
+def _answers(df: pd.DataFrame, summary: pd.DataFrame, categories: pd.DataFrame) -> list[Answer]:
+    rows = tables.records(summary)
+    cells = tables.records(categories)
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    answers = []
+    for temperature in temperatures:
+        answer = _answer(df, [row for row in rows if row["temperature"] == temperature], cells)
+        if len(temperatures) > 1:
+            when = "Greedy" if temperature == 0 else f"At temperature {temperature:g}"
+            answer = Answer(f"{when}: {answer.headline}", answer.verdict, answer.details)
+        answers.append(answer)
+    return answers
+
+
+def _answer(df: pd.DataFrame, rows: list[dict[str, Any]], cells: list[dict[str, Any]]) -> Answer:
+    """The answer for rows of one temperature."""
+    plain = next((row for row in rows if row["kind"] == "plain" and row["generations"]), None)
+    measured = [row for row in rows if row["kind"] == "speculative" and not math.isnan(row["speedup"])]
+    others = [row for row in rows if row["kind"] in ("transformers", "assisted")]
+    if not measured:
+        speed = (
+            "nothing of plain decoding has finished"
+            if plain is None
+            else f"plain decoding runs at {_speed(plain)}"
+        )
+        return Answer(
+            f"No speculative decoding was measured to its end; {speed}.", None, [*_references(others)]
+        )
+    top = max(measured, key=lambda row: float(row["speedup"]))
+    faster = [row for row in measured if row["verdict"] == "faster"]
+    best = max(faster, key=lambda row: float(row["speedup"])) if faster else top
+    ratio = ratio_text(_estimate(best))
+    if faster:
+        headline = f"{_described(best)}: {ratio} over plain decoding{_by_category(best, cells)}."
+    elif all(row["verdict"] == "slower" for row in measured):
+        headline = f"No configuration is faster than plain decoding: the best is {_described(best)}, {ratio}."
+    else:
+        several = "any configuration" if len(measured) > 1 else "speculation"
+        headline = (
+            f"It cannot be told whether {several} is faster than plain decoding: "
+            f"{'the best is ' if len(measured) > 1 else ''}{_described(best)}, {ratio}."
+        )
+    return Answer(
+        headline, best["verdict"], [*_details(df, best, top, measured, plain), *_references(others)]
+    )
+
+
+def _details(
+    df: pd.DataFrame,
+    best: Mapping[str, Any],
+    top: Mapping[str, Any],
+    measured: Sequence[Mapping[str, Any]],
+    plain: Mapping[str, Any] | None,
+) -> Iterator[str]:
+    basis = best["speedup_basis"]
+    if basis == "repeats":
+        yield "Only one prompt was measured: the interval is over its repeats and says nothing about other prompts."
+    elif basis is None:
+        yield "One run of one prompt has no interval: it says nothing about other runs."
+    if plain is not None:
+        yield f"It decodes at {_speed(best)}, plain decoding at {_speed(plain)}."
+    if not math.isnan(best["acceptance_rate"]):
+        yield (
+            f"A step emits {best['tokens_per_step']:.2f} tokens; {best['acceptance_rate']:.0%} of the drafted tokens"
+            " are accepted."
+        )
+    if best["identical_share"] == 1:
+        yield "Its outputs are token for token those of plain decoding."
+    elif best["identical_share"] < 1:
+        yield f"{best['identical_share']:.1%} of its outputs are token for token those of plain decoding."
+    if top is not best:
+        yield f"{_described(top)} measures more, {ratio_text(_estimate(top))}, but cannot be told from plain decoding."
+    if basis == "prompts" and len(measured) > 1:
+        ties = [_clean(row["label"]) for row in measured if row is not best and _tied(df, best, row)]
+        if ties:
+            more = f" and {len(ties) - _TIES} more" if len(ties) > _TIES else ""
+            yield f"These cannot be told from it: {', '.join(ties[:_TIES])}{more}."
+        yield (
+            f"As the best of {len(measured)} on these prompts it is somewhat flattered: expect a little less on others."
+        )
+
+
+def _tied(df: pd.DataFrame, best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two configurations cannot be told apart, side by side."""
+    pairs = side_by_side(df, best["config"], other["config"])
+    ratio = stats.geometric_mean(
+        (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
+    )
+    return stats.verdict(ratio) == "cannot tell"
+
+
+def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    shown = [
+        f"{_clean(row['label'])} {ratio_text(_estimate(row))}"
+        for row in rows
+        if not math.isnan(row["speedup"])
+    ]
+    if shown:
+        yield f"For comparison, over the same plain decoding: {', '.join(shown)}."
+
+
+def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
+    """Few categories are all named, of many the lowest and the highest."""
+    mine = [cell for cell in cells if cell["config"] == best["config"] and not math.isnan(cell["speedup"])]
+    if len(mine) < 2:
+        return ""
+    named = {cell["category"]: f"{_clean(cell['category'])} {ratio_text(_estimate(cell))}" for cell in mine}
+    if len(mine) <= _FEW:
+        return f"; {', '.join(named.values())}"
+    ranked = sorted(mine, key=lambda cell: float(cell["speedup"]))
+    return f"; from {named[ranked[0]['category']]} to {named[ranked[-1]['category']]}"
+
+
+def _described(row: Mapping[str, Any]) -> str:
+    drafter = _clean(row["drafter"])
+    if row["policy"] == "fixed" and not math.isnan(row["gamma"]):
+        return f"γ = {row['gamma']:g} with {drafter}"
+    return f"the rule {_clean(row['policy'])} with {drafter}"
+
+
+def _estimate(row: Mapping[str, Any], name: str = "speedup") -> stats.Estimate:
+    """A figure of a frame with its interval."""
+    value, low, high = (float(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    known = not math.isnan(low) and not math.isnan(high)
+    basis: Literal["prompts", "repeats"] = "repeats" if row.get("speedup_basis") == "repeats" else "prompts"
+    return stats.Estimate(
+        value, low if known else None, high if known else None, int(row["prompts"]), basis if known else None
+    )
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    speed = _estimate(row, "tokens_per_second")
+    if speed.low is None or speed.high is None:
+        return f"{decimals(speed.value)} tokens/s"
+    return f"{decimals(speed.value)} tokens/s [{decimals(speed.low)}, {decimals(speed.high)}]"
+
+
+# --- What is doubtful, how and on what it was measured ----------------------------------------------
+
+
+def _warnings(df: pd.DataFrame, run: Mapping[str, Any]) -> list[RunWarning]:
+    """The gravest first."""
+    planned = (
+        run.get("repeats", 1) * len(run["configs"]) * sum(each.get("turns", 1) for each in run["prompts"])
+    )
+    found = []
+    if not run.get("finished"):
+        found.append(
+            RunWarning(
+                "unfinished",
+                "warning",
+                f"The sweep has not come to its end: {len(df)} of {planned} generations are there.",
+                "Go on with it: the same command with --resume.",
+            )
+        )
+    differing = [what for change in run.get("changes") or () for what in change.get("differing", ())]
+    if differing:
+        found.append(
+            RunWarning(
+                "changed",
+                "warning",
+                f"The sweep was continued although something had changed ({'; '.join(differing)}).",
+                "Measure anew for figures that belong together.",
+            )
+        )
+    found += [
+        RunWarning("lines", "warning", problem, "They are measured again with --resume.")
+        for problem in df.attrs.get("problems", ())
+    ]
+    grave = {"error": 0, "warning": 1, "info": 2}
+    return sorted([*found, *review(df)], key=lambda warning: grave[warning.severity])
+
+
+def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    done = df[df["status"] == "ok"]
+    categories = list(dict.fromkeys(done["category"].dropna().map(_clean)))
+    repeats, configs = done["repeat"].nunique(), done["config"].nunique()
+    temperatures = sorted(done["temperature"].dropna().unique())
+    length = f"up to {run['max_new_tokens']} tokens" if run.get("max_new_tokens") else "their natural length"
+    if run.get("ignore_eos"):
+        length = length.replace("up to ", "") + " (end tokens are ignored)"
+    warmups = run.get("warmup", 0)
+    return [
+        (
+            "Measured",
+            f"{_count(done['prompt'].nunique(), 'prompt')} of {_count(len(categories), 'category', 'categories')}"
+            f" ({', '.join(categories)}), {_count(configs, 'configuration')}, {_count(repeats, 'repeat')}; answers of"
+            f" {length}; "
+            + (
+                "greedy."
+                if temperatures == [0.0]
+                else f"temperature {', '.join(f'{t:g}' for t in temperatures)}."
+            ),
+        ),
+        (
+            "Interleaving",
+            "In every repeat all configurations decode the same prompt back to back, in a fresh random order"
+            f" (seed {run.get('seed')}), so that drift of the machine hits all alike. Models stay loaded;"
+            f" {_count(warmups, 'warm-up generation')} per configuration {'does' if warmups == 1 else 'do'} not count.",
+        ),
+        (
+            "Baseline",
+            "Plain decoding is the same loop, with the same cache and the same weights, and a drafter that proposes"
+            " nothing. Rows named transformers are that library's own generate.",
+        ),
+        (
+            "Speedup",
+            "Decode tokens/s over those of plain decoding for the same prompt, turn and repeat: the ratio of each"
+            " pair, averaged within a prompt, then as a geometric mean over prompts. The time to first token is apart;"
+            " 'with TTFT' includes it. 'Pooled' is all tokens over all seconds.",
+        ),
+        (
+            "Intervals",
+            f"{stats.CONFIDENCE:.0%}, over prompts: they say what other prompts of this kind would give. Repeats"
+            " sharpen a prompt and never count as prompts. Faster or slower: it lies wholly above or below 1.",
+        ),
+        (
+            "Acceptance",
+            "'Accepted': accepted over drafted tokens; 'of tested': over those that were tested, behind no rejection;"
+            " α: mean overlap of the drafter's and the target's distribution where tested. 'Tokens/step' counts the"
+            " corrected or bonus token too.",
+        ),
+        (
+            "Predicted",
+            "What theory makes of the acceptance and of the measured times of single passes: 'predicted' from"
+            " acceptance by position, 'i.i.d.' from α alone. Measured less means that something else takes time.",
+        ),
+        ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
+    ]
+
+
+def _costs(run: Mapping[str, Any]) -> list[list[str]]:
+    """Lines of a table of single passes: what, milliseconds, in target passes with one token."""
+    costs = run.get("costs") or {}
+    passes = {int(n): float(s) for n, s in (costs.get("target_pass_s") or {}).items()}
+    if 1 not in passes:
+        return []
+    lines = [(f"target, {_count(n, 'token')}", seconds, f"v({n})") for n, seconds in sorted(passes.items())]
+    lines += [
+        (f"drafter {_clean(name)}, 1 token", float(seconds), "c")
+        for name, seconds in (costs.get("drafter_pass_s") or {}).items()
+        if seconds is not None
+    ]
+    return [[what, f"{1000 * s:.2f}", f"{sign} = {s / passes[1]:.2f}"] for what, s, sign in lines]
+
+
+_MACHINE = {
+    "cpu": "processor", "cpu_capability": "instruction set", "physical_cores": "cores", "cores": "logical cores",
+    "threads": "threads", "ram_gb": "memory (GB)", "devices": "accelerators", "os": "system", "python": "Python",
+    "torch": "torch", "transformers": "transformers", "specbench": "specbench", "git_commit": "commit",
+}  # fmt: skip
+_TARGET = {"name": "target", "dtype": "dtype", "device": "device", "fingerprint": "fingerprint"}
+
+
+def _facts(run: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """Machine, models and command; of what is recorded only fields that are known, so that nothing else gets out."""
+    environment = {"specbench": run.get("specbench"), **run["environment"]}
+    models = [(what, _shown(run["target"].get(name))) for name, what in _TARGET.items()]
+    drafters = {config.get("drafter"): config.get("drafter_fingerprint") for config in run["configs"]}
+    models += [
+        ("drafter", _clean(name) + (f", fingerprint {_clean(weights)}" if weights else ""))
+        for name, weights in drafters.items()
+        if name not in (None, "none")
+    ]
+    command = shlex.join(["specbench", *map(_clean, run.get("command") or ())])
+    made = [
+        ("command", command),
+        ("begun", _shown(run.get("created"))),
+        ("ended", _shown(run.get("finished"))),
+        ("run", _shown(run["run_id"])),
+    ]
+    return {
+        "Machine": [
+            (what, _shown(environment.get(name))) for name, what in _MACHINE.items() if name in environment
+        ],
+        "Models": models,
+        "Run": made,
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_clean, value)) or "none"
+    return "–" if value is None else _clean(value)
+
+
+def _count(number: int, what: str, plural: str | None = None) -> str:
+    return f"{number} {what if number == 1 else plural or what + 's'}"
+
+
+def _clean(text: object) -> str:
+    return " ".join(terminal_safe(str(text)).split())
+
+
+def _sentence(text: str) -> str:
+    """With a capital in front; a Greek letter is a symbol and stays small."""
+    return text[:1].upper() + text[1:] if text[:1].isascii() else text
+
+
+# --- Markdown -------------------------------------------------------------------------------------
+
+
+def to_markdown(report: Report) -> str:
+    """The report as Markdown; its figures are linked as ``plots/<name>.png``."""
+    parts = [f"# {markdown_text(report.name)}"]
+    for answer in report.answers:
+        parts += [f"**{markdown_text(_sentence(answer.headline))}**", *_items(answer.details)]
+    if report.warnings:
+        warnings = [f"{each.severity}: {each.message} {each.advice}" for each in report.warnings]
+        parts += ["## Warnings", *_items(warnings)]
+    parts += ["## Summary", tables.to_markdown(report.summary).rstrip()]
+    if len(report.categories):
+        parts += ["## By category", tables.to_markdown(report.categories).rstrip()]
+    if report.pictures:
+        parts += ["## Figures"]
+        parts += [f"![{markdown_text(_alt(each))}](plots/{each.name}.png)" for each in report.pictures]
+    if report.missing:
+        parts += _items(_missing(report))
+    if len(report.positions):
+        parts += ["## Acceptance by position", tables.to_markdown(report.positions).rstrip()]
+    parts += ["## How it was measured", *_items(f"{name}: {text}" for name, text in report.method)]
+    if report.costs:
+        heading = [markdown_row(_COST_HEADINGS), "| --- | ---: | ---: |"]
+        parts += ["\n".join([*heading, *map(markdown_row, report.costs)])]
+    for group, facts in report.facts.items():
+        parts += [
+            f"## {group}",
+            "\n".join([markdown_row(["", ""]), "| --- | --- |", *map(markdown_row, facts)]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _items(texts: Iterable[str]) -> list[str]:
+    lines = [f"- {markdown_text(text)}" for text in texts]
+    return ["\n".join(lines)] if lines else []
+
+
+_COST_HEADINGS = ["pass", "ms", "over a target pass with 1 token"]
+_TABLE_OF = {
+    "speedup": "Speed", "tokens-per-second": "Speed", "prediction": "Speed", "acceptance": "Acceptance and time",
+    "time": "Acceptance and time", "positions": "Acceptance by position", "categories": "By category",
+}  # fmt: skip
+
+
+def _alt(picture: Picture) -> str:
+    table = _TABLE_OF.get(picture.name)
+    return f"Chart: {picture.about}." + (f" Its figures stand in the table '{table}'." if table else "")
+
+
+def _missing(report: Report) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in report.missing.items():
+        reasons.setdefault(reason, []).append(FIGURES[name][1])
+    return [f"Not drawn: {', '.join(abouts)} ({reason.rstrip('.')})." for reason, abouts in reasons.items()]
+
+
+# --- HTML -----------------------------------------------------------------------------------------
+
+
+class _Html(str):
+    """Markup. Any other string is escaped on its way into some."""
+
+    __slots__ = ()
+
+
+def _tag(element: str, /, *children: str, **attributes: str | float | bool | None) -> _Html:
+    """An element; an attribute that is True stands without a value, one that is None or False not at all."""
+    shown = "".join(
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html.escape(str(value))}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    if element in ("meta", "img"):
+        return _Html(f"<{element}{shown}>")
+    return _Html(f"<{element}{shown}>{_joined(children)}</{element}>")
+
+
+def _joined(children: Iterable[str]) -> _Html:
+    return _Html("".join(each if isinstance(each, _Html) else html.escape(each) for each in children))
+
+
+def to_html(report: Report) -> str:
+    """The report as one HTML file that loads nothing: pictures, style and script are inside."""
+    policy = (
+        f"default-src 'none'; img-src data:; style-src '{_hash(_STYLE)}'; script-src '{_hash(_SCRIPT)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = _tag(
+        "head",
+        _tag("meta", charset="utf-8"),
+        _tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        _tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        _tag("meta", name="color-scheme", content="light dark"),
+        _tag("meta", name="referrer", content="no-referrer"),
+        _tag("title", f"{report.name} – specbench"),
+        _tag("style", _Html(_STYLE)),
+    )
+    sections = list(_sections(report))
+    contents = [_tag("a", title, href=f"#{_anchor(title)}") for title, _ in sections]
+    body = _tag(
+        "body",
+        _tag(
+            "header",
+            _tag("p", _tag("span", "specbench", class_="brand"), " ", report.name, class_="run"),
+            _tag("h1", "Does speculative decoding pay here?"),
+            *map(_answer_html, report.answers),
+            _warnings_html(report.warnings),
+        ),
+        _tag("nav", *contents, aria_label="Contents"),
+        _tag(
+            "main",
+            *(_tag("section", _tag("h2", title), content, id=_anchor(title)) for title, content in sections),
+        ),
+        _tag("script", _Html(_SCRIPT)),
+    )
+    return f"<!doctype html>\n{_tag('html', head, body, lang='en')}\n"
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"\W+", "-", title.lower())
+
+
+def _sections(report: Report) -> Iterator[tuple[str, _Html]]:
+    """Title and content of each section that has any."""
+    summary = tables.sheet_of(report.summary)
+    yield "Speed", _joined([_speed_table("Speed", report.summary, summary), _notes(summary.notes)])
+    yield (
+        "Figures",
+        _joined([_tag("div", *map(_figure, report.pictures), class_="figures"), _notes(_missing(report))]),
+    )
+    if len(report.categories):
+        yield "By category", _category_table("By category", report.categories)
+    steps = [i for i, heading in enumerate(summary.headings) if heading in _STEP_HEADINGS]
+    if steps:
+        yield "Acceptance and time", _table("Acceptance and time", summary, [0, *steps])
+    if len(report.positions):
+        yield "Acceptance by position", _table("Acceptance by position", tables.sheet_of(report.positions))
+    yield "How it was measured", _joined([_definitions(report.method), _cost_table(report.costs)])
+    groups = (
+        [_tag("h3", group), _definitions(facts, class_="facts")] for group, facts in report.facts.items()
+    )
+    yield "Measured on", _joined(chain.from_iterable(groups))
+
+
+def _answer_html(answer: Answer) -> _Html:
+    kind = (answer.verdict or "cannot tell").replace(" ", "-")
+    # A ratio and its interval stay together on a line; the first one is the answer itself.
+    first, *others = [
+        part if i % 2 == 0 else _tag("b" if i == 1 else "span", part, class_="ratio")
+        for i, part in enumerate(re.split(f"({_RATIO})", _sentence(answer.headline)))
+    ]
+    return _joined(
+        [
+            _tag("p", first, *others, class_=f"answer {kind}"),
+            _tag("ul", *(_tag("li", each) for each in answer.details)),
+        ]
+    )
+
+
+_RATIO = r"[\d.∞]+× \[[^\]]*\]\*?"
+
+
+def _warnings_html(warnings: Sequence[RunWarning]) -> _Html:
+    if not warnings:
+        return _Html("")
+    items = []
+    for each in warnings:
+        severity, advice = _tag("strong", f"{_sentence(each.severity)}: "), _tag("em", _clean(each.advice))
+        items.append(_tag("li", severity, _clean(each.message), " ", advice, class_=each.severity))
+    return _tag("ul", *items, class_="warnings", aria_label="Warnings")
+
+
+_SHOWN = 0.62  # of the pixels of a figure: its letters are as tall as those of the tables, and sharp
+
+
+def _figure(picture: Picture) -> _Html:
+    source = "data:image/png;base64," + base64.b64encode(picture.png).decode()
+    width, height = (
+        int.from_bytes(picture.png[at : at + 4], "big") for at in (16, 20)
+    )  # of the PNG's header
+    return _tag(
+        "figure",
+        _tag(
+            "img", src=source, alt=_alt(picture), width=round(_SHOWN * width), height=round(_SHOWN * height)
+        ),
+        _tag("figcaption", _sentence(picture.about) + "."),
+        id=f"figure-{picture.name}",
+    )
+
+
+def _definitions(pairs: Sequence[tuple[str, str]], class_: str | None = None) -> _Html:
+    return _tag("dl", *(_joined([_tag("dt", name), _tag("dd", text)]) for name, text in pairs), class_=class_)
+
+
+def _notes(notes: Sequence[str]) -> _Html:
+    return _tag("ul", *(_tag("li", note) for note in notes), class_="notes") if notes else _Html("")
+
+
+# --- Tables in HTML ---------------------------------------------------------------------------------
+
+_LONG = 40  # characters of a name from which on it may take several lines
+_STEP_HEADINGS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *tables.PARTS}
+_Cell = Callable[[int, int], _Html | None]
+"""What to put for the cell of a row and a column of a sheet instead of its text; ``None`` for the text."""
+
+
+def _table(
+    title: str, sheet: tables.Sheet, columns: Sequence[int] | None = None, cell: _Cell = lambda *_: None
+) -> _Html:
+    """A table in a frame that scrolls sideways where it has to; the script makes its headings sort."""
+    chosen = range(len(sheet.headings)) if columns is None else columns
+    head = _tag("tr", *(_tag("th", sheet.headings[i], scope="col") for i in chosen))
+    lines = []
+    for number, row in enumerate(sheet.rows):
+        cells = []
+        for i in chosen:
+            shown = cell(number, i) or row[i]
+            if i == 0:
+                cells.append(_tag("th", shown, scope="row", class_="long" if len(row[0]) > _LONG else None))
+            else:
+                cells.append(_tag("td", shown, data_value=_sort_value(sheet.values[number][i])))
+        lines.append(_tag("tr", *cells))
+    whole = _tag("table", _tag("thead", head), _tag("tbody", *lines), data_sortable=True)
+    return _tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=f"{title}, table")
+
+
+def _sort_value(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    return None if value is None or math.isnan(value) else repr(float(value))
+
+
+def _speed_table(title: str, frame: pd.DataFrame, sheet: tables.Sheet) -> _Html:
+    """The summary but for what is told of the steps: speedups first, each drawn beside its figure."""
+    rows = tables.records(frame)
+    scale = _Scale(rows)
+    place = {heading: i for i, heading in enumerate(sheet.headings)}
+    first = [place[heading] for heading in ("configuration", "speedup", "verdict") if heading in place]
+    others = [i for heading, i in place.items() if heading not in _STEP_HEADINGS and i not in first]
+
+    def cell(number: int, i: int) -> _Html | None:
+        shown = sheet.rows[number][i]
+        if i == place["speedup"]:
+            return _joined([scale.draw(rows[number]), shown])
+        if i == place.get("verdict") and shown in ("faster", "slower"):
+            return _tag("span", shown, class_=shown)
+        return None
+
+    return _table(title, sheet, [*first, *others], cell)
+
+
+class _Scale:
+    """Draws speedups of several rows to one logarithmic scale."""
+
+    WIDTH, HEIGHT = 110.0, 14.0
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        values = [row["speedup"] for row in rows if row["speedup"] > 0]
+        # A very wide interval would squeeze all others; it runs to the edge instead.
+        lows = [max(row["speedup_low"], row["speedup"] / 2) for row in rows if row["speedup_low"] > 0]
+        highs = [min(row["speedup_high"], row["speedup"] * 2) for row in rows if row["speedup_high"] > 0]
+        self.low = math.log(min([0.8, *values, *lows])) - 0.03
+        self.high = math.log(max([1.25, *values, *highs])) + 0.03
+
+    def x(self, value: float) -> float:
+        """Where a value is drawn, within the edges."""
+        share = (math.log(value) - self.low) / (self.high - self.low) if value > 0 else 0.0
+        return round(self.WIDTH * min(1.0, max(0.0, share)), 1)
+
+    def draw(self, row: Mapping[str, Any]) -> _Html:
+        """The interval as a line, the value as a dot, 1 as a dashed line; nothing without a value."""
+        if not row["speedup"] > 0 or row["kind"] == "plain":
+            return _Html("")
+        middle = self.HEIGHT / 2
+        parts = [_tag("line", x1=self.x(1.0), x2=self.x(1.0), y1=0, y2=self.HEIGHT, class_="one")]
+        if not math.isnan(row["speedup_low"]):
+            ends = self.x(row["speedup_low"]), self.x(row["speedup_high"])
+            parts.append(_tag("line", x1=ends[0], x2=ends[1], y1=middle, y2=middle, class_="interval"))
+        parts.append(_tag("circle", cx=self.x(row["speedup"]), cy=middle, r=3))
+        kind = row["verdict"] if row["verdict"] in ("faster", "slower") else "unsure"
+        return _tag(
+            "svg",
+            *parts,
+            viewBox=f"0 0 {self.WIDTH:g} {self.HEIGHT:g}",
+            width=self.WIDTH,
+            height=self.HEIGHT,
+            class_=kind,
+            aria_hidden="true",
+        )
+
+
+def _category_table(title: str, frame: pd.DataFrame) -> _Html:
+    """The matrix of categories, marked where a speedup can be told from 1."""
+    sheet = tables.sheet_of(frame)
+    configs, categories = (list(dict.fromkeys(frame[name])) for name in ("config", "category"))
+    verdicts = {(row["config"], row["category"]): row["verdict"] for row in tables.records(frame)}
+
+    def cell(number: int, i: int) -> _Html | None:
+        verdict = verdicts.get((configs[number], categories[i - 1])) if i else None
+        if verdict not in ("faster", "slower"):
+            return None
+        sign = _tag("span", "▲" if verdict == "faster" else "▼", role="img", aria_label=verdict)
+        return _tag("span", sheet.rows[number][i], " ", sign, class_=verdict)
+
+    return _joined(
+        [
+            _table(title, sheet, None, cell),
+            _notes([*sheet.notes, "▲ ▼: the interval lies wholly above or below 1."]),
+        ]
+    )
+
+
+def _cost_table(lines: list[list[str]]) -> _Html:
+    if not lines:
+        return _Html("")
+    values = [[what, float(ms), float(times.split("= ")[1])] for what, ms, times in lines]
+    sheet = tables.Sheet(_COST_HEADINGS, lines, values, [0, 0, 0], [])
+    return _joined([_tag("h3", "Single passes"), _table("Single passes", sheet)])
+
+
+_STYLE = """
+:root { --page: #fff; --ink: #1b1f23; --soft: #59636e; --line: #d5dade; --band: #f5f7f8; --link: #0b5cad;
+  --faster: #00568a; --slower: #a64100; --unsure: #6b7580; --paper: #fff; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #14181c; --ink: #e4e8eb; --soft: #9aa5af; --line: #343c44; --band: #1c2228; --link: #7db7f0;
+    --faster: #79b8e8; --slower: #f0a074; --unsure: #9aa5af; --paper: #e9ebed; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem clamp(1rem, 4vw, 3rem) 4rem; max-width: 76rem; background: var(--page);
+  color: var(--ink); font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
+a { color: var(--link); }
+h1 { font-size: 1.05rem; font-weight: 600; color: var(--soft); margin: 1.25rem 0 .5rem; }
+h2 { font-size: 1.3rem; margin: 2.75rem 0 .75rem; line-height: 1.25; }
+h3 { font-size: 1.05rem; margin: 1.75rem 0 .5rem; }
+.run { margin: 0; color: var(--soft); overflow-wrap: anywhere; }
+.brand { font-weight: 700; color: var(--ink); }
+.answer { margin: .25rem 0 1rem; padding: .1rem 0 .1rem 1rem; border-left: .3rem solid var(--unsure);
+  font-size: clamp(1.2rem, 2.6vw, 1.65rem); line-height: 1.35; max-width: 46em; overflow-wrap: anywhere; }
+.answer.faster { border-color: var(--faster); }
+.answer.slower { border-color: var(--slower); }
+p.answer, p.answer.faster, p.answer.slower { color: var(--ink); font-weight: 400; }
+.answer b { font-weight: 650; }
+.ratio { white-space: nowrap; }
+header ul { max-width: 62em; padding-left: 1.2rem; margin: .5rem 0 1rem; }
+.warnings { list-style: none; padding: 0; }
+.warnings li { margin: .5rem 0; padding: .55rem .9rem; background: var(--band);
+  border-left: .25rem solid var(--unsure); }
+.warnings .warning, .warnings .error { border-color: var(--slower); }
+.warnings .error strong { color: var(--slower); }
+.warnings em { font-style: normal; color: var(--soft); }
+nav { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin: 1.5rem 0 0; padding: .6rem 0;
+  border: solid var(--line); border-width: 1px 0; font-size: .95rem; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .3rem; max-height: 85vh; }
+.scroll:focus-visible, button:focus-visible { outline: 2px solid var(--link); outline-offset: 1px; }
+table { border-collapse: separate; border-spacing: 0; font-size: .875rem; font-variant-numeric: tabular-nums;
+  min-width: 100%; }
+th, td { padding: .32rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line);
+  font-weight: 400; background: var(--page); }
+th:first-child { text-align: left; position: sticky; left: 0; z-index: 1; }
+.long { min-width: 16rem; white-space: normal; overflow-wrap: anywhere; }
+thead th { position: sticky; top: 0; z-index: 1; background: var(--band); font-weight: 600; vertical-align: bottom; }
+thead th:first-child { z-index: 2; }
+tbody tr:last-child > * { border-bottom: 0; }
+tbody tr:hover > * { background: var(--band); }
+th button { all: unset; cursor: pointer; }
+th button::after { content: "\\2195"; color: var(--soft); opacity: .55; padding-left: .25em; font-weight: 400; }
+th[aria-sort=ascending] button::after { content: "\\2191"; opacity: 1; color: var(--ink); }
+th[aria-sort=descending] button::after { content: "\\2193"; opacity: 1; color: var(--ink); }
+svg { margin-right: .7rem; vertical-align: middle; color: var(--unsure); }
+svg.faster { color: var(--faster); }
+svg.slower { color: var(--slower); }
+svg line { stroke: currentColor; stroke-width: 1.6; }
+svg .one { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 2 2; }
+svg circle { fill: currentColor; }
+span.faster, span.slower { font-weight: 600; }
+span.faster { color: var(--faster); }
+span.slower { color: var(--slower); }
+.notes { padding-left: 1.2rem; color: var(--soft); font-size: .9rem; max-width: 62em; }
+figure { margin: 0 0 2rem; overflow-x: auto; }
+figure img { display: block; max-width: 100%; height: auto; background: var(--paper); border: 1px solid var(--line);
+  border-radius: .3rem; }
+figcaption { color: var(--soft); font-size: .9rem; margin-top: .35rem; }
+@media (prefers-color-scheme: dark) { figure img { filter: brightness(.9); } }
+dl { display: grid; grid-template-columns: minmax(7rem, max-content) 1fr; gap: .5rem 1.5rem; margin: 0;
+  max-width: 62em; }
+dl.facts { gap: .2rem 1.5rem; }
+dt { color: var(--soft); }
+dd { margin: 0; overflow-wrap: anywhere; }
+@media (max-width: 34rem) {
+  dl { grid-template-columns: 1fr; gap: 0; }
+  dd { margin-bottom: .6rem; }
+  td svg { display: none; }
+  figure img { max-width: 40rem; }
+  tbody th { min-width: 7rem; max-width: 9rem; white-space: normal; overflow-wrap: anywhere; }
+}
+@media print {
+  :root { --page: #fff; --ink: #000; --soft: #444; --line: #bbb; --band: #f3f3f3; --link: #000; --faster: #00568a;
+    --slower: #a64100; --unsure: #555; --paper: #fff; }
+  @page { size: A4 landscape; margin: 12mm; }
+  body { padding: 0; max-width: none; font-size: 10pt; }
+  nav { display: none; }
+  .scroll { overflow: visible; max-height: none; border: 0; }
+  table { font-size: 7.5pt; }
+  th, td { padding: .15rem .35rem; }
+  th:first-child, thead th { position: static; }
+  th button { display: contents; } /* or a heading repeated on the next page is empty */
+  th button::after { content: none; }
+  figure, tr, .warnings li, dd { break-inside: avoid; }
+  .figures { display: grid; grid-template-columns: 1fr 1fr; gap: .5cm 1cm; align-items: start; }
+  figure { overflow: visible; margin: 0; }
+  figure img { max-height: 15cm; filter: none; }
+  h2, h3 { break-after: avoid; }
+}
+"""
+
+_SCRIPT = """
+"use strict";
+const byName = new Intl.Collator("en", { numeric: true });
+for (const table of document.querySelectorAll("table[data-sortable]")) {
+  const body = table.tBodies[0], headings = [...table.tHead.rows[0].cells], original = [...body.rows];
+  headings.forEach((heading, column) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...heading.childNodes);
+    heading.append(button);
+    const key = (row) => row.cells[column].dataset.value;
+    // Figures begin with the largest, names with A; a third press restores the order of the run.
+    const orders = column ? ["descending", "ascending", null] : ["ascending", "descending", null];
+    button.addEventListener("click", () => {
+      const order = orders[(orders.indexOf(heading.getAttribute("aria-sort")) + 1) % 3];
+      headings.forEach((each) => each.removeAttribute("aria-sort"));
+      if (order) heading.setAttribute("aria-sort", order);
+      const sign = order === "descending" ? -1 : 1;
+      const compare = (a, b) => {
+        if (!column) return sign * byName.compare(a.cells[0].textContent, b.cells[0].textContent);
+        const [x, y] = [key(a), key(b)];
+        if (x === undefined || y === undefined) return (x === undefined) - (y === undefined);
+        return sign * (isNaN(x) ? x.localeCompare(y) : x - y);
+      };
+      body.append(...(order ? [...original].sort(compare) : original));
+    });
+  });
+}
+"""
