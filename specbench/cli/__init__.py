@@ -21,6 +21,7 @@ from specbench.cli.drafters import drafters
 from specbench.cli.generate import generate
 from specbench.cli.options import GroupedCommand
 from specbench.cli.plot import plot
+from specbench.cli.report import report
 from specbench.cli.sweep import sweep
 from specbench.cli.trace import trace
 from specbench.errors import SpecbenchError
@@ -54,7 +55,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, drafters, sweep, compare, plot, trace):
+for _command in (generate, drafters, sweep, plot, report, compare, trace):
     app.command(cls=GroupedCommand)(_command)
 
 
