@@ -58,6 +58,6 @@ def peak_memory(device: str) -> int:
     except ImportError:  # Windows
         import psutil
 
-        return int(psutil.Process().memory_info().peak_wset)
+        return int(getattr(psutil.Process().memory_info(), "peak_wset", 0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
