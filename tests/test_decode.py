@@ -208,6 +208,29 @@ def test_the_drafter_is_fed_what_its_cache_lacks() -> None:
     assert rejected.scorer.passes[3:] == [1, 1], "after a rejection one corrected token is new"
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["cache", "no cache"])
+def test_the_drafters_first_pass_alone_is_its_prefill(keeps: bool) -> None:
+    class NoCache(ScriptedCache):
+        """What a scorer over it feeds is forgotten at once."""
+
+        @property
+        def length(self) -> int:
+            self.entries.clear()
+            return 0
+
+    class Ticking:
+        time = 0.0
+
+        def now(self) -> float:
+            self.time += 1.0
+            return self.time
+
+    scorer = script(cache=ScriptedCache() if keeps else NoCache())
+    _, steps = decode(script(), ModelDrafter(scorer, "model", Ticking()), gamma=2, max_new_tokens=9)
+    assert [step.times.draft_prefill_s for step in steps] == [1.0, *[0.0] * (len(steps) - 1)]
+    assert len(steps) > 1
+
+
 @pytest.mark.parametrize("limit", range(3, 10))
 def test_a_drafter_behind_its_own_context_limit_proposes_nothing(limit: int) -> None:
     drafter = model_drafter(SCRIPT, context_limit=limit)

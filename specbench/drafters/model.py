@@ -32,8 +32,10 @@ class ModelDrafter:
         self.scorer = scorer
         self.name = name
         self._clock = clock or clock_for(str(scorer.device))
+        self._has_read = False
 
     def begin(self, prompt: Sequence[int]) -> None:
+        self._has_read = False
         self.scorer.begin()
 
     def propose(
@@ -60,8 +62,9 @@ class ModelDrafter:
 
     def _next_logits(self, context: Sequence[int], draft: Draft) -> torch.Tensor:
         """Logits behind context and draft, [1, vocab]; the first pass over a prompt is timed as prefill."""
-        if self.scorer.cache.length or draft.tokens:
+        if self._has_read or self.scorer.cache.length:
             return self.scorer.logits(context, draft.tokens, rows=1)
+        self._has_read = True
         began = self._clock.now()
         logits = self.scorer.logits(context, rows=1)
         draft.prefill_s = self._clock.now() - began
@@ -97,6 +100,7 @@ class SelfDrafter(ModelDrafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         """The target has just emptied the cache they share."""
+        self._has_read = False
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
