@@ -526,7 +526,8 @@ def decimals(value: float, digits: int = 2) -> str:
     """A figure with so many digits behind the point, fewer from 10 on, and no exponent."""
     if math.isinf(value):
         return "∞"
-    before = 1 if value < 10 else int(math.log10(value)) + 1
+    rounded = float(f"{value:.{digits}e}")  # 9.999 is shown as 10.0, and so has two digits in front
+    before = 1 if rounded < 1 else int(math.log10(rounded)) + 1
     return f"{value:.{max(0, digits + 1 - before)}f}"
 
 

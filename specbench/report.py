@@ -223,7 +223,7 @@ def _details(
     basis = best["speedup_basis"]
     if basis == "repeats":
         yield "Only one prompt was measured: the interval is over its repeats and says nothing about other prompts."
-    elif basis is None:
+    elif basis != "prompts":
         yield "One run of one prompt has no interval: it says nothing about other runs."
     if plain is not None:
         yield f"It decodes at {_speed(best)}, plain decoding at {_speed(plain)}."
@@ -348,6 +348,7 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
     if run.get("ignore_eos"):
         length = length.replace("up to ", "") + " (end tokens are ignored)"
     warmups = run.get("warmup", 0)
+    foreign = done["kind"].isin(["transformers", "assisted"]).any()
     return [
         (
             "Measured",
@@ -369,7 +370,7 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "Baseline",
             "Plain decoding is the same loop, with the same cache and the same weights, and a drafter that proposes"
-            " nothing. Rows named transformers are that library's own generate.",
+            " nothing." + (" Rows named transformers are that library's own generate." if foreign else ""),
         ),
         (
             "Speedup",
@@ -409,7 +410,7 @@ def _costs(run: Mapping[str, Any]) -> list[list[str]]:
         for name, seconds in (costs.get("drafter_pass_s") or {}).items()
         if seconds is not None
     ]
-    return [[what, f"{1000 * s:.2f}", f"{sign} = {s / passes[1]:.2f}"] for what, s, sign in lines]
+    return [[what, f"{1000 * s:.2f}", f"{sign} = {_share(s / passes[1])}"] for what, s, sign in lines]
 
 
 _MACHINE = {
@@ -435,7 +436,7 @@ def _facts(run: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
         ("command", command),
         ("begun", _shown(run.get("created"))),
         ("ended", _shown(run.get("finished"))),
-        ("run", _shown(run["run_id"])),
+        ("run id", _shown(run["run_id"])),
     ]
     return {
         "Machine": [
@@ -450,6 +451,10 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_clean, value)) or "none"
     return "–" if value is None else _clean(value)
+
+
+def _share(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _count(number: int, what: str, plural: str | None = None) -> str:
@@ -481,7 +486,10 @@ def to_markdown(report: Report) -> str:
         parts += ["## By category", tables.to_markdown(report.categories).rstrip()]
     if report.pictures:
         parts += ["## Figures"]
-        parts += [f"![{markdown_text(_alt(each))}](plots/{each.name}.png)" for each in report.pictures]
+        parts += [
+            f"![{markdown_text(_alt(each, _MARKDOWN_TABLES))}](plots/{each.name}.png)"
+            for each in report.pictures
+        ]
     if report.missing:
         parts += _items(_missing(report))
     if len(report.positions):
@@ -503,15 +511,20 @@ def _items(texts: Iterable[str]) -> list[str]:
     return ["\n".join(lines)] if lines else []
 
 
-_COST_HEADINGS = ["pass", "ms", "over a target pass with 1 token"]
-_TABLE_OF = {
-    "speedup": "Speed", "tokens-per-second": "Speed", "prediction": "Speed", "acceptance": "Acceptance and time",
-    "time": "Acceptance and time", "positions": "Acceptance by position", "categories": "By category",
+_MARKDOWN_TABLES = {
+    "speedup": "Summary", "tokens-per-second": "Summary", "prediction": "Summary", "acceptance": "Summary",
+    "time": "Summary", "positions": "Acceptance by position", "categories": "By category",
 }  # fmt: skip
+_HTML_TABLES = {
+    **_MARKDOWN_TABLES, "speedup": "Speed", "tokens-per-second": "Speed", "prediction": "Speed",
+    "acceptance": "Acceptance and time", "time": "Acceptance and time",
+}  # fmt: skip
+_COST_HEADINGS = ["pass", "ms", "relative"]
 
 
-def _alt(picture: Picture) -> str:
-    table = _TABLE_OF.get(picture.name)
+def _alt(picture: Picture, tables_of: Mapping[str, str]) -> str:
+    """What stands in for a picture: what it shows, and which table has its figures."""
+    table = tables_of.get(picture.name)
     return f"Chart: {picture.about}." + (f" Its figures stand in the table '{table}'." if table else "")
 
 
@@ -653,7 +666,11 @@ def _figure(picture: Picture) -> _Html:
     return _tag(
         "figure",
         _tag(
-            "img", src=source, alt=_alt(picture), width=round(_SHOWN * width), height=round(_SHOWN * height)
+            "img",
+            src=source,
+            alt=_alt(picture, _HTML_TABLES),
+            width=round(_SHOWN * width),
+            height=round(_SHOWN * height),
         ),
         _tag("figcaption", _sentence(picture.about) + "."),
         id=f"figure-{picture.name}",
@@ -822,10 +839,10 @@ header ul { max-width: 62em; padding-left: 1.2rem; margin: .5rem 0 1rem; }
 .warnings em { font-style: normal; color: var(--soft); }
 nav { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin: 1.5rem 0 0; padding: .6rem 0;
   border: solid var(--line); border-width: 1px 0; font-size: .95rem; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .3rem; max-height: 85vh; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .3rem; max-height: 85vh;
+  width: fit-content; max-width: 100%; }
 .scroll:focus-visible, button:focus-visible { outline: 2px solid var(--link); outline-offset: 1px; }
-table { border-collapse: separate; border-spacing: 0; font-size: .875rem; font-variant-numeric: tabular-nums;
-  min-width: 100%; }
+table { border-collapse: separate; border-spacing: 0; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .32rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line);
   font-weight: 400; background: var(--page); }
 th:first-child { text-align: left; position: sticky; left: 0; z-index: 1; }
@@ -859,8 +876,8 @@ dl.facts { gap: .2rem 1.5rem; }
 dt { color: var(--soft); }
 dd { margin: 0; overflow-wrap: anywhere; }
 @media (max-width: 34rem) {
-  dl { grid-template-columns: 1fr; gap: 0; }
-  dd { margin-bottom: .6rem; }
+  dl:not(.facts) { grid-template-columns: 1fr; gap: 0; }
+  dl:not(.facts) dd { margin-bottom: .6rem; }
   td svg { display: none; }
   figure img { max-width: 40rem; }
   tbody th { min-width: 7rem; max-width: 9rem; white-space: normal; overflow-wrap: anywhere; }

@@ -77,7 +77,17 @@ def compare(
 
     compared = _compared(runs, a, b, measure, other_target)
     _show(compared, categories=categories, markdown=markdown, as_json=as_json, fail_below=fail_below)
-    below = [] if fail_below is None else compared.below(fail_below)
+    if fail_below is None:
+        return
+    unjudged = sum(row.ratio.basis != "prompts" for row in compared.overall)
+    if unjudged:
+        verb = "has" if unjudged == 1 else "have"
+        what = f"{unjudged} of {len(compared.overall)} ratios {verb} no interval over prompts"
+        typer.echo(
+            f"specbench: {what}, so --fail-below does not judge {'it' if unjudged == 1 else 'them'}.",
+            err=True,
+        )
+    below = compared.below(fail_below)
     if below:
         from specbench.compare import ratio_text
 

@@ -1,0 +1,496 @@
+"""Comparisons of runs and configurations: ratios worked out by hand, what may be compared, exact text, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exact_runs import write_exact
+from rich.cells import cell_len
+from rich.console import Console
+
+from specbench import stats
+from specbench.cli.compare import compare as command
+from specbench.compare import (
+    Compared,
+    Row,
+    compare_configs,
+    compare_runs,
+    markdown_text,
+    ratio_text,
+    render_terminal,
+    to_json,
+    to_markdown,
+)
+from specbench.errors import RunError, UsageError
+from specbench.store import load_results
+
+PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
+PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
+
+
+def times(factor: float, spread: float = 0.02) -> dict[str, list[float]]:
+    """Speeds around ``factor`` × plain's, the spread cancelling out over the prompts."""
+    return {
+        prompt: [10 * factor * math.exp(sign * spread)] * 2
+        for prompt, sign in zip(PROMPTS, (-1, 1, 0, -1, 1, 0), strict=True)
+    }
+
+
+def runs(
+    path: Path, speeds_a: Any, speeds_b: Any, options_b: Any = None, **options_a: Any
+) -> tuple[Any, Any]:
+    a = write_exact(path / "a", speeds_a, **options_a)
+    b = write_exact(path / "b", speeds_b, **(options_b or {}))
+    return load_results(a), load_results(b)
+
+
+def overall(compared: Compared) -> dict[str, Row]:
+    return {row.label: row for row in compared.overall}
+
+
+def shown(compared: Compared, width: int = 80, *, categories: bool = True, encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    render_terminal(compared, Console(file=file, width=width), categories=categories)
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+# --- Two configurations of one run ----------------------------------------------------------------
+
+
+def test_configurations_are_paired_generation_by_generation(tmp_path: Path) -> None:
+    # The machine slows down by half in the second repeat, for both: no trace of it in the ratio.
+    fast = {prompt: [20.0 + i, (20.0 + i) / 2] for i, prompt in enumerate(PROMPTS)}
+    slow = {prompt: [10.0, 5.0] for prompt in PROMPTS}
+    df = load_results(write_exact(tmp_path / "r", {"plain": PLAIN, "d@1": fast, "d@2": slow}))
+    row = compare_configs(df, "d@1", "d γ=2").overall[0]
+    ratios = [2.0 + i / 10 for i in range(6)]
+    assert row.ratio.value == pytest.approx(math.exp(sum(map(math.log, ratios)) / 6))
+    low, high = stats.mean_interval([math.log(ratio) for ratio in ratios]) or (0.0, 0.0)
+    assert (row.ratio.low, row.ratio.high) == pytest.approx((math.exp(low), math.exp(high)))
+    assert (row.verdict, row.ratio.prompts, row.config_a, row.config_b) == ("faster", 6, "d@1", "d@2")
+    assert row.b.value == pytest.approx(math.sqrt(50))
+
+
+def test_each_category_has_its_row(tmp_path: Path) -> None:
+    mine = {
+        prompt: [value * (2 if "code" in prompt else 0.5) for value in PLAIN[prompt]] for prompt in PROMPTS
+    }
+    df = load_results(write_exact(tmp_path / "r", {"plain": PLAIN, "d@1": mine}))
+    rows = {row.category: row for row in compare_configs(df, "d@1", "plain").rows}
+    assert {name: row.ratio.value for name, row in rows.items()} == pytest.approx(
+        {None: 1.0, "chat": 0.5, "code": 2.0}
+    )
+    assert [rows[name].verdict for name in (None, "chat", "code")] == ["cannot tell", "slower", "faster"]
+
+
+def test_one_prompt_gives_no_verdict(tmp_path: Path) -> None:
+    speeds = {"plain": {"chat-01": [10.0, 10.1]}, "d@1": {"chat-01": [20.0, 20.1]}}
+    compared = compare_configs(load_results(write_exact(tmp_path / "r", speeds)), "d@1", "plain")
+    (row,) = compared.rows
+    assert (row.ratio.basis, row.verdict) == ("repeats", "cannot tell")
+    assert ratio_text(row.ratio).endswith("]*")
+    assert any(note.startswith("*: one prompt") for note in compared.notes)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ("d@1", "d γ=1", "compared with itself"),
+        ("d@1", "d@7", r"no configuration 'd@7' in this run. It has 'plain', 'd@1', 'd@2'"),
+        ("d@1", "d@2", "no finished generation in common"),
+    ],
+)
+def test_configurations_that_cannot_be_compared(tmp_path: Path, a: str, b: str, message: str) -> None:
+    speeds = {"plain": PLAIN, "d@1": times(2), "d@2": {prompt: [None, None] for prompt in PROMPTS}}
+    df = load_results(write_exact(tmp_path / "r", speeds))
+    with pytest.raises(UsageError, match=message):
+        compare_configs(df, a, b)
+
+
+# --- Two runs -------------------------------------------------------------------------------------
+
+
+def test_runs_of_one_machine_are_compared_in_speed(tmp_path: Path) -> None:
+    pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0, 0.0)})
+    compared = compare_runs(*pair, ("new", "old"))
+    rows = overall(compared)
+    assert (compared.a, compared.b, compared.measure) == ("new", "old", "speed")
+    assert rows["d γ=1"].ratio.value == pytest.approx(0.9)
+    assert rows["d γ=1"].a.value == pytest.approx(18.0)
+    assert rows["d γ=1"].verdict == "slower"
+    assert rows["plain"].ratio.value == pytest.approx(1.0)
+    assert rows["plain"].verdict == "cannot tell"
+    assert any("not made at the same time" in note for note in compared.notes)
+
+
+def test_a_slower_baseline_is_said(tmp_path: Path) -> None:
+    slow = {prompt: [9.0, 9.0] for prompt in PROMPTS}
+    pair = runs(tmp_path, {"plain": slow, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0)})
+    notes = " ".join(compare_runs(*pair).notes)
+    assert "plain decoding itself is slower in A, 0.90× [0.90, 0.90]" in notes
+    assert "plain decoding itself" not in " ".join(compare_runs(*pair, measure="speedup").notes)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"cpu": "Other CPU"}, {"cores": 4}, {"ram_gb": 32.0}, {"devices": ["Example GPU"]}],
+    ids=lambda each: next(iter(each)),
+)
+def test_runs_of_two_machines_are_compared_in_ratios_to_their_baselines(tmp_path: Path, other: Any) -> None:
+    half = {prompt: [5.0, 5.0] for prompt in PROMPTS}
+    pair = runs(
+        tmp_path,
+        {"plain": PLAIN, "d@1": times(2.2)},
+        {"plain": half, "d@1": times(1.0, 0.0)},  # twice its plain decoding
+        {"environment": other},
+    )
+    compared = compare_runs(*pair)
+    assert compared.measure == "speedup"
+    (row,) = compared.overall
+    assert (row.label, row.ratio.value, row.a.value, row.b.value) == (
+        "d γ=1",
+        pytest.approx(1.1),
+        pytest.approx(2.2),
+        pytest.approx(2.0),
+    )
+    assert "machines differ" in " ".join(compared.notes)
+    with pytest.raises(UsageError, match="different machines"):
+        compare_runs(*pair, measure="speed")
+
+
+def test_a_run_continued_on_another_machine_counts_as_another(tmp_path: Path) -> None:
+    change = {"differing": ["cpu"], "environment": {"cpu": "Earlier CPU"}}
+    pair = runs(
+        tmp_path, {"plain": PLAIN, "d@1": times(2)}, {"plain": PLAIN, "d@1": times(2)}, changes=[change]
+    )
+    assert compare_runs(*pair).measure == "speedup"
+
+
+def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_path: Path) -> None:
+    pair = runs(
+        tmp_path,
+        {"plain": PLAIN},
+        {"plain": PLAIN},
+        {"environment": {"ram_gb": 16.3, "torch": "2.1", "threads": 1}, "max_new_tokens": 99},
+    )
+    compared = compare_runs(*pair)
+    assert compared.measure == "speed"
+    said = next(note for note in compared.notes if note.startswith("Also different"))
+    assert said == "Also different, A / B: new tokens: 11 / 99; torch: 2.0 / 2.1; threads: 2 / 1."
+
+
+def test_baselines_of_two_machines_have_nothing_to_compare(tmp_path: Path) -> None:
+    pair = runs(tmp_path, {"plain": PLAIN}, {"plain": PLAIN}, {"environment": {"cpu": "Other CPU"}})
+    with pytest.raises(UsageError, match="no configuration in common besides the baseline"):
+        compare_runs(*pair)
+    with pytest.raises(UsageError, match="none of its own"):
+        compare_runs(*pair, a="plain")
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ({"name": "other", "fingerprint": "f1"}, "target, float32 / other, float32"),
+        ({"fingerprint": "f1"}, "both are called target, float32, but their weights differ"),
+        ({"dtype": "bfloat16"}, "target, float32 / target, bfloat16"),
+    ],
+)
+def test_other_targets_are_refused_unless_told(tmp_path: Path, target: Any, said: str) -> None:
+    pair = runs(tmp_path, {"plain": PLAIN}, {"plain": PLAIN}, {"target": target})
+    with pytest.raises(UsageError, match="The targets differ") as caught:
+        compare_runs(*pair)
+    assert said in str(caught.value)
+    assert f"The targets differ: {said}." in compare_runs(*pair, other_target=True).notes
+
+
+def test_one_model_under_two_names_is_one_target(tmp_path: Path) -> None:
+    pair = runs(tmp_path, {"plain": PLAIN}, {"plain": PLAIN}, {"target": {"name": "org/target"}})
+    assert compare_runs(*pair).overall[0].ratio.value == 1.0
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
+    df = load_results(write_exact(tmp_path / "r", {"plain": PLAIN}))
+    with pytest.raises(UsageError, match="same run"):
+        compare_runs(df, df)
+
+
+def test_only_prompts_that_both_have_count(tmp_path: Path) -> None:
+    mine = {"chat-01": [20.0], "chat-02": [20.0], "chat-03": [80.0], "code-01": [80.0]}
+    theirs = {"chat-01": [10.0], "chat-02": [10.0], "chat-03": [10.0], "code-02": [1.0]}
+    texts = {"chat-01": "t1", "chat-02": "t2", "chat-03": "t3"}
+    pair = runs(
+        tmp_path, {"plain": mine}, {"plain": theirs}, {"texts": {**texts, "chat-03": "changed"}}, texts=texts
+    )
+    compared = compare_runs(*pair)
+    (row,) = compared.rows
+    assert (row.ratio.value, row.ratio.prompts) == (pytest.approx(2.0), 2)
+    assert "1 prompt left out: of one name, but with another text in each run." in compared.notes
+    assert "2 prompts left out: measured in one of the runs only." in compared.notes
+
+
+def test_only_turns_that_both_have_count(tmp_path: Path) -> None:
+    mine = {"chat-01": [20.0], "chat-01#1": [500.0], "chat-02": [20.0], "chat-02#1": [40.0]}
+    theirs = {"chat-01": [10.0], "chat-02": [10.0], "chat-02#1": [20.0]}
+    (row,) = compare_runs(*runs(tmp_path, {"plain": mine}, {"plain": theirs})).rows
+    assert (row.ratio.value, row.a.value) == (
+        pytest.approx(2.0),
+        pytest.approx(math.sqrt(20 * math.sqrt(800))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("speeds", "message"),
+    [
+        ({"plain": {"other-01": [10.0]}}, "no prompt in common"),
+        ({"d@2": PLAIN}, "no configuration in common"),
+        ({"plain": {prompt: [None] for prompt in PROMPTS}}, "no finished generation in common"),
+    ],
+)
+def test_runs_without_anything_in_common(tmp_path: Path, speeds: Any, message: str) -> None:
+    pair = runs(tmp_path, {"plain": PLAIN}, speeds)
+    with pytest.raises(UsageError, match=message):
+        compare_runs(*pair)
+
+
+def test_configurations_are_matched_by_id_or_label_or_as_told(tmp_path: Path) -> None:
+    pair = runs(
+        tmp_path,
+        {"plain": PLAIN, "d@1": times(2), "d@2": times(3), "d@3": times(4)},
+        {"plain": PLAIN, "x": times(1), "d@4": times(1)},
+        {"configs": {"x": {"label": "d γ=2"}}},
+    )
+    compared = compare_runs(*pair, ("new", "old"))
+    assert list(overall(compared)) == ["plain", "d γ=2"]
+    assert overall(compared)["d γ=2"].ratio.value == pytest.approx(3.0)
+    assert "Only in A (new): d γ=1, d γ=3." in compared.notes
+    assert "Only in B (old): d γ=4." in compared.notes
+    told = compare_runs(*pair, a="d@3", b="d@4")
+    assert {label: row.ratio.value for label, row in overall(told).items()} == {
+        "d γ=3 / d γ=4": pytest.approx(4.0)
+    }
+    assert not any(note.startswith("Only in") for note in told.notes)
+    assert list(overall(compare_runs(*pair, b="plain"))) == ["plain"]
+    with pytest.raises(UsageError, match="no configuration 'd@1' in run B"):
+        compare_runs(*pair, a="d@1")
+
+
+def test_failed_generations_count_nowhere(tmp_path: Path) -> None:
+    broken: dict[str, list[float | None]] = {prompt: [None, 20.0] for prompt in PROMPTS}
+    compared = compare_runs(
+        *runs(
+            tmp_path,
+            {"plain": broken, "d@1": {prompt: [None] for prompt in PROMPTS}},
+            {"plain": PLAIN, "d@1": times(2)},
+        )
+    )
+    assert [(row.label, row.ratio.value) for row in compared.overall] == [("plain", pytest.approx(2.0))]
+    assert "No common finished generation: d γ=1." in compared.notes
+
+
+def test_many_intervals_come_with_a_caution(tmp_path: Path) -> None:
+    grid = {f"d@{i}": times(1) for i in range(1, 9)}
+    pair = runs(tmp_path, {"plain": PLAIN, **grid}, {"plain": PLAIN, **grid})
+    assert "One interval in twenty misses its ratio: of these 27, some do." in compare_runs(*pair).notes
+
+
+# --- Failing below a ratio --------------------------------------------------------------------------
+
+
+def row_with(
+    low: float | None, high: float | None, basis: Any = "prompts", category: str | None = None
+) -> Row:
+    ratio = stats.Estimate(0.9, low, high, 5, basis)
+    speed = stats.Estimate(1.0, None, None, 5, None)
+    return Row("c", "c", "c", category, speed, speed, ratio, stats.verdict(ratio))
+
+
+@pytest.mark.parametrize(
+    ("row", "fails"),
+    [
+        (row_with(0.88, 0.94), True),
+        (row_with(0.88, 0.95), False),
+        (row_with(0.88, 0.96), False),
+        (row_with(0.88, 0.94, "repeats"), False),
+        (row_with(None, None, None), False),
+        (row_with(0.88, 0.94, category="chat"), False),
+    ],
+)
+def test_only_an_interval_over_prompts_wholly_below_fails(row: Row, fails: bool) -> None:
+    assert bool(Compared("a", "b", "speed", [row], []).below(0.95)) is fails
+
+
+# --- Text -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        ((2.1, 1.93, 2.314), "2.10× [1.93, 2.31]"),
+        ((0.998, 0.996, 0.9991), "0.998× [0.996, 0.999]"),
+        ((1.0, 1.0, 1.0), "1.00× [1.00, 1.00]"),
+        ((12.34, 9.876, 1234.0), "12.3× [9.88, 1234]"),
+        ((1.5, 0.2, math.inf), "1.50× [0.20, ∞]"),
+        ((1.5, None, None), "1.50× [no interval]"),
+        ((math.nan, None, None), "–"),
+    ],
+)
+def test_ratios_stand_with_their_intervals(
+    ratio: tuple[float, float | None, float | None], text: str
+) -> None:
+    basis: Any = None if ratio[1] is None else "prompts"
+    assert ratio_text(stats.Estimate(*ratio, 5, basis)) == text
+
+
+def test_terminal_table_letter_by_letter(tmp_path: Path) -> None:
+    pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0, 0.0)})
+    lines = [line.rstrip() for line in shown(compare_runs(*pair, ("new", "old"), a="d@1")).splitlines()]
+    assert lines[:8] == [
+        "A  new",
+        "B  old",
+        "",
+        "category  prompts  A tokens/s  B tokens/s              A / B  verdict",
+        "─" * 69,
+        "all             6        18.0        20.0  0.90 [0.88, 0.92]  slower",
+        "chat            3        18.0        20.0  0.90 [0.86, 0.95]  slower",
+        "code            3        18.0        20.0  0.90 [0.86, 0.95]  slower",
+    ]
+
+
+@pytest.mark.parametrize("measure", ["speed", "speedup"])
+def test_no_line_is_wider_than_80_cells(tmp_path: Path, measure: Any) -> None:
+    name = "Some-Very-Long-Drafter-Name-0.5B-Instruct-汉字@8"
+    label = {name: {"label": "Some-Very-Long-Drafter-Name-0.5B-Instruct-汉字 γ=8"}}
+    prompts = [f"structured-output-of-all-kinds-{i}" for i in range(3)] + [f"retrieval-{i}" for i in range(3)]
+    speeds = {
+        "plain": {prompt: [10.0] for prompt in prompts},
+        name: {p: [20.0 + i] for i, p in enumerate(prompts)},
+    }
+    pair = runs(tmp_path, speeds, speeds, {"configs": label}, configs=label)
+    compared = compare_runs(*pair, measure=measure)
+    for text in (shown(compared), shown(compared, categories=False), shown(compared, encoding="ascii")):
+        assert max(cell_len(line) for line in text.splitlines()) <= 80
+        assert "[1.00, 1.00]" in text
+        assert "cannot tell" in text
+
+
+def test_categories_are_shown_when_wanted(tmp_path: Path) -> None:
+    pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(2)}, {"plain": PLAIN, "d@1": times(2)})
+    compared = compare_runs(*pair)
+    assert "d γ=1, by category" in shown(compared)
+    assert "category" not in shown(compared, categories=False)
+    assert "d gamma=1, by category" in shown(compared, encoding="ascii")
+
+
+def test_names_are_data(tmp_path: Path) -> None:
+    label = {"d@1": {"label": "[red]x[/] \x1b[31m<b>|*y*"}}
+    pair = runs(
+        tmp_path,
+        {"plain": PLAIN, "d@1": times(2)},
+        {"plain": PLAIN, "d@1": times(2)},
+        {"configs": label},
+        configs=label,
+    )
+    compared = compare_runs(*pair, ("\x1b[1mnew", "old\nB  forged"))
+    text = shown(compared)
+    assert "\x1b" not in text
+    assert "[red]x[/]" in text
+    assert "\nB  forged" not in text
+    markdown = to_markdown(compared)
+    assert r"\[red\]x\[/\] \\x1b\[31m&lt;b&gt;\|\*y\*" in markdown
+    assert all(line.count(" | ") == 6 for line in markdown.splitlines() if line.startswith("| "))
+
+
+def test_markdown_letter_by_letter(tmp_path: Path) -> None:
+    pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0, 0.0)})
+    assert to_markdown(compare_runs(*pair, a="d@1", b="d@1")).splitlines()[:5] == [
+        "| configuration | category | prompts | A tokens/s | B tokens/s | A / B | verdict |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        r"| d γ=1 | all | 6 | 18.0 | 20.0 | 0.90 \[0.88, 0.92\] | slower |",
+        r"| d γ=1 | chat | 3 | 18.0 | 20.0 | 0.90 \[0.86, 0.95\] | slower |",
+        r"| d γ=1 | code | 3 | 18.0 | 20.0 | 0.90 \[0.86, 0.95\] | slower |",
+    ]
+
+
+def test_markdown_text_cannot_leave_its_line() -> None:
+    assert markdown_text("a\n# b\t`c`") == r"a \# b \`c\`"
+
+
+def test_json_has_null_where_there_is_nothing(tmp_path: Path) -> None:
+    df = load_results(write_exact(tmp_path / "r", {"plain": {"chat-01": [10.0]}, "d@1": {"chat-01": [20.0]}}))
+    data = json.loads(json.dumps(to_json(compare_configs(df, "d@1", "plain"), 0.9), allow_nan=False))
+    (row,) = data["rows"]
+    assert (row["ratio"], row["ratio_low"], row["basis"], row["category"]) == (
+        pytest.approx(2.0),
+        None,
+        None,
+        None,
+    )
+    assert (data["schema"], data["measure"], data["fail_below"], data["below"]) == (
+        1,
+        "tokens_per_second",
+        0.9,
+        [],
+    )
+
+
+# --- Command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    a = write_exact(tmp_path / "new", {"plain": PLAIN, "d@1": times(1.8)})
+    b = write_exact(tmp_path / "old", {"plain": PLAIN, "d@1": times(2.0)})
+    return a, b
+
+
+def test_fail_below_decides_the_exit_code(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command([*folders], fail_below=0.85)
+    with pytest.raises(RunError, match=r"^Below 0.95 with its whole interval: d γ=1: 0.90× \[") as caught:
+        command([*folders], fail_below=0.95, as_json=True)
+    assert caught.value.exit_code == 1
+    data = json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))
+    assert data["below"] == ["d γ=1"]
+
+
+def test_ratios_that_fail_below_cannot_judge_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speeds = {"plain": {"chat-01": [10.0]}, "d@1": {"chat-01": [1.0]}}
+    command([write_exact(tmp_path / "r", speeds)], a="d@1", b="plain", fail_below=0.95)
+    assert "1 of 1 ratios has no interval over prompts" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_output_is_as_asked_for(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    command([folders[0]], a="d@1", b="plain", markdown=True)
+    assert capsys.readouterr().out.startswith("| configuration | category |")
+    command([*folders], measure="speedup")
+    assert "A  new" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"runs": ["new"]}, "One run is named"),
+        ({"runs": ["new"], "a": "d@1"}, "One run is named"),
+        ({"runs": ["new"], "a": "d@1", "b": "plain", "measure": "speedup"}, "compared in speed"),
+        ({"runs": ["new", "old", "old"]}, "3 runs are named"),
+        ({"runs": ["new", "nowhere"]}, "it does not exist"),
+        ({"runs": ["."]}, "There are 2 runs in"),
+        ({"runs": ["new", "old"], "markdown": True, "as_json": True}, "exclude each other"),
+        ({"runs": ["new", "old"], "fail_below": 0.0}, "--fail-below is 0"),
+        ({"runs": ["new", "old"], "fail_below": math.nan}, "--fail-below is nan"),
+    ],
+)
+def test_bad_command_lines(folders: tuple[Path, Path], arguments: dict[str, Any], message: str) -> None:
+    named = [folders[0].parent / name for name in arguments.pop("runs")]
+    with pytest.raises(UsageError, match=message):
+        command(named, **arguments)

@@ -1,0 +1,476 @@
+"""Reports: the answer for every kind of outcome, warnings, and files that are safe, whole and readable."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exact_runs import write_exact
+from synthetic_runs import DRAFTERS, write_run
+
+from specbench import report as module
+from specbench.cli.report import report as command
+from specbench.errors import RunError, UsageError
+from specbench.plots import FIGURES
+from specbench.report import Report, make_report, to_html, to_markdown, write_report
+from specbench.store import load_results
+
+PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
+PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
+EVIL = "<script>alert(1)</script>\"'&[x](javascript:alert(1))\x1b[31m|`"
+
+
+def times(factor: float, spread: float = 0.02, code: float = 1.0) -> dict[str, list[float]]:
+    """Speeds around ``factor`` × plain's, the spread cancelling out over the prompts of a category."""
+    return {
+        prompt: [10 * factor * (code if "code" in prompt else 1.0) * math.exp(sign * spread)] * 2
+        for prompt, sign in zip(PROMPTS, (-1, 1, 0, -1, 1, 0), strict=True)
+    }
+
+
+@pytest.fixture
+def unpictured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures take a second and more; most tests do without."""
+    monkeypatch.setattr(module, "_pictures", lambda df, folder: ([], {}))
+
+
+def reported(path: Path, speeds: Any, **fields: Any) -> Report:
+    return make_report(load_results(write_exact(path / "run", speeds, **fields)), "run", path)
+
+
+def headline(report: Report) -> str:
+    (answer,) = report.answers
+    return answer.headline
+
+
+def told(report: Report) -> str:
+    return " ".join(detail for answer in report.answers for detail in answer.details)
+
+
+# --- The answer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unpictured")
+class TestAnswer:
+    def test_the_fastest_with_its_categories(self, tmp_path: Path) -> None:
+        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(1.2), "d@5": times(2.0, code=1.5)})
+        assert headline(report) == (
+            "γ = 5 with d: 2.45× [1.94, 3.09] over plain decoding; chat 2.00× [1.90, 2.10], code 3.00× [2.85, 3.15]."
+        )
+        assert report.answers[0].verdict == "faster"
+
+    def test_of_many_categories_the_lowest_and_the_highest(self, tmp_path: Path) -> None:
+        prompts = {
+            f"{name}-{i}": speed for name, speed in zip("abcd", (30, 12, 40, 20), strict=True) for i in (1, 2)
+        }
+        speeds = {
+            "plain": {name: [10.0] for name in prompts},
+            "d@1": {name: [float(x)] for name, x in prompts.items()},
+        }
+        assert "; from b 1.20× [1.20, 1.20] to c 4.00× [4.00, 4.00]." in headline(reported(tmp_path, speeds))
+
+    def test_nothing_is_faster(self, tmp_path: Path) -> None:
+        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(0.8), "d@5": times(0.9)})
+        assert headline(report) == (
+            "No configuration is faster than plain decoding: the best is γ = 5 with d, 0.90× [0.88, 0.92]."
+        )
+        assert report.answers[0].verdict == "slower"
+
+    @pytest.mark.parametrize(
+        ("grid", "start"),
+        [
+            ({"d@2": times(1.01, 0.2)}, "It cannot be told whether speculation is faster"),
+            (
+                {"d@2": times(1.01, 0.2), "d@5": times(0.5)},
+                "It cannot be told whether any configuration is faster",
+            ),
+        ],
+    )
+    def test_it_cannot_be_told(self, tmp_path: Path, grid: Any, start: str) -> None:
+        report = reported(tmp_path, {"plain": PLAIN, **grid})
+        assert headline(report).startswith(start)
+        assert "γ = 2 with d, 1.01× [0.8" in headline(report)
+        assert report.answers[0].verdict == "cannot tell"
+
+    def test_a_sure_gain_goes_before_an_unsure_greater_one(self, tmp_path: Path) -> None:
+        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(1.2), "d@5": times(1.5, 1.0)})
+        assert headline(report).startswith("γ = 2 with d: 1.20×")
+        assert re.search(
+            r"γ = 5 with d measures more, 1\.50× \[.*\], but cannot be told from plain", told(report)
+        )
+
+    def test_one_prompt_is_no_answer(self, tmp_path: Path) -> None:
+        report = reported(tmp_path, {"plain": {"chat-01": [10.0, 10.0]}, "d@2": {"chat-01": [20.0, 21.0]}})
+        assert headline(report).startswith("It cannot be told whether speculation is faster")
+        assert re.search(r"2\.05× \[1\.\d\d, 2\.\d\d\]\*\.$", headline(report))
+        assert "Only one prompt was measured" in told(report)
+
+    def test_one_run_is_no_answer(self, tmp_path: Path) -> None:
+        report = reported(tmp_path, {"plain": {"chat-01": [10.0]}, "d@2": {"chat-01": [20.0]}})
+        assert headline(report).endswith("γ = 2 with d, 2.00× [no interval].")
+        assert "says nothing about other runs" in told(report)
+
+    def test_without_speculation_there_is_the_speed_of_plain_decoding(self, tmp_path: Path) -> None:
+        report = reported(tmp_path, {"plain": PLAIN})
+        assert headline(report) == (
+            "No speculative decoding was measured to its end; plain decoding runs at 10.0 tokens/s [10.0, 10.0]."
+        )
+        assert report.answers[0].verdict is None
+
+    def test_without_a_finished_baseline(self, tmp_path: Path) -> None:
+        report = reported(tmp_path, {"plain": {"chat-01": [None]}, "d@2": {"chat-01": [20.0]}})
+        assert "nothing of plain decoding has finished" in headline(report)
+
+    def test_what_is_as_good_and_the_choice_among_many_are_said(self, tmp_path: Path) -> None:
+        slightly = {
+            p: [speed * (1.01 if i % 2 else 0.98) for speed in times(2.0)[p]] for i, p in enumerate(PROMPTS)
+        }
+        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0), "d@3": slightly, "d@4": times(1.5)})
+        assert "These cannot be told from it: d γ=3." in told(report)
+        assert "As the best of 3" in told(report)
+
+    def test_a_single_configuration_was_not_chosen(self, tmp_path: Path) -> None:
+        assert "best" not in told(reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0)}))
+
+    def test_speeds_steps_and_outputs_are_told(self, tmp_path: Path) -> None:
+        details = told(reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0, 0.0)}))
+        assert (
+            "decodes at 20.0 tokens/s [20.0, 20.0], plain decoding at 10.0 tokens/s [10.0, 10.0]" in details
+        )
+        assert "A step emits 2.00 tokens; 50% of the drafted tokens are accepted." in details
+        assert "Its outputs are token for token those of plain decoding." in details
+        other = reported(tmp_path / "2", {"plain": PLAIN, "d@2": times(2.0)}, tokens={"d@2": [9] * 11})
+        assert "0.0% of its outputs are token for token" in told(other)
+
+    def test_transformers_is_told_for_comparison(self, tmp_path: Path) -> None:
+        details = told(
+            reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0), "transformers": times(0.6, 0.0)})
+        )
+        assert "over the same plain decoding: transformers 0.60× [0.60, 0.60]." in details
+
+    def test_each_temperature_has_its_answer(self, tmp_path: Path) -> None:
+        warm = {"temperature": 0.7, "baseline": "plain-warm"}
+        report = reported(
+            tmp_path,
+            {"plain": PLAIN, "d@2": times(2.0), "plain-warm": PLAIN, "e@2": times(0.5)},
+            configs={"plain-warm": {**warm, "kind": "plain", "policy": "none"}, "e@2": warm},
+        )
+        starts = [answer.headline[:30] for answer in report.answers]
+        assert starts == ["Greedy: γ = 2 with d: 2.00× [1", "At temperature 0.7: No configu"]
+
+    def test_rules_are_named(self, tmp_path: Path) -> None:
+        rule = {"d@2": {"gamma": None, "policy": "egag"}}
+        assert headline(reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, configs=rule)).startswith(
+            "the rule egag with d: 2.00×"
+        )
+
+
+# --- Warnings and facts -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unpictured")
+class TestWarnings:
+    def test_an_unfinished_run_says_how_far_it_is(self, tmp_path: Path) -> None:
+        few = {"chat-01": [20.0], "chat-02": [20.0, 20.0]}
+        report = reported(tmp_path, {"plain": PLAIN, "d@2": few}, finished=None)
+        warning = next(each for each in report.warnings if each.id == "unfinished")
+        assert "15 of 24 generations" in warning.message
+        assert "--resume" in warning.advice
+
+    def test_a_finished_run_does_not(self, tmp_path: Path) -> None:
+        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)})
+        assert not {"unfinished", "changed", "lines"} & {each.id for each in report.warnings}
+
+    def test_changes_and_damaged_lines_are_told_with_advice(self, tmp_path: Path) -> None:
+        folder = write_exact(
+            tmp_path / "run", {"plain": PLAIN, "d@2": times(2)}, changes=[{"differing": ["torch: 2.0 → 2.1"]}]
+        )
+        with (folder / "generations.jsonl").open("a") as file:
+            file.write('{"schema":1,"conf')
+        report = make_report(load_results(folder), "run", tmp_path)
+        warnings = {each.id: each for each in report.warnings}
+        assert "torch: 2.0 → 2.1" in warnings["changed"].message
+        assert "cut short" in warnings["lines"].message
+        assert all(each.advice for each in report.warnings)
+
+    def test_the_gravest_come_first(self, tmp_path: Path) -> None:
+        lost: dict[str, list[float | None]] = {prompt: [None, None] for prompt in PROMPTS}
+        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2), "d@3": lost}, finished=None)
+        severities = [each.severity for each in report.warnings]
+        assert severities[0] == "error"
+        assert severities == sorted(severities, key=["error", "warning", "info"].index)
+        assert "out of memory" in to_markdown(report)
+
+    def test_only_known_fields_of_the_machine_get_out(self, tmp_path: Path) -> None:
+        report = reported(
+            tmp_path,
+            {"plain": PLAIN},
+            environment={"hostname": "secret-host", "home": "/home/somebody"},
+            command=["sweep", "--gamma", "1..8", "--prompts", "my prompts.jsonl"],
+        )
+        for text in (to_html(report), to_markdown(report)):
+            assert "secret-host" not in text
+            assert "somebody" not in text
+            assert "Example CPU" in text
+            assert "specbench sweep --gamma 1..8 --prompts" in text
+
+    def test_the_method_is_that_of_the_run(self, tmp_path: Path) -> None:
+        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, seed=41, ignore_eos=False)
+        method = dict(report.method)
+        assert method["Measured"] == (
+            "6 prompts of 2 categories (chat, code), 2 configurations, 2 repeats; answers of up to 11 tokens; greedy."
+        )
+        assert "(seed 41)" in method["Interleaving"]
+        assert "transformers" not in method["Baseline"]
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and whether they nest."""
+
+    VOID = frozenset({"meta", "img"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.raw: dict[str, str] = {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len(dict(attrs)) == len(attrs), f"<{tag}> repeats an attribute"
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("script", "style"):
+            self.raw[self.open[-1]] = self.raw.get(self.open[-1], "") + data
+        else:
+            self.text.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+    """The report of a run like real ones, with figures, in the run's folder."""
+    folder = write_run(
+        tmp_path_factory.mktemp("reports") / "my run",
+        drafters=DRAFTERS[1:3],
+        gammas=(1, 4),
+        categories=("chat", "code"),
+        prompts_per_category=3,
+        tokens=24,
+        transformers_row=True,
+    )
+    report, paths = write_report(folder)
+    assert paths == [folder / "report.html", folder / "report.md"]
+    return folder, report
+
+
+@pytest.fixture(scope="module")
+def page(written: tuple[Path, Report]) -> Page:
+    return Page((written[0] / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_is_whole(page: Page) -> None:
+    assert page.open == []
+    assert page.elements[0] == ("html", {"lang": "en"})
+    headings = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert headings.count(1) == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
+
+
+def test_the_page_loads_nothing(page: Page) -> None:
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "iframe", "object", "embed", "form", "base", "audio", "video")
+        for name, value in attributes.items():
+            assert not name.startswith("on"), f"<{tag} {name}>"
+            assert name != "style"
+            if name in ("src", "href"):
+                assert str(value).startswith(("#", "data:image/png;base64,"))
+    assert not re.search(r"url\(|@import|fetch|XMLHttp|http", page.raw["style"] + page.raw["script"])
+
+
+def test_its_policy_allows_its_own_style_and_script_only(page: Page) -> None:
+    (policy,) = [
+        each["content"] for each in page.all("meta") if each.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert policy is not None
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["img-src"] == "data:"
+    for tag in ("style", "script"):
+        digest = base64.b64encode(hashlib.sha256(page.raw[tag].encode()).digest()).decode()
+        assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+def test_the_page_can_be_used_without_eyes_or_script(page: Page) -> None:
+    assert all(each.get("alt") for each in page.all("img"))
+    assert all(each.get("scope") in ("col", "row") for each in page.all("th"))
+    assert not page.all("button")
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    links = [str(each["href"]) for each in page.all("a")]
+    assert links
+    assert {link[1:] for link in links} <= set(ids)
+    tables = [each["data-sortable"] for each in page.all("table")]
+    assert len(tables) == 5
+    names = {str(each["alt"]).partition("'")[2].partition("'")[0] for each in page.all("img")} - {""}
+    assert names
+    assert names <= set(page.text)
+
+
+def test_the_pictures_are_those_beside_the_markdown(written: tuple[Path, Report], page: Page) -> None:
+    folder, report = written
+    files = sorted(path.stem for path in (folder / "plots").iterdir())
+    assert files == sorted(FIGURES)
+    inside = [base64.b64decode(str(each["src"]).partition(",")[2]) for each in page.all("img")]
+    assert inside == [(folder / "plots" / f"{picture.name}.png").read_bytes() for picture in report.pictures]
+    links = re.findall(r"!\[[^\]]+\]\((.+?)\)", (folder / "report.md").read_text(encoding="utf-8"))
+    assert len(links) == len(files)
+    assert all((folder / link).is_file() for link in links)
+
+
+def test_both_open_with_the_answer(written: tuple[Path, Report], page: Page) -> None:
+    folder, report = written
+    answer = headline(report)
+    assert answer in "".join(page.text).partition("Speed")[0]
+    lines = (folder / "report.md").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# my run"
+    assert lines[2].replace("\\", "") == f"**{answer}**"
+
+
+def test_no_ratio_stands_without_its_interval(written: tuple[Path, Report]) -> None:
+    report = written[1]
+    for text in (to_markdown(report).replace("\\", ""), "".join(Page(to_html(report)).text)):
+        ratios = re.findall(r"[\d.]+×.{0,3}", text)
+        assert len(ratios) >= 3
+        assert all(re.fullmatch(r"[\d.]+× \[\d", each) for each in ratios)
+
+
+def test_nothing_local_gets_out(written: tuple[Path, Report]) -> None:
+    folder, report = written
+    for text in (to_html(report), to_markdown(report)):
+        assert str(folder.parent) not in text
+
+
+def test_the_same_run_gives_the_same_files(written: tuple[Path, Report], tmp_path: Path) -> None:
+    folder, _ = written
+    _, paths = write_report(folder, tmp_path / "again")
+    for path in paths:
+        assert path.read_bytes() == (folder / path.name).read_bytes()
+
+
+def test_cells_sort_by_their_figures(written: tuple[Path, Report], page: Page) -> None:
+    summary = written[1].summary
+    values = {each["data-value"] for each in page.all("td") if each.get("data-value")}
+    assert {repr(float(speedup)) for speedup in summary["speedup"]} <= values
+    assert "nan" not in values
+
+
+@pytest.mark.usefixtures("unpictured")
+def test_names_are_data(tmp_path: Path) -> None:
+    report = reported(
+        tmp_path,
+        {"plain": PLAIN, "d@2": times(2), "d@3": {f"{EVIL}-1": [20.0], f"{EVIL}-2": [20.0]}},
+        configs={"d@2": {"label": EVIL, "drafter": EVIL}},
+        target={"name": EVIL},
+        environment={"cpu": EVIL},
+        command=["sweep", EVIL],
+        changes=[{"differing": [EVIL]}],
+        run_id=EVIL,
+    )
+    plain = Page(to_html(reported(tmp_path / "plain", {"plain": PLAIN, "d@2": times(2)})))
+    evil = Page(to_html(report))
+    assert len(evil.all("script")) == 1
+    assert evil.raw["script"] == plain.raw["script"]
+    assert "<script>alert(1)</script>" in "".join(evil.text)
+    assert "\x1b" not in to_html(report)
+    markdown = to_markdown(report)
+    assert "<script" not in markdown
+    assert "[x](" not in markdown
+    assert "\x1b" not in markdown
+    rows = [re.sub(r"\\.", "", line).count("|") for line in markdown.splitlines() if line.startswith("| ")]
+    heads = [
+        re.sub(r"\\.", "", line).count("|") for line in markdown.splitlines() if line.startswith("| ---")
+    ]
+    assert set(rows) == set(heads)
+
+
+@pytest.mark.usefixtures("unpictured")
+def test_costs_are_shown_as_passes(tmp_path: Path) -> None:
+    costs = {"target_pass_s": {"1": 0.1, "3": 0.12}, "drafter_pass_s": {"d": 0.025, "gone": None}}
+    report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, costs=costs)
+    assert report.costs == [
+        ["target, 1 token", "100.00", "v(1) = 1.00"],
+        ["target, 3 tokens", "120.00", "v(3) = 1.20"],
+        ["drafter d, 1 token", "25.00", "c = 0.25"],
+    ]
+
+
+def test_figures_that_cannot_be_drawn_are_told(tmp_path: Path) -> None:
+    folder = write_exact(tmp_path / "run", {"plain": {"chat-01": [10.0]}})
+    report, _ = write_report(folder)
+    assert report.missing
+    assert "Not drawn: " in (folder / "report.md").read_text(encoding="utf-8")
+
+
+# --- Command --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unpictured")
+class TestCommand:
+    def test_each_run_of_a_parent_folder_gets_its_report(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name in ("one", "two"):
+            write_exact(tmp_path / name, {"plain": PLAIN, "d@2": times(2)})
+        write_exact(tmp_path / "zero", {"plain": {"chat-01": [None]}})
+        command([tmp_path])
+        said = capsys.readouterr()
+        expected = [tmp_path / name / f"report.{kind}" for name in ("one", "two") for kind in ("html", "md")]
+        assert said.out.splitlines() == [str(path) for path in expected]
+        assert all(path.stat().st_size for path in expected)
+        assert "one: γ = 2 with d: 2.00× [" in said.err
+        assert "zero: There is nothing to report" in said.err
+
+    def test_out_takes_one_run_or_a_folder_for_each(self, tmp_path: Path) -> None:
+        runs = [write_exact(tmp_path / name, {"plain": PLAIN}) for name in ("one", "two")]
+        command(runs[:1], out=tmp_path / "x")
+        command(runs, out=tmp_path / "y")
+        assert (tmp_path / "x" / "report.html").is_file()
+        assert (tmp_path / "y" / "two" / "report.md").is_file()
+        assert not (runs[0] / "report.html").exists()
+
+    @pytest.mark.parametrize("name", ["zero", "empty", "nowhere", "newer"])
+    def test_nothing_to_report_is_an_error(self, tmp_path: Path, name: str) -> None:
+        write_exact(tmp_path / "zero", {"plain": {"chat-01": [None]}})
+        (tmp_path / "empty").mkdir()
+        newer = write_exact(tmp_path / "newer", {"plain": PLAIN}) / "run.json"
+        newer.write_text(json.dumps({**json.loads(newer.read_text()), "schema": 99}))
+        with pytest.raises(UsageError):
+            command([tmp_path / name])
+
+    def test_a_place_that_cannot_be_written_is_an_error(self, tmp_path: Path) -> None:
+        run = write_exact(tmp_path / "run", {"plain": PLAIN})
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(RunError, match="cannot be written"):
+            command([run], out=tmp_path / "file")
