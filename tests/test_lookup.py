@@ -76,23 +76,23 @@ def test_no_room_and_little_room() -> None:
 
 def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
     rooms: list[int] = []
-    asked: list[tuple[int, object]] = []
+    asked: list[int] = []
 
     class Noting(FixedLength):
         def begin(self, room: int) -> int:
             rooms.append(room)
             return super().begin(room)
 
-        def draw_next(self, drafted: int, logits: torch.Tensor | None) -> bool:
-            asked.append((drafted, logits))
-            return drafted < 2
+        def another(self, draft: Draft) -> bool:
+            asked.append(len(draft.tokens))
+            return len(draft.tokens) < 2
 
     drafter = LookupDrafter()
     drafter.begin([1, 1, 1])
     policy = Noting(7)
     assert drafter.propose([1, 1, 1], 9, policy, Sampling(), Randomness(0)).tokens == [1, 1]
     assert rooms == [9]
-    assert asked == [(0, None), (1, None), (2, None)]
+    assert asked == [0, 1, 2]
 
 
 def test_the_output_is_searched_as_well_as_the_prompt() -> None:

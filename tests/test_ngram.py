@@ -43,15 +43,15 @@ class Stubborn(FixedLength):
         super().__init__(100)
         self.stop = stop
         self.rooms: list[int] = []
-        self.asked: list[tuple[int, object]] = []
+        self.asked: list[int] = []
 
     def begin(self, room: int) -> int:
         self.rooms.append(room)
         return super().begin(room)
 
-    def draw_next(self, drafted: int, logits: torch.Tensor | None) -> bool:
-        self.asked.append((drafted, logits))
-        return drafted < self.stop
+    def another(self, draft: Draft) -> bool:
+        self.asked.append(len(draft.tokens))
+        return len(draft.tokens) < self.stop
 
 
 def draft(
@@ -155,7 +155,7 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
     drafter.begin([1, 1, 1])
     assert drafter.propose([1, 1, 1], 9, policy, GREEDY, Scripted()).tokens == [1, 1]
     assert policy.rooms == [9]
-    assert policy.asked == [(0, None), (1, None), (2, None)]
+    assert policy.asked == [0, 1, 2]
 
 
 def test_at_most_max_drafts_and_no_more_than_room() -> None:

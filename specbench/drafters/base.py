@@ -24,12 +24,16 @@ class Draft:
         q: The distributions they were drawn from, float32 [γ, vocab], after the sampling transforms; ``None`` when
             every token was certain to its drafter (q is then one-hot, and never written out).
         logits: The drafter's untransformed logits, γ tensors of shape [vocab]; ``None`` from a drafter without any.
+        evidence: What a drafter without logits knows instead: for each token a number from 0 to 1, the higher the more
+            speaks for it, on the condition that the drafts before it are right. It may run ahead of ``tokens``.
+            ``None`` from a drafter that has logits or knows nothing of the kind.
         prefill_s: Seconds in which the drafter read a prompt for the first time.
     """
 
     tokens: list[int] = field(default_factory=list)
     q: torch.Tensor | None = None
     logits: list[torch.Tensor] | None = None
+    evidence: list[float] | None = None
     prefill_s: float = 0.0
 
 
@@ -53,7 +57,7 @@ class Drafter(Protocol):
         Args:
             context: All tokens so far; the last one has not been fed to any model yet.
             room: The most tokens this step may draft; 0 or more.
-            policy: Asked how many tokens, and before each draw whether to go on.
+            policy: Asked how many tokens, before each whether to go on, and again before it is drawn from its logits.
             sampling: The transforms the target uses; a drafter with probabilities draws with the same ones.
             random: The one source of random draws.
         """

@@ -106,10 +106,12 @@ class LookupDrafter:
         if first_read:
             draft.prefill_s = self._clock.now() - began
         limit = policy.begin(room)
-        source = self._find(context) if limit > 0 else None
+        source, match = self._find(context) if limit > 0 else (None, 0)
         if source is None:
             return draft
-        while len(draft.tokens) < limit and policy.draw_next(len(draft.tokens), None):
+        # If the drafts before it are right, a token follows a match that is longer by as many.
+        draft.evidence = [n / (n + 1) for n in range(match, match + limit)]
+        while len(draft.tokens) < limit and policy.another(draft):
             behind = source + len(draft.tokens) - len(context)
             draft.tokens.append(context[behind] if behind < 0 else draft.tokens[behind])
         return draft
@@ -124,16 +126,16 @@ class LookupDrafter:
                 self._after[ngram] = i
         self._read = len(context)
 
-    def _find(self, context: Sequence[int]) -> int | None:
-        """The place from which to copy: just behind the match."""
+    def _find(self, context: Sequence[int]) -> tuple[int | None, int]:
+        """The place from which to copy, just behind the match, and the match's length in tokens."""
         for n in range(min(self._indexed, len(context)), self.min_match - 1, -1):
             place = self._after.get(tuple(context[len(context) - n :]))
             if place is not None:
-                return self._longest(context, place) if n == self._chained else place
-        return None
+                return self._longest(context, place) if n == self._chained else (place, n)
+        return None, 0
 
-    def _longest(self, context: Sequence[int], place: int | None) -> int | None:
-        """Of the places where the longest indexed suffix was, the one that matches furthest back."""
+    def _longest(self, context: Sequence[int], place: int | None) -> tuple[int | None, int]:
+        """Of the places where the longest indexed suffix was, the one that matches furthest back, and how far."""
         best, longest = place, 0
         for _ in range(_PLACES):
             if place is None:
@@ -146,7 +148,7 @@ class LookupDrafter:
             if match == self._limit:
                 break
             place = self._earlier.get(place)
-        return best
+        return best, longest
 
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         """New tokens are indexed at the next proposal."""

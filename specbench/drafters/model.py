@@ -42,12 +42,12 @@ class ModelDrafter:
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Draft:
         """Draft token by token; nothing once the context is behind the model's own limit or holds ids it lacks."""
-        limit = min(policy.begin(room), self._room(context))
+        limit = policy.begin(max(0, min(room, self._room(context))))
         draft = Draft(logits=[])
         distributions: list[torch.Tensor] = []
-        while len(draft.tokens) < limit:
+        while len(draft.tokens) < limit and policy.another(draft):
             logits = self._next_logits(context, draft)
-            if not policy.draw_next(len(draft.tokens), logits[0]):
+            if not policy.look(logits[0]):
                 break
             if sampling.greedy:
                 token = sampling.choose(logits, context, draft.tokens)[0]

@@ -36,20 +36,23 @@ _DEFAULTS = {"order": 4, "max": None, "window": None, "keep": False, "top-k": 1,
 class _Continuations:
     """How often each token followed one context, and which did so most often (of equals the last seen)."""
 
-    __slots__ = ("_best", "counts")
+    __slots__ = ("_best", "counts", "total")
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}  # the token seen last stands last
+        self.total = 0
         self._best: int | None = None  # None: find it when it is asked for
 
     def add(self, token: int) -> None:
         count = self.counts.pop(token, 0) + 1
         self.counts[token] = count
+        self.total += 1
         if self._best is not None and count >= self.counts[self._best]:
             self._best = token
 
     def remove(self, token: int) -> None:
         """Take back the oldest sight of ``token``; its last one, if another is left, is where it was."""
+        self.total -= 1
         if self.counts[token] > 1:
             self.counts[token] -= 1
         else:
@@ -62,6 +65,10 @@ class _Continuations:
             highest = max(self.counts.values())
             self._best = next(token for token in reversed(self.counts) if self.counts[token] == highest)
         return self._best
+
+    def evidence(self) -> float:
+        """What speaks for the most frequent token: its share of the counts and one sight of something else."""
+        return self.counts[self.most_frequent()] / (self.total + 1)
 
 
 class NGramDrafter:
@@ -166,7 +173,7 @@ class NGramDrafter:
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Draft:
-        draft = Draft()
+        draft = Draft(evidence=[])
         if self._read == 0:
             began = self._clock.now()
             self._read_up_to(len(context), context)
@@ -175,9 +182,12 @@ class NGramDrafter:
         sampled = self.sample and not sampling.greedy and self._vocabulary is not None
         distributions: list[torch.Tensor] = []
         tail = list(context[-(self.order - 1) :])
-        while len(draft.tokens) < limit and policy.draw_next(len(draft.tokens), None):
+        while len(draft.tokens) < limit:
             known = self._longest_known(tail)
             if known is None:
+                break
+            draft.evidence.append(known.evidence())  # type: ignore[union-attr]
+            if not policy.another(draft):
                 break
             if sampled:
                 distributions.append(self._distribution(known))

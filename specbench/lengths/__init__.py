@@ -1,0 +1,28 @@
+"""Draft-length rules: how many tokens to draft in a step. docs/lengths.md lists them; each class describes its own."""
+
+from specbench.lengths.auto import AutoLength
+from specbench.lengths.base import FixedLength, KeptState, LengthPolicy
+from specbench.lengths.costs import Costs, parse_costs, read_costs
+from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
+from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
+from specbench.lengths.words import POLICY_WORDS, PolicyWord, build_policy, check_policy, policy_names
+
+__all__ = [
+    "POLICY_WORDS",
+    "AutoLength",
+    "ConfidenceLength",
+    "Costs",
+    "EntropyBoundLength",
+    "EntropyGuidedLength",
+    "FixedLength",
+    "HeuristicLength",
+    "KeptState",
+    "LengthPolicy",
+    "PolicyWord",
+    "SvipLength",
+    "build_policy",
+    "check_policy",
+    "parse_costs",
+    "policy_names",
+    "read_costs",
+]

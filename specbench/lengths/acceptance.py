@@ -1,0 +1,83 @@
+"""The chance that a draft is accepted, learnt as the run goes from what the drafter knew and the target said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["OnlineLogistic", "log_odds"]
+
+_FLOOR, _CEILING = -4.0, 6.0
+
+_LATELY = 0.1
+"""Weight of an outcome in the average by which a change is noticed: about the last twenty count."""
+
+_TOO_MUCH = 3.5
+"""A change is noticed when that average is so many standard deviations off."""
+
+
+def log_odds(probability: float) -> float:
+    """``log(p / (1 - p))``, kept between -4 and 6: beyond them probabilities of drafters say nothing more."""
+    if probability >= 1.0:
+        return _CEILING
+    if not probability > 0.0:
+        return _FLOOR
+    return min(max(math.log(probability / (1.0 - probability)), _FLOOR), _CEILING)
+
+
+class OnlineLogistic:
+    """Chance = 1 / (1 + exp(-(intercept + slope·x))), both adapted to one outcome after the other.
+
+    It is logistic regression by an extended Kalman filter: the pair has a normal prior; every outcome moves its mean by
+    one Newton step and narrows its covariance, and a little is added to the covariance, up to the prior's, so that the
+    past fades. When outcomes differ from what is expected by more than chance explains, all of the prior's covariance
+    comes back. An update is some thirty multiplications.
+
+    Args:
+        mean: Intercept and slope to begin with.
+        deviation: How far off each may be (a standard deviation).
+        drift: Standard deviation that each gains per outcome.
+    """
+
+    def __init__(
+        self, mean: Sequence[float], deviation: Sequence[float], drift: Sequence[float] = (0.02, 0.005)
+    ) -> None:
+        self._mean = tuple(mean)
+        self._variance = tuple(d * d for d in deviation)
+        self._drift = tuple(d * d for d in drift)
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the prior."""
+        self.intercept, self.slope = self._mean
+        self._p00, self._p11 = self._variance
+        self._p01 = 0.0
+        self._surprise = self._usual_surprise = 0.0
+
+    def chance(self, x: float) -> float:
+        """The chance at ``x``."""
+        return 1.0 / (1.0 + math.exp(-(self.intercept + self.slope * x)))
+
+    def learn(self, x: float, outcome: bool) -> None:
+        """Take in what became of a draft with ``x``."""
+        chance = self.chance(x)
+        information = max(chance * (1.0 - chance), 1e-3)
+        g0 = self._p00 + self._p01 * x
+        g1 = self._p01 + self._p11 * x
+        scale = 1.0 / (1.0 + information * (g0 + g1 * x))
+        error = (outcome - chance) * scale
+        self.intercept += g0 * error
+        self.slope += g1 * error
+        shrink = information * scale
+        self._p00 = min(self._p00 - g0 * g0 * shrink + self._drift[0], self._variance[0])
+        self._p11 = min(self._p11 - g1 * g1 * shrink + self._drift[1], self._variance[1])
+        self._p01 -= g0 * g1 * shrink
+        self._surprise += _LATELY * (outcome - chance - self._surprise)
+        self._usual_surprise += _LATELY * (information - self._usual_surprise)
+        if self._surprise**2 > _TOO_MUCH**2 * self._usual_surprise * _LATELY / (2 - _LATELY):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Something has changed: keep the curve, but trust it no more than the prior."""
+        self._p00, self._p11 = self._variance
+        self._p01 = self._surprise = 0.0

@@ -1,0 +1,195 @@
+"""The rule that needs no tuning: one more draft as long as it is likely to pay for its time. See docs/lengths.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from specbench.lengths.acceptance import OnlineLogistic, log_odds
+from specbench.lengths.base import Rule, confidence, written
+from specbench.lengths.costs import Costs, MeasuredCosts
+
+if TYPE_CHECKING:
+    from specbench.drafters.base import Draft
+    from specbench.records import Step
+
+__all__ = ["AutoLength"]
+
+_TIMINGS = 2
+"""Steps that must have told the drafter's time before it can be held too slow: the first may be disturbed."""
+
+_PROBING = 0.02
+"""Share of the time of plain steps that may be lost on finding out whether drafting pays again."""
+
+_CURIOUS = 10
+"""Where nearly all drafts are of one length, every so many steps one beside it is tried, until it is timed well."""
+
+_NEARLY_ALL = 0.8
+
+_MEMORY = 0.98
+"""How much less a step counts in the rate than the one behind it."""
+
+_PRIOR_STEPS = 3.0
+"""The rate expected before anything is known counts as much as so many steps."""
+
+
+class AutoLength(Rule):
+    """Draft the next token iff the tokens it promises are worth more than the time it takes.
+
+    With R the tokens per second that this rule reaches, P the chance that all drafts so far are accepted, a the chance
+    that a draft is if those before it are, d the time of a drafter's pass and v(n) that of the rest of a step with n
+    tokens to verify, k tokens are followed by another iff for some j ≥ 1
+
+        P·(a + a² + ... + a^j)  >  R·(j·d + v(k+1+j) - v(k+1))
+
+    which maximises the rate (Dinkelbach 1967): at its optimum a longer draft earns just R per second. P and a are
+    learnt from how sure the drafter was and what was accepted, d and v from the times in the records, unless costs are
+    given; no clock is read here. If not even a first token is worth it, nothing is drafted, but for a token now and
+    then to see whether that has changed, at a bounded loss.
+
+    Args:
+        gamma_max: The most tokens drafted in a step.
+        costs: Costs to go by; ``None`` measures them.
+
+    Raises:
+        UsageError: ``gamma_max`` is below 1.
+    """
+
+    def __init__(self, gamma_max: int = 16, costs: Costs | None = None) -> None:
+        super().__init__(gamma_max)
+        self._given = costs is not None
+        self._costs = costs or MeasuredCosts()
+        # Chance that a draft is accepted: of its own log-odds with the drafter, and of those of the draft before it.
+        # The priors lie between what two pairs of models showed (docs/lengths.md).
+        self._drafted = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
+        self._upcoming = OnlineLogistic((1.4, 0.3), (1.0, 0.2))
+        self.reset()
+
+    @property
+    def name(self) -> str:
+        costs = "given" if self._given else "measured"
+        return written("auto", max=(self.gamma_max, 16), costs=(costs, "measured"))
+
+    def reset(self) -> None:
+        self._costs.reset()
+        self._drafted.reset()
+        self._upcoming.reset()
+        self._tokens = self._passes = 0.0
+        self._widths: dict[int, float] = {}
+        self._last = 2.0  # log-odds of the draft tested last
+        self._credit = 0.0
+        self._asked = True
+        self._limit = 0
+        self._step = 0
+        self._start_step()
+        self._weigh()
+
+    def _start_step(self) -> None:
+        self._draft: Draft | None = None
+        self._log_odds: list[float] = []
+        self._survival = 1.0
+        self._probing = False
+        self._exactly: int | None = None
+
+    # -- deciding ----------------------------------------------------------------------------------
+
+    def begin(self, room: int) -> int:
+        self._start_step()
+        self._limit = int(min(super().begin(room), self._costs.reach))
+        if (
+            self._costs.timings > 0
+            and self._limit > 0
+            and not self._worth(0, self._upcoming.chance(self._last))
+        ):
+            self._probing = self._costs.timings < _TIMINGS or self._credit >= self._probe_s
+            self._limit = int(self._probing)
+        elif (tried := self._untimed_length()) is not None:
+            self._exactly = self._limit = tried
+        self._asked = self._limit > 0
+        return self._limit
+
+    def _untimed_length(self) -> int | None:
+        """A draft length to try, so that steps of one length do not hide that another would be faster."""
+        if self._step % _CURIOUS or not self._widths:
+            return None
+        width = max(self._widths, key=self._widths.__getitem__)
+        if self._widths[width] < _NEARLY_ALL * sum(self._widths.values()):
+            return None
+        beside = (width + 1, width - 1) if width > 1 else ()
+        return next((n - 1 for n in beside if n <= self._limit + 1 and self._costs.samples(n) < 3), None)
+
+    def another(self, draft: Draft) -> bool:
+        self._draft = draft
+        k = len(draft.tokens)
+        self._read(draft, k)
+        if draft.evidence is not None and k < len(draft.evidence):
+            chance = self._drafted.chance(log_odds(draft.evidence[k]))
+        elif k == 0:
+            return True
+        else:
+            chance = self._upcoming.chance(self._log_odds[-1])
+        forced = self._probing or self._exactly is not None or self._costs.timings == 0
+        return forced or self._worth(k, chance)
+
+    def _worth(self, k: int, chance: float) -> bool:
+        """Whether drafts behind the ``k`` there are, each accepted with ``chance``, earn more than their time."""
+        survival, tokens = self._survival, 0.0
+        for j in range(1, self._limit - k + 1):
+            survival *= chance
+            tokens += survival
+            if tokens > self._rate * (j * self._draft_s + self._verify_s[k + 1 + j] - self._verify_s[k + 1]):
+                return True
+        return False
+
+    def _read(self, draft: Draft, count: int) -> None:
+        """Have the log-odds of the first ``count`` drafts, and the chance that they survive."""
+        for i in range(len(self._log_odds), count):
+            self._log_odds.append(log_odds(confidence(draft, i)))
+            self._survival *= self._drafted.chance(self._log_odds[i])
+
+    # -- learning ----------------------------------------------------------------------------------
+
+    def observe(self, step: Step) -> None:
+        self._step += 1
+        self._costs.observe(step, self._asked)
+        if self._draft is not None:
+            self._read(self._draft, step.tested)  # the last one may not have been asked about
+            for i in range(step.tested):
+                accepted = i < step.accepted
+                self._upcoming.learn(self._last, accepted)
+                self._drafted.learn(self._log_odds[i], accepted)
+                self._last = self._log_odds[i]
+        if not self._asked:
+            self._credit = min(self._credit + _PROBING * self._verify_s[1], self._probe_s)
+        elif self._probing and step.gamma > 0:
+            self._credit += step.accepted / self._rate - self._probe_s
+        self._asked = True
+        self._start_step()
+        self._tokens = _MEMORY * self._tokens + len(step.tokens)
+        self._passes = _MEMORY * self._passes + step.gamma
+        self._widths = {n: _MEMORY * count for n, count in self._widths.items()}
+        self._widths[step.gamma + 1] = self._widths.get(step.gamma + 1, 0.0) + 1
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """Renew what decisions go by: costs, and the rate."""
+        d = self._draft_s = self._costs.draft_s
+        v = self._verify_s = self._costs.verify_s(self.gamma_max + 1)
+        self._probe_s = d + v[2] - v[1]
+        chance = self._upcoming.chance(self._last)
+        survival = tokens = 1.0
+        expected, seconds = 1.0, v[1]
+        for gamma in range(1, self.gamma_max + 1):
+            survival *= chance
+            tokens += survival
+            if tokens * seconds > expected * (gamma * d + v[gamma + 1]):
+                expected, seconds = tokens, gamma * d + v[gamma + 1]
+        spent = self._passes * d + sum(count * v[n] for n, count in self._widths.items())
+        reached = (self._tokens + _PRIOR_STEPS * expected) / (spent + _PRIOR_STEPS * seconds)
+        self._rate = max(reached, 1.0 / v[1])  # plain decoding is always there
+
+    def notes(self) -> Mapping[str, float]:
+        return {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}
+
+    def costs(self) -> dict[str, Any]:
+        return self._costs.to_dict()

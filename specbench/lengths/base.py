@@ -1,0 +1,198 @@
+"""What a draft-length rule is, what it can read off a draft, and the simplest one.
+
+A rule keeps the output's distribution as long as whether token i+1 is drafted depends only on what is known before that
+token is drawn: earlier steps, clocks, the drafts so far and the drafter's distributions up to and including q_{i+1}
+(Leviathan et al. 2023, section 2; docs/lengths.md). So a rule is asked *before* a pass is spent on a token, and again
+before the token is drawn, and never after that: it can stop behind a token, but not take it back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from specbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from specbench.drafters.base import Draft
+    from specbench.records import Step
+
+__all__ = [
+    "FixedLength",
+    "KeptState",
+    "LengthPolicy",
+    "Rule",
+    "confidence",
+    "entropy",
+    "normalised_entropy",
+    "written",
+]
+
+
+class LengthPolicy(Protocol):
+    """Decides the draft length of every step; one object serves one prompt at a time.
+
+    In each step the drafter calls ``begin`` once, then ``another`` before every draft, and ``look`` between the pass
+    that gives the draft's distribution and the draw, if it has passes. The loop calls ``observe`` when the step is
+    over.
+    """
+
+    @property
+    def name(self) -> str:
+        """The rule, with those of its options that are not the defaults."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything: a new prompt begins."""
+        ...
+
+    def begin(self, room: int) -> int:
+        """Start a step in which at most ``room`` tokens may be drafted; return the most it wants (0: none)."""
+        ...
+
+    def another(self, draft: Draft) -> bool:
+        """Whether to draft one more token. Asked before a drafter's pass is spent on it.
+
+        Args:
+            draft: The draft so far. The rule may read it again as long as the step lasts, and never writes to it.
+        """
+        ...
+
+    def look(self, logits: torch.Tensor) -> bool:
+        """Whether to draw the token after all, now that its distribution is known.
+
+        Args:
+            logits: The drafter's for this token, shape [vocab], before any sampling transform.
+        """
+        ...
+
+    def observe(self, step: Step) -> None:
+        """Learn from a finished step."""
+        ...
+
+    def notes(self) -> Mapping[str, float]:
+        """What to record about the current step, by name."""
+        ...
+
+    def costs(self) -> dict[str, Any] | None:
+        """The costs of passes it went by so far, ready for JSON (see ``parse_costs``); ``None`` if it needs none."""
+        ...
+
+
+class Rule:
+    """A rule that drafts ``gamma_max`` tokens in every step and learns nothing; others override what they need.
+
+    Args:
+        gamma_max: The most tokens drafted in a step, at least 1.
+
+    Raises:
+        UsageError: It is less.
+    """
+
+    def __init__(self, gamma_max: int) -> None:
+        if gamma_max < 1:
+            raise UsageError(f"The longest draft is {gamma_max} tokens.", "Give at least 1.")
+        self.gamma_max = gamma_max
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def begin(self, room: int) -> int:
+        return min(self.gamma_max, room)
+
+    def another(self, draft: Draft) -> bool:  # noqa: ARG002
+        return True
+
+    def look(self, logits: torch.Tensor) -> bool:  # noqa: ARG002
+        return True
+
+    def observe(self, step: Step) -> None:
+        """There is nothing to learn."""
+
+    def notes(self) -> Mapping[str, float]:
+        return {}
+
+    def costs(self) -> dict[str, Any] | None:
+        return None
+
+
+class FixedLength(Rule):
+    """Draft ``gamma`` tokens in every step, fewer only where the room ends.
+
+    Args:
+        gamma: At least 1.
+
+    Raises:
+        UsageError: It is less.
+    """
+
+    def __init__(self, gamma: int = 5) -> None:
+        super().__init__(gamma)
+
+    @property
+    def gamma(self) -> int:
+        return self.gamma_max
+
+    @property
+    def name(self) -> str:
+        return f"fixed({self.gamma})"
+
+
+class KeptState:
+    """A rule that carries what it learnt from one prompt to the next.
+
+    Args:
+        policy: The rule.
+    """
+
+    def __init__(self, policy: LengthPolicy) -> None:
+        self.policy = policy
+        self.begin, self.another, self.look = policy.begin, policy.another, policy.look
+        self.observe, self.notes, self.costs = policy.observe, policy.notes, policy.costs
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy.name}, kept"
+
+    def reset(self) -> None:
+        """The point is not to."""
+
+
+def entropy(logits: torch.Tensor) -> float:
+    """Entropy of the untempered softmax of ``logits``, shape [vocab], in nats."""
+    return max(0.0, float(torch.special.entr(logits.float().softmax(dim=-1)).sum()))
+
+
+def normalised_entropy(logits: torch.Tensor) -> float:
+    """Entropy over that of the uniform distribution on as many tokens: 0 to 1."""
+    return entropy(logits) / math.log(logits.shape[-1]) if logits.shape[-1] > 1 else 0.0
+
+
+def confidence(draft: Draft, i: int) -> float:
+    """How sure the drafter was of draft ``i``.
+
+    Returns:
+        The token's probability in the untempered softmax; from a drafter without logits what it offers in ``evidence``,
+        or 1 if it offers nothing.
+    """
+    if draft.logits is not None:
+        logits = draft.logits[i].float()
+        return float((logits[draft.tokens[i]] - logits.logsumexp(dim=-1)).exp())
+    return draft.evidence[i] if draft.evidence is not None else 1.0
+
+
+def written(word: str, **options: tuple[object, object]) -> str:
+    """A rule's name: its word and, in brackets, each option whose (value, default) differ."""
+    changed = [
+        f"{option}={value:g}" if isinstance(value, float) else f"{option}={value}"
+        for option, (value, default) in options.items()
+        if value != default
+    ]
+    return f"{word}({','.join(changed)})" if changed else word

@@ -1,0 +1,331 @@
+"""What one pass of the drafter and one of the target cost: measured as the run goes, or given."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from specbench.records import Step
+
+__all__ = ["Costs", "GivenCosts", "MeasuredCosts", "parse_costs", "read_costs"]
+
+_PASSES = 15
+"""Of the drafter's passes, the latest so many are kept."""
+
+_STEPS = 9
+"""Of the steps with one number of tokens to verify, likewise."""
+
+_C = 0.2
+"""Cost ratio assumed before a drafter's pass was measured."""
+
+_SLOPE = 0.02
+"""By how much of v(1) another token is assumed to lengthen a target pass, before anything is known."""
+
+_FAR = 4
+"""The assumption about the slope counts as much as one step with one token and one with so many more."""
+
+_FEW = 3
+"""The longest draft before anything was timed."""
+
+_INSTANT = 1e-9
+"""No step takes less, whatever a coarse clock says."""
+
+
+class Costs(Protocol):
+    """Seconds of the two kinds of passes; only their ratios matter to a rule."""
+
+    @property
+    def draft_s(self) -> float:
+        """One pass of the drafter, with the draw of a token."""
+        ...
+
+    @property
+    def timings(self) -> float:
+        """How many steps have told ``draft_s``; 0 while it is assumed, infinite if it is given."""
+        ...
+
+    @property
+    def reach(self) -> float:
+        """The longest draft whose time can be judged by what was seen."""
+        ...
+
+    def samples(self, n: int) -> float:
+        """How many steps with ``n`` tokens to verify have been timed; infinite if the time is given."""
+        ...
+
+    def verify_s(self, widest: int) -> Sequence[float]:
+        """A step without its draft, by the number n of tokens verified: item n for n from 1 to ``widest``."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        ...
+
+    def observe(self, step: Step, caught_up: bool) -> None:
+        """Measure a finished step.
+
+        Args:
+            step: The step.
+            caught_up: Whether the drafter had read the context but for the last step's end. Otherwise its first pass
+                read more than usual, and the time of the draft is no more than a bound.
+        """
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``parse_costs`` takes, ready for JSON."""
+        ...
+
+
+class GivenCosts:
+    """Costs that stay as they are; no clock has a say.
+
+    Args:
+        draft_s: Seconds of a drafter's pass.
+        verify_s: Seconds of a target's pass by its number of tokens. What lies between two is interpolated, and what
+            lies beyond the last goes on as from the last but one.
+    """
+
+    timings = reach = math.inf
+
+    def __init__(self, draft_s: float, verify_s: Mapping[int, float]) -> None:
+        self.draft_s = draft_s
+        self.points = dict(sorted(verify_s.items()))
+
+    def samples(self, n: int) -> float:  # noqa: ARG002
+        return math.inf
+
+    def verify_s(self, widest: int) -> Sequence[float]:
+        *_, last = self.points
+        slope = _SLOPE * self.points[last]
+        if len(self.points) > 1:
+            *_, before, _ = self.points
+            slope = max(0.0, (self.points[last] - self.points[before]) / (last - before))
+        return [_interpolate(self.points, n) + slope * max(0, n - last) for n in range(widest + 1)]
+
+    def reset(self) -> None:
+        """Nothing was measured."""
+
+    def observe(self, step: Step, caught_up: bool) -> None:
+        """Nothing is measured."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "drafter_pass_s": self.draft_s,
+            "target_pass_s": {str(n): seconds for n, seconds in self.points.items()},
+        }
+
+
+class MeasuredCosts:
+    """Costs from the times in the records of the steps.
+
+    A cost is the (lower) median of its latest samples, and no pass may take longer than one with more tokens: single
+    disturbed steps, and first ones with their first-time work, do not count. Numbers of tokens that were seen rarely or
+    never are drawn towards a straight line through the others, and that one towards a gentle slope. The first steps of
+    later prompts are left out, for they may read the prompt.
+
+    Args:
+        history: What was measured step by step in an earlier run (``to_dict()["steps"]``), to be used again in place of
+            the times of this run. Steps behind its end are not measured.
+    """
+
+    def __init__(self, history: Sequence[Sequence[float | None]] | None = None) -> None:
+        self._history = history
+        self.reset()
+
+    def reset(self) -> None:
+        self._samples: list[tuple[float | None, float | None]] = []
+        self._drafts: deque[float] = deque(maxlen=_PASSES)
+        self._steps: dict[int, deque[float]] = {}
+        self._line = (1.0, _SLOPE)
+        self._off_line: dict[int, float] = {}
+        self._least = 1.0
+
+    @property
+    def draft_s(self) -> float:
+        return median_low(self._drafts) if self._drafts else _C * self._line[0]
+
+    @property
+    def timings(self) -> float:
+        return len(self._drafts)
+
+    @property
+    def reach(self) -> float:
+        return max(_FEW, 2 * (max(self._steps, default=1) - 1)) if self._drafts else _FEW
+
+    def samples(self, n: int) -> float:
+        return len(self._steps.get(n, ()))
+
+    def verify_s(self, widest: int) -> Sequence[float]:
+        first, slope = self._line
+        return [
+            max(first + slope * (n - 1) + _interpolate(self._off_line, n), self._least)
+            for n in range(widest + 1)
+        ]
+
+    def observe(self, step: Step, caught_up: bool) -> None:
+        draft_s, verify_s = self._sample(step, caught_up)
+        self._samples.append((draft_s, verify_s))
+        if draft_s is not None:
+            self._drafts.append(draft_s)
+        if verify_s is not None:
+            self._steps.setdefault(step.gamma + 1, deque(maxlen=_STEPS)).append(verify_s)
+            self._fit()
+
+    def _sample(self, step: Step, caught_up: bool) -> tuple[float | None, float | None]:
+        """Seconds per drafter's pass, and seconds of the rest of the step; ``None`` for what the step does not tell."""
+        if self._history is not None:
+            place = len(self._samples)
+            draft_s, verify_s = self._history[place] if place < len(self._history) else (None, None)
+            return draft_s, verify_s
+        if step.index == 0 and self._samples:
+            return None, None
+        times = step.times
+        verify_s = times.total_s - times.draft_s
+        passes = step.gamma - (
+            times.draft_prefill_s > 0
+        )  # the pass that read the prompt gave the first token too
+        if passes == 0:
+            return None, verify_s
+        draft_s = max(0.0, times.draft_s - times.draft_prefill_s) / passes
+        return draft_s if caught_up or draft_s < self.draft_s else None, verify_s
+
+    def _fit(self) -> None:
+        """Lay a line through the medians, weighted by their samples, and keep what they lie off it."""
+        medians: dict[int, float] = {}
+        least = math.inf
+        for n in sorted(self._steps, reverse=True):
+            # Fewer tokens never take longer; if they seem to, they were disturbed (as first steps often are).
+            medians[n] = least = min(median_low(self._steps[n]), least)
+        medians = dict(sorted(medians.items()))
+        weights = {n: float(len(self._steps[n])) for n in medians}
+        level = sum(w * medians[n] / (1 + _SLOPE * (n - 1)) for n, w in weights.items()) / sum(
+            weights.values()
+        )
+        points = [(n - 1.0, medians[n], w) for n, w in weights.items()]
+        points += [(0.0, level, 1.0), (float(_FAR), level * (1 + _SLOPE * _FAR), 1.0)]
+        # n tokens never cost more together than one by one.
+        self._least = max(min(seconds / n for n, seconds in medians.items()), _INSTANT)
+        total = sum(w for _, _, w in points)
+        x_mean = sum(w * x for x, _, w in points) / total
+        y_mean = sum(w * y for _, y, w in points) / total
+        spread = sum(w * (x - x_mean) ** 2 for x, _, w in points)
+        slope = max(0.0, sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread)
+        first = y_mean - slope * x_mean
+        self._line = (first, slope)
+        self._off_line = {
+            n: (seconds - first - slope * (n - 1)) * weights[n] / (weights[n] + 1)
+            for n, seconds in medians.items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        seconds = self.verify_s(max(self._steps, default=0))
+        return {
+            "drafter_pass_s": self.draft_s if self._drafts else None,
+            "target_pass_s": {str(n): seconds[n] for n in sorted(self._steps)},
+            "steps": [list(sample) for sample in self._samples],
+        }
+
+
+def _interpolate(points: Mapping[int, float], n: int) -> float:
+    """The value at ``n``, straight between neighbours and level beyond the ends; 0 without points. Keys ascend."""
+    below, above = None, None
+    for width, value in points.items():
+        if width == n:
+            return value
+        if width < n:
+            below = (width, value)
+        else:
+            above = (width, value)
+            break
+    if below is None or above is None:
+        known = below or above
+        return known[1] if known else 0.0
+    return below[1] + (above[1] - below[1]) * (n - below[0]) / (above[0] - below[0])
+
+
+def read_costs(path: str | Path, drafter: str | None = None) -> Costs:
+    """Costs from a JSON file: see ``parse_costs``; in a larger object they are looked for under ``costs``.
+
+    Raises:
+        UsageError: There is no such file, or no costs in it.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"The costs cannot be read: {error.strerror}.", "Name a JSON file.") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError("The file with the costs is no JSON.", "Name one that specbench wrote.") from error
+    if isinstance(data, dict) and isinstance(data.get("costs"), dict):
+        data = data["costs"]
+    return parse_costs(data, drafter)
+
+
+def parse_costs(data: object, drafter: str | None = None) -> Costs:
+    """Costs as ``to_dict`` gives them, or as a sweep measures them.
+
+    Args:
+        data: ``target_pass_s`` maps numbers of tokens to seconds. ``drafter_pass_s`` is a number of seconds, or maps
+            names of drafters to it. With ``steps``, the samples of an earlier run, that run's decisions are repeated
+            one by one.
+        drafter: Which of several drafters is meant.
+
+    Raises:
+        UsageError: They are of another form, or not of this drafter.
+    """
+    if not isinstance(data, Mapping):
+        raise _bad("they are no object")
+    target = data.get("target_pass_s")
+    if not isinstance(target, Mapping):
+        raise _bad("target_pass_s does not map numbers of tokens to seconds")
+    widths: dict[int, float] = {}
+    for n, seconds in target.items():
+        if not (str(n).isdecimal() and int(n) > 0 and _is_time(seconds) and seconds > 0):
+            raise _bad(f"target_pass_s has {n!r}: {seconds!r}")
+        widths[int(n)] = float(seconds)
+    steps = data.get("steps")
+    if steps is not None:
+        if isinstance(steps, str) or not isinstance(steps, Sequence) or not all(map(_is_sample, steps)):
+            raise _bad("steps is no list of pairs of seconds")
+        return MeasuredCosts(steps)
+    if not widths:
+        raise _bad("target_pass_s is empty")
+    drafters = data.get("drafter_pass_s")
+    if isinstance(drafters, Mapping):
+        if drafter is None and len(drafters) == 1:
+            drafters = next(iter(drafters.values()))
+        elif drafter in drafters:
+            drafters = drafters[drafter]
+        else:
+            raise UsageError(
+                f"The costs are of {', '.join(map(str, drafters)) or 'no drafter'}, not of {drafter or 'one drafter'}.",
+                "Measure this drafter, or give its drafter_pass_s as a number.",
+            )
+    if not _is_time(drafters):
+        raise _bad(f"drafter_pass_s is {drafters!r}")
+    return GivenCosts(float(drafters), widths)  # type: ignore[arg-type]
+
+
+def _is_time(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+
+
+def _is_sample(sample: object) -> bool:
+    if not isinstance(sample, Sequence) or isinstance(sample, str) or len(sample) != 2:
+        return False
+    return all(value is None or _is_time(value) for value in sample)
+
+
+def _bad(what: str) -> UsageError:
+    return UsageError(
+        f"The costs are not of the form expected: {what}.",
+        'Give {"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}}.',
+    )

@@ -1,0 +1,180 @@
+"""Rules that read the entropy of the drafter's distributions: EGAG, AdaEDL's bound and SVIP.
+
+The entropy is that of the untempered softmax, for in greedy decoding the distribution that decides has none. Drafters
+without logits give nothing to read: behind them these rules draft up to their maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from specbench.errors import UsageError
+from specbench.lengths.base import Rule, entropy, normalised_entropy, written
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.drafters.base import Draft
+    from specbench.records import Step
+
+__all__ = ["EntropyBoundLength", "EntropyGuidedLength", "SvipLength"]
+
+
+class EntropyGuidedLength(Rule):
+    """EGAG: the draft length falls as the entropy at the start of the step rises.
+
+    ``H_norm = H(q_1) / log V``, smoothed ``H_ema = β·H_ema + (1-β)·H_norm`` (the first value stands for itself), and
+    ``γ = gamma_max - (gamma_max - gamma_min) · min(1, H_ema / scale)``, rounded, then cut by the room. The entropy is
+    read off the pass that drafts the first token, so it costs no pass of its own.
+
+    Args:
+        gamma_min: γ at and above the scale, at least 1.
+        gamma_max: γ where the drafter is certain.
+        ema_beta: Weight of the past, from 0 (none) to below 1.
+        scale: The H_norm at which γ has come down to ``gamma_min``, above 0 and at most 1. With 1 γ follows the line of
+            the plain rule, which real vocabularies hardly ever leave the top of.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    def __init__(
+        self, gamma_min: int = 1, gamma_max: int = 8, ema_beta: float = 0.0, scale: float = 0.3
+    ) -> None:
+        super().__init__(gamma_max)
+        if not 1 <= gamma_min <= gamma_max:
+            raise UsageError(
+                f"The shortest draft of EGAG is {gamma_min} tokens.", f"Give 1 to the longest, {gamma_max}."
+            )
+        if not 0 <= ema_beta < 1:
+            raise UsageError(f"β of EGAG's average is {ema_beta}.", "Give 0 for none, or a number below 1.")
+        if not 0 < scale <= 1:
+            raise UsageError(f"The scale of EGAG is {scale}.", "Give a number above 0 and at most 1.")
+        self.gamma_min, self.ema_beta, self.scale = gamma_min, ema_beta, scale
+        self.reset()
+
+    @property
+    def name(self) -> str:
+        return written(
+            "egag",
+            min=(self.gamma_min, 1),
+            max=(self.gamma_max, 8),
+            beta=(self.ema_beta, 0.0),
+            scale=(self.scale, 0.3),
+        )
+
+    def reset(self) -> None:
+        self._average: float | None = None
+        self._notes: dict[str, float] = {}
+
+    def begin(self, room: int) -> int:
+        self._notes = {}
+        self._limit = self._gamma = super().begin(room)
+        return self._limit
+
+    def another(self, draft: Draft) -> bool:
+        return len(draft.tokens) < self._gamma
+
+    def look(self, logits: torch.Tensor) -> bool:
+        if not self._notes:
+            h = normalised_entropy(logits)
+            past = h if self._average is None else self._average
+            self._average = self.ema_beta * past + (1 - self.ema_beta) * h
+            fall = (self.gamma_max - self.gamma_min) * min(1.0, self._average / self.scale)
+            self._gamma = min(math.floor(self.gamma_max - fall + 0.5), self._limit)
+            self._notes = {"H_norm": h, "H_ema": self._average, "gamma": float(self._gamma)}
+        return True
+
+    def notes(self) -> Mapping[str, float]:
+        return self._notes
+
+
+class SvipLength(Rule):
+    """SVIP (Zhang et al. 2024, arXiv 2411.18462): stop behind a token with ``sqrt(0.15 · H(q_i)) > threshold``.
+
+    Args:
+        threshold: Above 0.
+        gamma_max: The most tokens drafted in a step.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    factor = 0.15
+
+    def __init__(self, threshold: float = 0.3, gamma_max: int = 40) -> None:
+        super().__init__(gamma_max)
+        if not (threshold > 0 and math.isfinite(threshold)):
+            raise UsageError(f"The threshold of SVIP is {threshold}.", "Give a number above 0.")
+        self.threshold = threshold
+
+    @property
+    def name(self) -> str:
+        return written("svip", threshold=(self.threshold, 0.3), max=(self.gamma_max, 40))
+
+    def another(self, draft: Draft) -> bool:
+        return not draft.logits or math.sqrt(self.factor * entropy(draft.logits[-1])) <= self.threshold
+
+
+class EntropyBoundLength(Rule):
+    """AdaEDL (Agrawal et al. 2024, arXiv 2410.18351): stop where a bound on the chance of acceptance falls below λ.
+
+    The bound is ``1 - sqrt(0.2 · H(q_i))``; drafting stops behind the first token where it is below λ. After every
+    step with drafts
+
+        AR ← 0.5·AR + 0.5·accepted/drafted
+        λ' = λ + 0.01 if AR < 0.9;  λ - 0.01 if not as many were accepted as the step had room for;  else λ
+        λ  ← 0.9·λ + 0.1·λ'
+
+    AR begins at 0.9. docs/lengths.md says where published versions differ.
+
+    Args:
+        threshold: λ at the beginning, from 0 to 1.
+        gamma_max: The most tokens drafted in a step.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    factor = 0.2
+    target_rate = 0.9
+    step = 0.01
+
+    def __init__(self, threshold: float = 0.6, gamma_max: int = 20) -> None:
+        super().__init__(gamma_max)
+        if not 0 <= threshold <= 1:
+            raise UsageError(f"λ of the entropy bound is {threshold}.", "Give a number from 0 to 1.")
+        self.initial_threshold = threshold
+        self.reset()
+
+    @property
+    def name(self) -> str:
+        return written("entropy-bound", threshold=(self.initial_threshold, 0.6), max=(self.gamma_max, 20))
+
+    def reset(self) -> None:
+        self.threshold, self._rate, self._limit = self.initial_threshold, self.target_rate, self.gamma_max
+
+    def begin(self, room: int) -> int:
+        self._limit = super().begin(room)
+        return self._limit
+
+    def another(self, draft: Draft) -> bool:
+        if not draft.logits:
+            return True
+        return 1 - math.sqrt(self.factor * entropy(draft.logits[-1])) >= self.threshold
+
+    def observe(self, step: Step) -> None:
+        if step.gamma == 0 or step.closing is None:
+            return  # behind a stop nobody knows what would have been accepted
+        self._rate = 0.5 * self._rate + 0.5 * step.accepted / step.gamma
+        wanted = self.threshold
+        if self._rate < self.target_rate:
+            wanted += self.step
+        elif step.accepted < self._limit:
+            wanted -= self.step
+        self.threshold = 0.9 * self.threshold + 0.1 * wanted
+
+    def notes(self) -> Mapping[str, float]:
+        return {"lambda": self.threshold}

@@ -1,0 +1,147 @@
+"""Rules that `transformers` knows: a confidence threshold, and two more or one less by what was accepted."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from specbench.errors import UsageError
+from specbench.lengths.base import Rule, confidence, written
+
+if TYPE_CHECKING:
+    from specbench.drafters.base import Draft
+    from specbench.records import Step
+
+__all__ = ["ConfidenceLength", "HeuristicLength", "best_threshold"]
+
+_ENOUGH = 6
+"""Tested drafts from which on the threshold is adapted, as in `transformers`."""
+
+
+class HeuristicLength(Rule):
+    """Two tokens more after a step in which every draft was accepted, one less after any other.
+
+    Args:
+        gamma: Length of the first draft.
+        gamma_min: Never less than this, at least 1.
+        gamma_max: Never more than this.
+
+    Raises:
+        UsageError: They are not ``1 <= gamma_min <= gamma <= gamma_max``.
+    """
+
+    def __init__(self, gamma: int = 5, gamma_min: int = 1, gamma_max: int = 40) -> None:
+        super().__init__(gamma_max)
+        if not 1 <= gamma_min <= gamma <= gamma_max:
+            raise UsageError(
+                f"The heuristic begins with {gamma} tokens, at least {gamma_min} and at most {gamma_max}.",
+                "Give 1 or more, in ascending order.",
+            )
+        self.first, self.gamma_min = gamma, gamma_min
+        self.reset()
+
+    @property
+    def name(self) -> str:
+        return written("heuristic", start=(self.first, 5), min=(self.gamma_min, 1), max=(self.gamma_max, 40))
+
+    def reset(self) -> None:
+        self.gamma = self.first
+
+    def begin(self, room: int) -> int:
+        return min(self.gamma, room)
+
+    def observe(self, step: Step) -> None:
+        if step.gamma == 0 or step.closing is None:
+            return  # nothing was drafted, or a stop hides what would have been accepted
+        change = 2 if step.accepted == step.gamma else -1
+        self.gamma = min(max(self.gamma + change, self.gamma_min), self.gamma_max)
+
+    def notes(self) -> Mapping[str, float]:
+        return {"gamma": float(self.gamma)}
+
+
+class ConfidenceLength(Rule):
+    """Stop behind a token whose probability ``q_i(t_i)`` is below a threshold.
+
+    Args:
+        threshold: From 0 (never stops) to 1.
+        adapt: Move it after each step to where ``FPR + 3·(1 - TPR)`` of "confident" against "accepted" was least in
+            the drafts tested so far, once there are six with both outcomes among them.
+        gamma_max: The most tokens drafted in a step.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    def __init__(self, threshold: float = 0.4, adapt: bool = False, gamma_max: int = 20) -> None:
+        super().__init__(gamma_max)
+        if not 0 <= threshold <= 1:
+            raise UsageError(f"The confidence threshold is {threshold}.", "Give a number from 0 to 1.")
+        self.initial_threshold, self.adapt = threshold, adapt
+        self.reset()
+
+    @property
+    def name(self) -> str:
+        return written(
+            "confidence",
+            threshold=(self.initial_threshold, 0.4),
+            adapt=(self.adapt, False),
+            max=(self.gamma_max, 20),
+        )
+
+    def reset(self) -> None:
+        self.threshold = self.initial_threshold
+        self._draft: Draft | None = None
+        self._seen: list[float] = []
+        self._accepted: list[float] = []
+        self._rejected: list[float] = []
+
+    def begin(self, room: int) -> int:
+        self._draft, self._seen = None, []
+        return super().begin(room)
+
+    def another(self, draft: Draft) -> bool:
+        self._draft = draft
+        self._read(draft, len(draft.tokens))
+        return not self._seen or self._seen[-1] >= self.threshold
+
+    def _read(self, draft: Draft, count: int) -> None:
+        """Have the confidences of the first ``count`` drafts in ``_seen``."""
+        self._seen += [confidence(draft, i) for i in range(len(self._seen), count)]
+
+    def observe(self, step: Step) -> None:
+        if not self.adapt or self._draft is None:
+            return
+        self._read(self._draft, step.tested)  # the last one may not have been asked about
+        for i in range(step.tested):
+            insort(self._accepted if i < step.accepted else self._rejected, self._seen[i])
+        self._draft = None
+        if self._accepted and self._rejected and len(self._accepted) + len(self._rejected) >= _ENOUGH:
+            self.threshold = best_threshold(self._accepted, self._rejected)
+
+    def notes(self) -> Mapping[str, float]:
+        return {"threshold": self.threshold}
+
+
+def best_threshold(accepted: Sequence[float], rejected: Sequence[float]) -> float:
+    """The confidence at which ``FPR + 3·(1 - TPR)`` is least; of equally good ones the highest.
+
+    A draft counts as confident from the threshold upwards; TPR is the share of such among the accepted, FPR among the
+    rejected.
+
+    Args:
+        accepted: Confidences of accepted drafts, at least one, ascending.
+        rejected: Those of rejected ones, likewise.
+    """
+    best, least = accepted[-1], float("inf")
+    a, r = len(accepted), len(rejected)
+    for threshold in sorted({*accepted, *rejected}, reverse=True):
+        while a and accepted[a - 1] >= threshold:
+            a -= 1
+        while r and rejected[r - 1] >= threshold:
+            r -= 1
+        cost = (len(rejected) - r) / len(rejected) + 3 * a / len(accepted)
+        if cost < least:
+            best, least = threshold, cost
+    return best

@@ -1,0 +1,1111 @@
+"""Draft-length rules: that the output's distribution is kept, their numbers, what they learn and forget."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, fixed_script, random_table
+
+from specbench.decode import decode_steps
+from specbench.drafters.base import Draft
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.errors import UsageError
+from specbench.lengths import (
+    POLICY_WORDS,
+    AutoLength,
+    ConfidenceLength,
+    EntropyBoundLength,
+    EntropyGuidedLength,
+    FixedLength,
+    HeuristicLength,
+    KeptState,
+    LengthPolicy,
+    SvipLength,
+    build_policy,
+    check_policy,
+    parse_costs,
+    policy_names,
+    read_costs,
+)
+from specbench.lengths.acceptance import OnlineLogistic, log_odds
+from specbench.lengths.base import confidence, entropy, normalised_entropy
+from specbench.lengths.costs import GivenCosts, MeasuredCosts
+from specbench.lengths.outcomes import best_threshold
+from specbench.records import Prefill, Step, StepTimes
+from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.text import StopRules
+
+VOCAB = 3
+PROMPT = [1, 2, 0, 1, 2]
+TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
+
+
+class UnsteadyClock:
+    """Moves on by 1 to ``most`` milliseconds whenever it is read, in an order fixed by the seed."""
+
+    def __init__(self, seed: int = 0, most: int = 9) -> None:
+        self.random, self.most, self.time = random.Random(seed), most, 0.0
+
+    def now(self) -> float:
+        self.time += self.random.randint(1, self.most) / 1000
+        return self.time
+
+
+def costs(c: float, slope: float = 0.02) -> GivenCosts:
+    return GivenCosts(c, {1: 1.0, 17: 1.0 + 16 * slope})
+
+
+# Options under which these small models make every rule draft longer here and shorter there.
+RULES: dict[str, Callable[[], LengthPolicy]] = {
+    "fixed": lambda: build_policy("fixed", gamma=3),
+    "egag": lambda: build_policy("egag", gamma_max=2, egag_scale=1.0),
+    "egag, smoothed": lambda: build_policy("egag", gamma_max=2, egag_scale=1.0, egag_ema_beta=0.3),
+    "confidence": lambda: build_policy("confidence", confidence=0.6),
+    "confidence, adapted": lambda: build_policy("confidence", confidence=0.6, adapt_confidence=True),
+    "entropy-bound": lambda: build_policy("entropy-bound", entropy_lambda=0.6),
+    "svip": lambda: build_policy("svip", svip_threshold=0.35),
+    "heuristic": lambda: build_policy("heuristic", gamma=1, gamma_max=3),
+    "auto, measured": lambda: build_policy("auto", gamma_max=2),
+    "auto, given": lambda: build_policy("auto", costs=costs(0.4)),
+}
+
+
+def model() -> ModelDrafter:
+    return ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model", UnsteadyClock())
+
+
+def good_model() -> ModelDrafter:
+    """Nearly the target: most of what it drafts is accepted."""
+    noise = random_table(7, VOCAB, spread=0.3)
+    return ModelDrafter(ScriptedScorer(lambda t: TARGET(t) + noise(t), VOCAB), "good", UnsteadyClock(4))
+
+
+def decode(
+    policy: LengthPolicy,
+    drafter: Any = None,
+    *,
+    random: Any = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 40,
+    prompt: Sequence[int] = PROMPT,
+    target: ScriptedScorer | None = None,
+    clock: Any = None,
+    **options: Any,
+) -> tuple[list[int], list[Step]]:
+    tokens: list[int] = []
+    steps: list[Step] = []
+    for record in decode_steps(
+        prompt,
+        target or ScriptedScorer(TARGET, VOCAB),
+        drafter or model(),
+        policy=policy,
+        sampling=sampling or Multinomial(),
+        random=random or Randomness(0),
+        max_new_tokens=max_new_tokens,
+        clock=clock or UnsteadyClock(),
+        **options,
+    ):
+        if isinstance(record, Prefill):
+            tokens += [] if record.token is None else [record.token]
+        else:
+            tokens += record.tokens
+            steps.append(record)
+    return tokens, steps
+
+
+def experienced(rule: str) -> KeptState:
+    """A rule that has decoded a prompt already, and keeps what it learnt."""
+    kept = KeptState(RULES[rule]())
+    decode(kept, good_model(), max_new_tokens=60)
+    return kept
+
+
+# -- the distribution is kept ------------------------------------------------------------------------
+
+NEW = 4
+
+
+def distribution(
+    policy: Callable[[], LengthPolicy], drafter: Callable[[], Any], new: int = NEW
+) -> tuple[dict[tuple[int, ...], float], bool]:
+    """The loop's exact output distribution, and whether drafts differed in length where the room did not."""
+    lengths: dict[int, set[int]] = {}
+
+    def run(replay: Any) -> tuple[int, ...]:
+        tokens, steps = decode(policy(), drafter(), random=replay, max_new_tokens=new, first_target=False)
+        for step in steps:
+            lengths.setdefault(step.position, set()).add(step.gamma)
+        return tuple(tokens)
+
+    return enumerate_outcomes(run), any(len(found) > 1 for found in lengths.values())
+
+
+@functools.cache
+def target_distribution(new: int) -> dict[tuple[int, ...], float]:
+    """By the chain rule, without anything of the loop."""
+    found = {(): 1.0}
+    for _ in range(new):
+        found = {
+            (*tokens, token): weight * float(TARGET([*PROMPT, *tokens]).double().softmax(0)[token])
+            for tokens, weight in found.items()
+            for token in range(VOCAB)
+        }
+    return found
+
+
+def gap(found: dict[tuple[int, ...], float]) -> float:
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    expected = target_distribution(len(next(iter(found))))
+    return max(abs(found.get(key, 0.0) - weight) for key, weight in expected.items())
+
+
+class Discarding(ModelDrafter):
+    """The tempting mistake: a draft that turns out to be improbable is not worth verifying, so it is thrown away."""
+
+    def propose(self, context, room, policy, sampling, random) -> Draft:
+        draft = super().propose(context, room, policy, sampling, random)
+        weak = next((i for i in range(len(draft.tokens)) if confidence(draft, i) < 0.4), None)
+        if weak is not None:
+            del draft.tokens[weak:], draft.logits[weak:]
+            draft.q = draft.q[:weak] if weak else None
+        return draft
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_output_distribution_is_the_targets(rule: str) -> None:
+    between_steps = rule.startswith("egag") or rule in ("heuristic", "auto, measured")
+    found, varied = distribution(RULES[rule], model, NEW + between_steps)
+    assert gap(found) < 1e-6
+    assert varied == (rule != "fixed"), "a rule that never changes its mind here shows nothing"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_so_it_is_with_what_was_learnt_before(rule: str) -> None:
+    policy = experienced(rule)
+    found, _ = distribution(lambda: copy.deepcopy(policy), model)
+    assert gap(found) < 1e-6
+
+
+@pytest.mark.parametrize("drafter", [LookupDrafter, NGramDrafter, lambda: NGramDrafter(sample=True)])
+@pytest.mark.parametrize("rule", ["confidence, adapted", "heuristic", "auto, measured", "auto, given"])
+def test_so_it_is_with_drafters_without_logits(rule: str, drafter: Callable[[], Any]) -> None:
+    found, _ = distribution(RULES[rule], drafter)
+    assert gap(found) < 1e-6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_throwing_an_improbable_draft_away_would_show(rule: str) -> None:
+    found, _ = distribution(RULES[rule], lambda: Discarding(ScriptedScorer(DRAFT, VOCAB), "mistaken"), 3)
+    assert gap(found) > 1e-3
+
+
+def test_so_would_looking_at_the_token_before_it_is_counted_as_drafted() -> None:
+    class Mistaken(ConfidenceLength):
+        """Asks itself about the token that was just drawn, and takes it back."""
+
+        def another(self, draft: Draft) -> bool:
+            going_on = super().another(draft)
+            if draft.tokens and not going_on:
+                del draft.tokens[-1], draft.logits[-1]
+            return going_on
+
+    class Cutting(ModelDrafter):
+        def propose(self, context, room, policy, sampling, random) -> Draft:
+            draft = super().propose(context, room, policy, sampling, random)
+            draft.q = draft.q[: len(draft.tokens)] if draft.tokens else None
+            return draft
+
+    found, _ = distribution(
+        lambda: Mistaken(0.6), lambda: Cutting(ScriptedScorer(DRAFT, VOCAB), "cutting"), 3
+    )
+    assert gap(found) > 1e-3
+
+
+# -- greedy outputs ----------------------------------------------------------------------------------
+
+SCRIPT = [4, 5, 6, 7, 8, 9]
+WIDE = 12
+
+
+def scripted(tokens: Sequence[int], **options: Any) -> ScriptedScorer:
+    return ScriptedScorer(fixed_script(tokens, WIDE, 3), WIDE, **options)
+
+
+@pytest.mark.parametrize("draft", [SCRIPT, [0, 0], [4, 5, 0, 7, 8, 0]], ids=["always", "never", "sometimes"])
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_output_is_the_targets_own(rule: str, draft: list[int]) -> None:
+    policy = RULES[rule]()
+    for length, first_target in itertools.product(range(1, 20), (True, False)):
+        tokens, steps = decode(
+            policy,
+            ModelDrafter(scripted(draft), "model"),
+            sampling=Greedy(),
+            prompt=[1, 2, 3],
+            target=scripted(SCRIPT),
+            max_new_tokens=length,
+            first_target=first_target,
+        )
+        assert tokens == (SCRIPT * 4)[:length]
+        assert all(step.gamma < length for step in steps)
+
+
+@pytest.mark.parametrize("end", [5, 7, 9])
+@pytest.mark.parametrize("rule", RULES)
+def test_an_end_token_ends_the_output(rule: str, end: int) -> None:
+    tokens, _ = decode(
+        RULES[rule](),
+        ModelDrafter(scripted(SCRIPT), "model"),
+        sampling=Greedy(),
+        prompt=[1, 2, 3],
+        target=scripted(SCRIPT),
+        stops=StopRules([end]),
+    )
+    assert tokens == SCRIPT[: SCRIPT.index(end) + 1]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_self_drafter_leaves_nothing_of_its_own_in_the_cache(rule: str) -> None:
+    target = scripted(SCRIPT, cache=ScriptedCache())  # asserts that it reads its own entries only
+    cheaper = scripted([4, 5, 0, 7, 8, 9], cache=target.cache, own_entries_only=False)
+    tokens, _ = decode(
+        RULES[rule](), SelfDrafter(cheaper, "self"), sampling=Greedy(), prompt=[1, 2, 3], target=target
+    )
+    assert tokens == (SCRIPT * 7)[:40]
+
+
+# -- limits, passes, questions -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_draft_is_longer_than_the_room(rule: str) -> None:
+    policy = RULES[rule]()
+    for limit, seed in itertools.product(range(6, 30, 4), range(3)):
+        drafter = ModelDrafter(
+            ScriptedScorer(DRAFT, VOCAB, context_limit=limit), "model"
+        )  # asserts its limit
+        _, steps = decode(policy, drafter, random=Randomness(seed), max_new_tokens=30)
+        for step in steps:
+            assert step.gamma <= len(PROMPT) + 30 - step.position - 1
+            assert step.gamma <= max(0, limit - step.position + 1)
+
+
+@pytest.mark.parametrize("word", policy_names())
+def test_no_draft_is_longer_than_the_maximum(word: str) -> None:
+    option = "gamma" if word == "fixed" else "gamma_max"
+    more = {"gamma": 2} if word == "heuristic" else {}
+    policy = build_policy(word, **{option: 2}, **more)
+    _, steps = decode(
+        policy,
+        ModelDrafter(scripted(SCRIPT), "always right"),
+        target=scripted(SCRIPT),
+        prompt=[1, 2, 3],
+        sampling=Greedy(),
+    )
+    assert max(step.gamma for step in steps) == 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_room_of_nothing_is_answered_with_nothing(rule: str) -> None:
+    policy = RULES[rule]()
+    assert policy.begin(0) == 0
+    policy.observe(a_step(0, 0))
+    assert policy.begin(1) in (0, 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_pass_of_the_drafter_gives_a_draft(rule: str) -> None:
+    drafter = model()
+    _, steps = decode(RULES[rule](), drafter)
+    assert len(drafter.scorer.passes) == sum(step.gamma for step in steps)
+
+
+def test_a_rule_is_asked_before_each_pass_and_before_each_draw() -> None:
+    events: list[Any] = []
+
+    class Noting(FixedLength):
+        def another(self, draft: Draft) -> bool:
+            events.append(("another", list(draft.tokens), len(drafter.scorer.passes)))
+            return len(draft.tokens) < 2
+
+        def look(self, logits: torch.Tensor) -> bool:
+            events.append(("look", logits.argmax().item(), len(drafter.scorer.passes)))
+            return True
+
+    drafter = ModelDrafter(scripted(SCRIPT), "model")
+    draft = drafter.propose([1, 2, 3], 9, Noting(7), Greedy(), Randomness(0))
+    assert draft.tokens == [4, 5]
+    assert events == [
+        ("another", [], 0),
+        ("look", 4, 1),
+        ("another", [4], 1),
+        ("look", 5, 2),
+        ("another", [4, 5], 2),
+    ]
+
+
+def test_a_rule_may_stop_before_the_draw() -> None:
+    class Reluctant(FixedLength):
+        def look(self, logits: torch.Tensor) -> bool:
+            return logits.argmax().item() != 6
+
+    drafter = ModelDrafter(scripted(SCRIPT), "model")
+    assert drafter.propose([1, 2, 3], 9, Reluctant(7), Greedy(), Randomness(0)).tokens == [4, 5]
+
+
+# -- what rules read ---------------------------------------------------------------------------------
+
+
+def logits_of(*probabilities: float) -> torch.Tensor:
+    return torch.tensor(probabilities).log()
+
+
+def drafted(*rows: torch.Tensor, tokens: Sequence[int] | None = None) -> Draft:
+    return Draft(tokens=list(tokens or [0] * len(rows)), logits=list(rows))
+
+
+def test_entropy_is_in_nats_of_the_untempered_softmax() -> None:
+    assert entropy(logits_of(0.5, 0.5, 0.0, 0.0)) == pytest.approx(math.log(2))
+    assert entropy(logits_of(0.75, 0.25)) == pytest.approx(0.562335)
+    assert entropy(logits_of(1.0, 0.0).bfloat16()) == 0.0
+    assert normalised_entropy(logits_of(0.5, 0.5, 0.0, 0.0)) == pytest.approx(0.5)
+    assert normalised_entropy(torch.zeros(7)) == pytest.approx(1.0)
+    assert normalised_entropy(torch.zeros(1)) == 0.0
+
+
+def test_confidence_is_the_probability_of_the_token_that_was_drawn() -> None:
+    draft = drafted(logits_of(0.7, 0.2, 0.1), logits_of(0.1, 0.6, 0.3) + 5.0, tokens=[1, 1])
+    assert confidence(draft, 0) == pytest.approx(0.2)
+    assert confidence(draft, 1) == pytest.approx(0.6)
+    assert confidence(Draft([4, 5], evidence=[0.5, 0.75]), 1) == 0.75
+    assert confidence(Draft([4, 5]), 1) == 1.0
+
+
+def evidence_of(drafter: Any, context: list[int], length: int) -> Draft:
+    drafter.begin(context)
+    return drafter.propose(context, 99, FixedLength(length), Greedy(), Randomness(0))
+
+
+def test_lookup_knows_how_long_its_match_is() -> None:
+    draft = evidence_of(LookupDrafter(), [1, 2, 3, 4, 5, 9, 2, 3], 3)
+    assert draft.tokens == [4, 5, 9]
+    assert draft.evidence == [
+        2 / 3,
+        3 / 4,
+        4 / 5,
+    ]  # a match of two, then of three and four if the drafts are right
+    assert evidence_of(LookupDrafter(None), [1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5], 1).evidence == [5 / 6]
+    assert evidence_of(LookupDrafter(), [1, 2, 3], 2).evidence is None
+
+
+def test_ngram_knows_how_often_its_token_came() -> None:
+    draft = evidence_of(NGramDrafter(order=2), [1, 2, 1, 2, 1, 3, 2, 1], 2)
+    assert draft.tokens == [2, 1]
+    assert draft.evidence == [2 / 4, 3 / 4]  # 1 → 2, 2, 3 and 2 → 1, 1, 1, with one sight of something else
+    windowed = NGramDrafter(order=2, window=3)
+    assert evidence_of(windowed, [1, 2, 1, 2, 1, 3, 1], 1).evidence == [1 / 2]
+
+
+# -- the rules, by hand ------------------------------------------------------------------------------
+
+
+def a_step(gamma: int, accepted: int, *, index: int = 1, stopped: bool = False, **times: float) -> Step:
+    tested = accepted if stopped else min(gamma, accepted + 1)
+    closing = None if stopped else "corrected" if accepted < gamma else "bonus" if gamma else "target"
+    return Step(
+        index=index,
+        position=10,
+        drafted=(0,) * gamma,
+        accepted=accepted,
+        tested=tested,
+        tokens=(0,) * (accepted + (not stopped)),
+        closing=closing,
+        expected_acceptance=(1.0,) * tested,
+        times=StepTimes(**times),
+    )
+
+
+def test_fixed() -> None:
+    policy = FixedLength(4)
+    assert (policy.name, policy.begin(9), policy.begin(3)) == ("fixed(4)", 4, 3)
+    assert policy.notes() == {}
+    assert policy.costs() is None
+
+
+def test_egag() -> None:
+    policy = EntropyGuidedLength(gamma_min=1, gamma_max=9, scale=1.0)
+    half = logits_of(0.5, 0.5, 0.0, 0.0)  # H_norm 0.5
+    assert policy.begin(20) == 9
+    assert policy.another(Draft())
+    assert policy.look(half)
+    assert policy.notes() == pytest.approx({"H_norm": 0.5, "H_ema": 0.5, "gamma": 5.0})  # 9 - 8 · 0.5
+    assert [policy.another(Draft([0] * n)) for n in (1, 4, 5)] == [True, True, False]
+    policy.look(logits_of(1.0, 0.0, 0.0, 0.0))
+    assert policy.notes()["gamma"] == 5.0, "only the first distribution of a step counts"
+    assert policy.begin(3) == 3
+    policy.look(logits_of(1.0, 0.0, 0.0, 0.0))
+    assert policy.notes() == pytest.approx({"H_norm": 0.0, "H_ema": 0.0, "gamma": 3.0})
+
+
+@pytest.mark.parametrize(("scale", "gamma"), [(0.5, 2), (0.8, 4), (0.25, 2)])
+def test_the_scale_of_egag(scale: float, gamma: int) -> None:
+    policy = EntropyGuidedLength(gamma_min=2, gamma_max=7, scale=scale)  # 7 - 5 · min(1, 0.5 / scale)
+    policy.begin(20)
+    policy.look(logits_of(0.5, 0.5, 0.0, 0.0))
+    assert policy.notes()["gamma"] == gamma
+
+
+def test_the_average_of_egag() -> None:
+    policy = EntropyGuidedLength(gamma_max=8, ema_beta=0.75, scale=1.0)
+    averages = []
+    for logits in (logits_of(0.5, 0.5, 0.0, 0.0), logits_of(1.0, 0.0, 0.0, 0.0), torch.zeros(4)):
+        policy.begin(20)
+        policy.look(logits)
+        averages.append(policy.notes()["H_ema"])
+    assert averages == pytest.approx([0.5, 0.375, 0.53125])
+
+
+def test_egag_without_logits_drafts_its_maximum() -> None:
+    assert len(evidence_of_policy(LookupDrafter(), EntropyGuidedLength(gamma_max=3))) == 3
+
+
+def evidence_of_policy(drafter: Any, policy: LengthPolicy) -> list[int]:
+    context = [1, 2, 3, 4, 5, 9, 2, 3]
+    drafter.begin(context)
+    return drafter.propose(context, 99, policy, Greedy(), Randomness(0)).tokens
+
+
+def test_confidence() -> None:
+    policy = ConfidenceLength(0.4, gamma_max=6)
+    rows = [logits_of(0.5, 0.5), logits_of(0.41, 0.59), logits_of(0.39, 0.61)]
+    assert policy.begin(20) == 6
+    assert policy.another(drafted())
+    assert policy.another(drafted(*rows[:1]))
+    assert policy.another(drafted(*rows[:2]))
+    assert not policy.another(drafted(*rows))
+    policy.begin(20)
+    assert not policy.another(drafted(rows[2]))
+    policy.observe(a_step(1, 1))
+    assert policy.notes() == {"threshold": 0.4}
+
+
+def test_confidence_reads_the_evidence_of_drafters_without_logits() -> None:
+    policy = ConfidenceLength(0.7, gamma_max=6)
+    assert evidence_of_policy(LookupDrafter(), policy) == [4], "its match of two speaks for it with 2/3"
+    assert evidence_of_policy(LookupDrafter(), ConfidenceLength(0.6, gamma_max=3)) == [4, 5, 9]
+
+
+def test_the_best_threshold() -> None:
+    # FPR + 3·(1 - TPR): 2.25 at 0.9, 1.5 at 0.8, 0.75 at 0.6, 1.25 at 0.55, 0.5 at 0.5, 1.0 at 0.3
+    assert best_threshold([0.5, 0.6, 0.8, 0.9], [0.3, 0.55]) == 0.5
+    assert best_threshold([0.9], [0.1]) == 0.9
+    assert best_threshold([0.2], [0.8]) == 0.2
+    assert best_threshold([0.5], [0.5]) == 0.5
+    # One of three accepted ones is lost (1.0) at 0.9, or the only rejected one kept (1.0) from 0.4 down.
+    assert best_threshold([0.4, 0.9, 0.9], [0.5]) == 0.9
+
+
+def test_the_adapted_threshold_counts_what_was_tested() -> None:
+    policy = ConfidenceLength(0.4, adapt=True)
+
+    def step(confidences: Sequence[float], accepted: int, stopped: bool = False) -> None:
+        policy.begin(20)
+        rows = [logits_of(c, 1 - c) for c in confidences]
+        for n in range(len(rows)):
+            policy.another(drafted(*rows[:n]))
+        policy.another(whole := drafted(*rows))
+        assert whole.tokens == [0] * len(rows)
+        policy.observe(a_step(len(rows), accepted, stopped=stopped))
+
+    step([0.9, 0.8, 0.6], 3)
+    assert policy.notes() == {"threshold": 0.4}
+    step([0.5, 0.55, 0.1], 1)
+    assert policy.notes() == {"threshold": 0.4}, "five tested drafts are too few"
+    step([0.3, 0.99], 0)
+    assert policy.notes()["threshold"] == pytest.approx(0.5), "the untested 0.1 and 0.99 do not count"
+    step([0.45, 0.2], 2, stopped=True)
+    assert policy.notes()["threshold"] == pytest.approx(0.45)
+    assert len(policy._accepted) + len(policy._rejected) == 8
+
+
+def test_an_adapted_threshold_is_fed_back() -> None:
+    policy = ConfidenceLength(0.4, adapt=True, gamma_max=6)
+    rows = [logits_of(c, 1 - c) for c in (0.9, 0.8, 0.85, 0.95, 0.6)]
+    for accepted in (4, 4):
+        policy.begin(20)
+        policy.another(drafted(*rows))
+        policy.observe(a_step(5, accepted))
+    assert policy.notes()["threshold"] == pytest.approx(0.8)
+    policy.begin(20)
+    assert not policy.another(drafted(rows[4]))
+
+
+def test_the_entropy_bound() -> None:
+    policy = EntropyBoundLength(0.6)
+    two, three = logits_of(0.5, 0.5, 0.0), torch.zeros(3)  # bounds 0.6277 and 0.5312
+    assert policy.begin(50) == 20
+    assert policy.another(Draft(logits=[]))
+    assert policy.another(drafted(two))
+    assert not policy.another(drafted(two, three))
+    assert policy.notes() == {"lambda": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("room", "step", "threshold"),
+    [
+        (50, a_step(4, 1), 0.601),  # AR = 0.45 + 0.125
+        (50, a_step(4, 4), 0.599),  # AR = 0.95, and more than four could have been accepted
+        (4, a_step(4, 4), 0.6),  # AR = 0.95, and no more could
+        (50, a_step(10, 9), 0.599),  # AR = 0.9 is not below 0.9
+        (50, a_step(0, 0), 0.6),
+        (50, a_step(4, 1, stopped=True), 0.6),
+    ],
+)
+def test_the_threshold_of_the_entropy_bound(room: int, step: Step, threshold: float) -> None:
+    policy = EntropyBoundLength(0.6)
+    policy.begin(room)
+    policy.observe(step)
+    assert policy.notes()["lambda"] == pytest.approx(threshold, abs=1e-12)
+
+
+def test_the_average_of_the_entropy_bound() -> None:
+    policy = EntropyBoundLength(0.6)
+    policy.begin(50)
+    for accepted in (0, 4, 4, 4, 4):  # AR 0.45, 0.725, 0.8625, 0.93125, 0.965625
+        policy.observe(a_step(4, accepted))
+    # Three times λ + 0.001, then twice λ - 0.001.
+    assert policy.notes()["lambda"] == pytest.approx(0.601)
+
+
+def test_svip() -> None:
+    policy = SvipLength()
+    assert policy.begin(99) == 40
+    assert policy.another(Draft(logits=[]))
+    assert policy.another(drafted(logits_of(0.75, 0.25)))  # sqrt(0.15 · 0.5623) = 0.2904
+    assert not policy.another(drafted(logits_of(0.5, 0.5)))  # sqrt(0.15 · 0.6931) = 0.3224
+    assert policy.another(Draft([1], evidence=[0.1]))
+
+
+def test_the_heuristic() -> None:
+    policy = HeuristicLength()
+    seen = []
+    for gamma, accepted in ((5, 5), (7, 7), (9, 8), (8, 0), (7, 3), (3, 3), (0, 0)):
+        seen.append(policy.begin(99))
+        policy.observe(a_step(gamma, accepted))
+    assert seen == [5, 7, 9, 8, 7, 6, 8]
+    assert policy.begin(99) == 8, "a step without drafts teaches nothing"
+    policy.observe(a_step(8, 2, stopped=True))
+    assert policy.begin(99) == 8, "nor does one that a stop cut short"
+    for _ in range(20):
+        policy.observe(a_step(1, 0))
+    assert policy.notes() == {"gamma": 1.0}
+    for _ in range(30):
+        policy.observe(a_step(1, 1))
+    assert policy.notes() == {"gamma": 40.0}
+    assert HeuristicLength(4, 3, 5).begin(99) == 4
+
+
+# -- learning what is accepted -----------------------------------------------------------------------
+
+
+def test_log_odds() -> None:
+    assert log_odds(0.5) == 0.0
+    assert log_odds(0.75) == pytest.approx(math.log(3))
+    assert (log_odds(0.0), log_odds(1e-9), log_odds(1.0), log_odds(1 - 1e-12)) == (-4.0, -4.0, 6.0, 6.0)
+    assert log_odds(math.nan) == -4.0
+
+
+def test_one_outcome_moves_the_curve_by_one_newton_step() -> None:
+    curve = OnlineLogistic((0.0, 0.0), (1.0, 1.0), (0.0, 0.0))
+    assert curve.chance(3.0) == 0.5
+    curve.learn(0.0, True)  # 1 · 0.5 / (1 + 0.25)
+    assert (curve.intercept, curve.slope) == pytest.approx((0.4, 0.0))
+    curve.reset()
+    curve.learn(2.0, False)  # (1, 2) · -0.5 / (1 + 0.25 · 5)
+    assert (curve.intercept, curve.slope) == pytest.approx((-2 / 9, -4 / 9))
+    curve.reset()
+    assert (curve.intercept, curve.slope) == (0.0, 0.0)
+
+
+def test_the_curve_finds_the_shares() -> None:
+    curve = OnlineLogistic((1.0, 1.0), (1.0, 0.5))
+    generator = random.Random(1)
+    for _ in range(3000):
+        x = generator.choice([-1.0, 2.0])
+        curve.learn(x, generator.random() < (0.3 if x < 0 else 0.8))
+    assert curve.chance(-1.0) == pytest.approx(0.3, abs=0.12)
+    assert curve.chance(2.0) == pytest.approx(0.8, abs=0.12)
+
+
+def test_the_curve_forgets() -> None:
+    curve = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
+    for _ in range(2000):
+        curve.learn(0.0, True)
+    assert curve.chance(0.0) > 0.95
+    for _ in range(100):
+        curve.learn(0.0, False)
+    assert curve.chance(0.0) < 0.3
+
+
+# -- costs -------------------------------------------------------------------------------------------
+
+
+def timed(gamma: int, draft: float, verify: float, *, index: int = 1, prefill: float = 0.0) -> Step:
+    return replace(
+        a_step(gamma, gamma, index=index),
+        times=StepTimes(draft_s=draft, verify_s=verify / 2, accept_s=verify / 2, draft_prefill_s=prefill),
+    )
+
+
+def test_given_costs_are_interpolated() -> None:
+    given = GivenCosts(0.2, {5: 1.4, 1: 1.0, 9: 2.2})
+    assert list(given.verify_s(11))[1:] == pytest.approx(
+        [1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6]
+    )
+    given.observe(timed(3, 9.0, 9.0), caught_up=True)
+    assert given.draft_s == 0.2
+    assert list(GivenCosts(0.2, {3: 1.0}).verify_s(4))[1:] == pytest.approx([1.0, 1.0, 1.0, 1.02])
+    assert list(GivenCosts(0.2, {1: 2.0, 3: 1.0}).verify_s(4))[3:] == [1.0, 1.0], (
+        "never falls beyond what is known"
+    )
+
+
+def test_costs_are_assumed_until_they_are_measured() -> None:
+    measured = MeasuredCosts()
+    assert (measured.timings, measured.reach) == (0, 3)
+    assert measured.draft_s / measured.verify_s(1)[1] == pytest.approx(0.2)
+    measured.observe(timed(0, 0.0, 1.0), caught_up=True)
+    assert (measured.timings, measured.reach) == (0, 3)
+    assert measured.draft_s == pytest.approx(0.2, rel=0.05)
+
+
+def test_a_passes_time_is_the_drafts_over_its_passes() -> None:
+    measured = MeasuredCosts()
+    measured.observe(
+        timed(3, 5.0, 1.0, prefill=4.0), caught_up=True
+    )  # two passes behind the one over the prompt
+    assert measured.draft_s == 0.5
+    measured.observe(timed(1, 4.1, 1.0, prefill=4.0), caught_up=True)
+    assert measured.timings == 1
+    measured.observe(timed(4, 1.6, 1.0), caught_up=True)
+    assert measured.draft_s == 0.4
+    measured.observe(timed(1, 3.0, 1.0), caught_up=False)
+    assert measured.timings == 2, "a pass that also catches up says nothing"
+    measured.observe(timed(1, 0.1, 1.0), caught_up=False)
+    assert measured.draft_s == 0.4
+    assert measured.timings == 3, "unless it was quicker all the same"
+
+
+def test_single_disturbed_steps_do_not_count() -> None:
+    measured = MeasuredCosts()
+    for verify, draft in ((50.0, 9.0), (1.0, 0.8), (1.0, 0.8), (7.0, 5.0), (1.0, 0.8)):
+        measured.observe(timed(4, draft, verify), caught_up=True)
+    assert measured.draft_s == pytest.approx(0.2)
+    assert measured.verify_s(5)[5] == pytest.approx(1.0, rel=0.02)
+
+
+def test_fewer_tokens_are_never_thought_to_take_longer() -> None:
+    measured = MeasuredCosts()
+    measured.observe(
+        timed(3, 0.3, 40.0, index=0), caught_up=True
+    )  # with the reading of the prompt, or first-time work
+    measured.observe(timed(5, 0.5, 1.0), caught_up=True)
+    assert measured.verify_s(4)[4] == pytest.approx(1.0, rel=0.05)
+
+
+def test_unseen_numbers_of_tokens_follow_those_seen() -> None:
+    measured = MeasuredCosts()
+    for gamma in (0, 1, 2, 3, 7) * 4:
+        measured.observe(timed(gamma, gamma, 1.0 + 0.3 * gamma), caught_up=True)
+    v = measured.verify_s(17)
+    assert v[5] == pytest.approx(2.2, rel=0.05)
+    assert v[12] == pytest.approx(4.3, rel=0.1)
+    assert measured.reach == 14
+    for gamma in (4, 5) * 9:
+        measured.observe(timed(gamma, gamma, 2.2 if gamma == 4 else 3.1), caught_up=True)
+    assert measured.verify_s(6)[6] == pytest.approx(3.1, rel=0.06), "a jump is kept"
+
+
+def test_a_steep_beginning_never_makes_a_pass_free() -> None:
+    measured = MeasuredCosts()
+    for gamma, verify in ((4, 1.0), (16, 90.0)):
+        measured.observe(timed(gamma, gamma, verify), caught_up=True)
+    assert min(measured.verify_s(17)[1:]) > 0.1
+    still = MeasuredCosts()
+    still.observe(timed(2, 0.0, 0.0), caught_up=True)
+    assert min(still.verify_s(17)[1:]) > 0.0
+
+
+def test_the_first_step_of_a_later_prompt_is_not_measured() -> None:
+    measured = MeasuredCosts()
+    measured.observe(timed(2, 0.4, 1.0, index=0), caught_up=True)
+    before = measured.to_dict()
+    measured.observe(timed(2, 9.0, 30.0, index=0), caught_up=True)
+    assert {**measured.to_dict(), "steps": before["steps"]} == before
+
+
+def test_costs_come_back_as_they_went(tmp_path: Path) -> None:
+    given = parse_costs({"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}})
+    assert given.to_dict() == {"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}}
+    measured = MeasuredCosts()
+    for gamma in (2, 0, 3):
+        measured.observe(timed(gamma, 0.1 * gamma, 1.0 + gamma), caught_up=True)
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"costs": measured.to_dict()}), encoding="utf-8")
+    again = read_costs(file)
+    for gamma in (2, 0, 3, 5):
+        again.observe(timed(gamma, 77.0, 77.0), caught_up=True)
+    assert again.draft_s == measured.draft_s
+    assert again.verify_s(9) == measured.verify_s(9)
+
+
+def test_the_costs_of_a_sweep_are_told_apart_by_drafter() -> None:
+    data = {"drafter_pass_s": {"a": 0.1, "b": 0.2}, "target_pass_s": {"1": 1.0}, "context_tokens": 256}
+    assert parse_costs(data, "b").draft_s == 0.2
+    assert parse_costs({**data, "drafter_pass_s": {"a": 0.1}}).draft_s == 0.1
+    for drafter in (None, "c"):
+        with pytest.raises(UsageError, match="The costs are of a, b, not of"):
+            parse_costs(data, drafter)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        {},
+        {"target_pass_s": {}, "drafter_pass_s": 0.1},
+        {"target_pass_s": {"1": 1.0}},
+        {"target_pass_s": {"1": 1.0}, "drafter_pass_s": -1},
+        {"target_pass_s": {"1": 1.0}, "drafter_pass_s": True},
+        {"target_pass_s": {"0": 1.0}, "drafter_pass_s": 0.1},
+        {"target_pass_s": {"one": 1.0}, "drafter_pass_s": 0.1},
+        {"target_pass_s": {"1": 0}, "drafter_pass_s": 0.1},
+        {"target_pass_s": {"1": math.inf}, "drafter_pass_s": 0.1},
+        {"target_pass_s": {"1": 1.0}, "drafter_pass_s": 0.1, "steps": [[1.0]]},
+        {"target_pass_s": {"1": 1.0}, "drafter_pass_s": 0.1, "steps": "no"},
+    ],
+)
+def test_costs_of_another_form_are_refused(data: Any) -> None:
+    with pytest.raises(UsageError, match="The costs are not of the form expected"):
+        parse_costs(data)
+
+
+def test_a_file_without_costs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_costs(tmp_path / "none.json")
+    file = tmp_path / "costs.json"
+    for text, message in (
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ('{"costs": null}', "not of the form"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=message):
+            read_costs(file)
+
+
+# -- auto --------------------------------------------------------------------------------------------
+
+V_FLAT = [0.0, *[1.0] * 40]
+V_GENTLE = [0.0, *(1.0 + 0.02 * n for n in range(40))]
+V_JUMP = [0.0, *[1.0] * 4, *[1.5] * 4, *[2.2] * 32]
+V_STEEP = [0.0, *(1.0 + 0.3 * n for n in range(40))]
+
+
+def simulate(
+    policy: LengthPolicy,
+    alphas: Sequence[float],
+    c: float,
+    v: Sequence[float],
+    *,
+    seed: int = 0,
+    informative: bool = False,
+) -> list[int]:
+    """Draft lengths of a run of ``len(alphas)`` steps in which every draft of step s passes with ``alphas[s]``.
+
+    With ``informative`` the drafter knows which drafts will pass better than by chance. Times are noisy, now and then a
+    step takes three times as long.
+    """
+    generator = random.Random(seed)
+    gammas = []
+    policy.reset()
+
+    def noisy(seconds: float) -> float:
+        return seconds * math.exp(generator.gauss(0.0, 0.05)) * (3.0 if generator.random() < 0.02 else 1.0)
+
+    for index, alpha in enumerate(alphas):
+        limit = policy.begin(50)
+        draft, passes = Draft(evidence=[]), []
+        while len(draft.tokens) < limit and policy.another(draft):
+            passes.append(generator.random() < alpha)
+            sure = (0.9 if passes[-1] else 0.3) if informative else 0.7
+            draft.evidence.append(sure)
+            draft.tokens.append(0)
+        gamma = len(draft.tokens)
+        accepted = next((i for i, passed in enumerate(passes) if not passed), gamma)
+        step = a_step(gamma, accepted, index=index)
+        policy.observe(replace(step, times=StepTimes(draft_s=noisy(c * gamma), verify_s=noisy(v[gamma + 1]))))
+        gammas.append(gamma)
+    return gammas
+
+
+def rate(gammas: Sequence[int], alpha: float, c: float, v: Sequence[float]) -> float:
+    """Expected tokens per second of these draft lengths, without the luck of a run."""
+    tokens = sum(sum(alpha**i for i in range(gamma + 1)) for gamma in gammas)
+    return tokens / sum(c * gamma + v[gamma + 1] for gamma in gammas)
+
+
+def best_fixed(alpha: float, c: float, v: Sequence[float]) -> float:
+    return max(rate([gamma], alpha, c, v) for gamma in range(17))
+
+
+@pytest.mark.parametrize("v", [V_FLAT, V_GENTLE, V_JUMP, V_STEEP], ids=["flat", "gentle", "jump", "steep"])
+@pytest.mark.parametrize("c", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("alpha", [0.4, 0.7, 0.9])
+@pytest.mark.parametrize("given", [False, True], ids=["measured", "given"])
+def test_auto_comes_within_two_percent_of_the_best_fixed_length(
+    alpha: float, c: float, v: list[float], given: bool
+) -> None:
+    policy = AutoLength(costs=GivenCosts(c, dict(enumerate(v[1:], 1))) if given else None)
+    reached = []
+    for seed in range(3):
+        gammas = simulate(policy, [alpha] * 500, c, v, seed=seed)[200:]
+        reached.append(rate(gammas, alpha, c, v))
+    assert sum(reached) / 3 >= 0.98 * best_fixed(alpha, c, v)
+
+
+def test_auto_does_better_where_the_drafter_knows() -> None:
+    kept = simulate(AutoLength(), [0.7] * 400, 0.3, V_FLAT, informative=True)
+    blind = simulate(AutoLength(), [0.7] * 400, 0.3, V_FLAT)
+    assert len(set(kept[100:])) > len(set(blind[100:]))
+    # A draft is stopped behind its first doubtful token: what is drafted behind a rejection is wasted.
+    assert max(kept) > 8
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("v", [V_FLAT, V_STEEP], ids=["flat", "steep"])
+def test_auto_stops_drafting_where_the_drafter_is_too_slow(alpha: float, v: list[float]) -> None:
+    gammas = simulate(AutoLength(), [alpha] * 600, 1.2, v)
+    assert set(gammas[100:]) <= {0, 1}
+    assert sum(gammas[100:]) <= 0.15 * 500
+    assert rate(gammas[100:], alpha, 1.2, v) >= 0.975 / v[1]
+    assert rate(gammas[:100], alpha, 1.2, v) >= 0.93 / v[1]
+
+
+def test_auto_stops_drafting_where_nothing_is_accepted_and_finds_back() -> None:
+    for seed in range(3):
+        alphas = [0.8] * 100 + [0.02] * 300 + [0.9] * 300
+        gammas = simulate(AutoLength(), alphas, 0.3, V_GENTLE, seed=seed)
+        hopeless, better = gammas[200:400], gammas[500:]
+        assert sum(hopeless) <= 0.15 * len(hopeless)
+        assert rate(hopeless, 0.02, 0.3, V_GENTLE) >= 0.97
+        assert sum(better) / len(better) >= 4
+        assert rate(better, 0.9, 0.3, V_GENTLE) >= 0.97 * best_fixed(0.9, 0.3, V_GENTLE)
+
+
+def test_auto_looks_beyond_a_jump_in_the_targets_time() -> None:
+    v = [0.0, 1.0, 1.4, *[1.4] * 30]  # the first draft alone does not pay, several do
+    alpha, c = 0.85, 0.05
+    given = GivenCosts(c, dict(enumerate(v[1:], 1)))
+    gammas = simulate(AutoLength(costs=given), [alpha] * 200, c, v)[50:]
+    assert rate(gammas, alpha, c, v) >= 0.98 * best_fixed(alpha, c, v)
+    assert min(gammas) >= 2
+
+
+def test_auto_gets_over_a_disturbed_beginning() -> None:
+    """The first pass of all may take a hundred times as long as the others."""
+    policy = AutoLength()
+    for index in range(60):
+        limit = policy.begin(50)
+        draft = Draft()
+        while len(draft.tokens) < limit and policy.another(draft):
+            draft.tokens.append(0)
+        gamma = len(draft.tokens)
+        slow = 100.0 if index == 0 else 1.0
+        step = a_step(gamma, gamma, index=index)
+        policy.observe(replace(step, times=StepTimes(draft_s=0.1 * gamma * slow, verify_s=1.0)))
+    assert gamma == 16
+
+
+def test_with_given_costs_no_clock_has_a_say() -> None:
+    runs = [
+        decode(RULES["auto, given"](), random=Randomness(3), clock=UnsteadyClock(seed, most))
+        for seed, most in ((1, 2), (2, 50))
+    ]
+    assert runs[0][0] == runs[1][0]
+    assert [step.gamma for step in runs[0][1]] == [step.gamma for step in runs[1][1]]
+
+
+def test_a_sampled_run_can_be_repeated_with_its_costs() -> None:
+    policy = AutoLength()
+    tokens, steps = decode(policy, random=Randomness(3), clock=UnsteadyClock(1))
+    others = [
+        decode(AutoLength(), random=Randomness(3), clock=UnsteadyClock(seed))[0] for seed in range(2, 8)
+    ]
+    assert any(other != tokens for other in others), "these clocks never mattered"
+    given = json.loads(json.dumps(policy.costs()))
+    again = AutoLength(costs=parse_costs(given))
+    repeated, steps_again = decode(again, random=Randomness(3), clock=UnsteadyClock(9))
+    assert repeated == tokens
+    assert [step.drafted for step in steps_again] == [step.drafted for step in steps]
+    assert again.costs() == policy.costs()
+
+
+def test_auto_notes_what_it_goes_by() -> None:
+    _, steps = decode(AutoLength())
+    assert all(set(step.policy) == {"rate", "survival", "probe"} for step in steps)
+    assert all(step.policy["rate"] > 0 and 0 < step.policy["survival"] <= 1 for step in steps)
+
+
+def test_auto_lets_go_of_the_draft_when_the_step_is_over() -> None:
+    policy = AutoLength()
+    policy.begin(5)
+    policy.another(draft := drafted(logits_of(0.9, 0.1)))
+    policy.observe(a_step(1, 1))
+    assert policy._draft is None
+    assert draft.tokens == [0]
+
+
+# -- forgetting --------------------------------------------------------------------------------------
+
+
+def course(steps: Sequence[Step]) -> list[Any]:
+    return [(step.drafted, step.policy) for step in steps]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_new_prompt_finds_nothing_of_the_last(rule: str) -> None:
+    fresh = decode(RULES[rule](), prompt=[0, 2, 1])[1]
+    used = RULES[rule]()
+    decode(used, good_model(), random=Randomness(5), clock=UnsteadyClock(3, 40))
+    assert course(decode(used, prompt=[0, 2, 1])[1]) == course(fresh)
+
+
+def test_so_it_does_behind_an_interrupted_one() -> None:
+    for rule in RULES:
+        used = RULES[rule]()
+        used.reset()
+        used.begin(9)
+        used.another(drafted())
+        fresh = decode(RULES[rule](), prompt=[0, 2, 1])[1]
+        assert course(decode(used, prompt=[0, 2, 1])[1]) == course(fresh)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["egag, smoothed", "confidence, adapted", "entropy-bound", "heuristic", "auto, measured", "auto, given"],
+)
+def test_what_is_kept_on_request_makes_a_difference(rule: str) -> None:
+    fresh = decode(RULES[rule](), prompt=[0, 2, 1])[1]
+    kept = experienced(rule)
+    assert course(decode(kept, prompt=[0, 2, 1])[1]) != course(fresh)
+    assert kept.name == f"{RULES[rule]().name}, kept"
+
+
+# -- words -------------------------------------------------------------------------------------------
+
+
+def test_every_rule_has_a_word_and_says_what_it_takes() -> None:
+    assert policy_names() == ("auto", "fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic")
+    for policy in POLICY_WORDS:
+        built = build_policy(policy.word)
+        assert built.name.startswith(policy.word)
+        assert built.begin(1) in (0, 1)
+
+
+def values() -> Iterator[tuple[str, dict[str, Any], str]]:
+    yield "auto", {}, "auto"
+    yield "auto", {"gamma_max": 9, "costs": costs(0.1)}, "auto(max=9,costs=given)"
+    yield "fixed", {}, "fixed(5)"
+    yield "fixed", {"gamma": 3}, "fixed(3)"
+    yield "egag", {}, "egag"
+    yield (
+        "egag",
+        {"gamma_min": 2, "gamma_max": 12, "egag_ema_beta": 0.3, "egag_scale": 0.25},
+        "egag(min=2,max=12,beta=0.3,scale=0.25)",
+    )
+    yield "confidence", {}, "confidence"
+    yield (
+        "confidence",
+        {"confidence": 0.5, "adapt_confidence": True, "gamma_max": 8},
+        "confidence(threshold=0.5,adapt=True,max=8)",
+    )
+    yield "entropy-bound", {"entropy_lambda": 0.5, "gamma_max": 7}, "entropy-bound(threshold=0.5,max=7)"
+    yield "svip", {"svip_threshold": 0.4, "gamma_max": 7}, "svip(threshold=0.4,max=7)"
+    yield "heuristic", {"gamma": 4, "gamma_min": 2, "gamma_max": 9}, "heuristic(start=4,min=2,max=9)"
+
+
+@pytest.mark.parametrize(("word", "options", "name"), list(values()))
+def test_a_rule_is_named_by_its_options(word: str, options: dict[str, Any], name: str) -> None:
+    assert build_policy(word, **options).name == name
+    everything = dict.fromkeys({option for policy in POLICY_WORDS for option in policy.options})
+    assert build_policy(word, **{**everything, "adapt_confidence": False, **options}).name == name
+
+
+def test_a_rule_can_be_kept() -> None:
+    assert isinstance(build_policy("heuristic", keep=True), KeptState)
+    assert build_policy("auto", keep=True).costs() is not None
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"no draft-length rule 'entropy'\. Choose auto, fixed, egag"):
+        build_policy("entropy")
+
+
+def test_options_of_other_rules_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"rule svip has no option --egag-scale\. It belongs to egag\."):
+        build_policy("svip", egag_scale=0.2)
+    with pytest.raises(UsageError, match=r"auto has no option --gamma\. It belongs to fixed, heuristic\."):
+        build_policy("auto", gamma=5)
+    with pytest.raises(UsageError, match=r"no option --speed\. See docs"):
+        build_policy("auto", speed=5)
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [
+        ("fixed", {"gamma": 0}),
+        ("auto", {"gamma_max": 0}),
+        ("egag", {"gamma_min": 0}),
+        ("egag", {"gamma_min": 9}),
+        ("egag", {"egag_ema_beta": 1.0}),
+        ("egag", {"egag_ema_beta": math.nan}),
+        ("egag", {"egag_scale": 0.0}),
+        ("egag", {"egag_scale": 1.5}),
+        ("confidence", {"confidence": 1.1}),
+        ("confidence", {"confidence": math.nan}),
+        ("entropy-bound", {"entropy_lambda": -0.1}),
+        ("svip", {"svip_threshold": 0.0}),
+        ("svip", {"svip_threshold": math.inf}),
+        ("heuristic", {"gamma": 0}),
+        ("heuristic", {"gamma_min": 6}),
+        ("heuristic", {"gamma_max": 4}),
+    ],
+)
+def test_values_outside_their_range_are_refused(word: str, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        build_policy(word, **options)
+    assert caught.value.hint
+
+
+def test_a_rule_that_has_nothing_to_read_is_refused() -> None:
+    for word in ("egag", "entropy-bound", "svip"):
+        check_policy(word, "self:int8", has_logits=True)
+        with pytest.raises(
+            UsageError, match=f"rule {word} reads the drafter's distribution, and ngram has none"
+        ):
+            check_policy(word, "ngram", has_logits=False)
+    for word in ("auto", "fixed", "confidence", "heuristic"):
+        check_policy(word, "ngram", has_logits=False)
