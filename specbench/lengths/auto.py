@@ -60,7 +60,7 @@ class AutoLength(Rule):
         self._given = costs is not None
         self._costs = costs or MeasuredCosts()
         # Chance that a draft is accepted: of its own log-odds with the drafter, and of those of the draft before it.
-        # The priors lie between what two pairs of models showed (docs/lengths.md).
+        # The priors lie between what two pairs of models showed.
         self._drafted = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
         self._upcoming = OnlineLogistic((1.4, 0.3), (1.0, 0.2))
         self.reset()

@@ -128,7 +128,7 @@ class EntropyBoundLength(Rule):
         λ' = λ + 0.01 if AR < 0.9;  λ - 0.01 if not as many were accepted as the step had room for;  else λ
         λ  ← 0.9·λ + 0.1·λ'
 
-    AR begins at 0.9. docs/lengths.md says where published versions differ.
+    AR begins at 0.9.
 
     Args:
         threshold: λ at the beginning, from 0 to 1.
