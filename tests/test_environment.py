@@ -96,7 +96,7 @@ def test_two_looks_tell_what_happened_between() -> None:
     while time.process_time() < end:
         pass
     after = load_snapshot()
-    assert after.own_s - before.own_s >= 0.29
+    assert after.own_s - before.own_s >= 0.25  # the clock of a process may tick in hundredths
     assert after.total_s > before.total_s
     assert after.busy_s >= before.busy_s
     assert 0 < after.available_bytes <= after.memory_bytes

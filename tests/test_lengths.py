@@ -587,6 +587,11 @@ def test_the_average_of_the_entropy_bound() -> None:
         policy.observe(a_step(4, accepted))
     # Three times λ + 0.001, then twice λ - 0.001.
     assert policy.notes()["lambda"] == pytest.approx(0.601)
+    policy.observe(a_step(4, 0))
+    policy.reset()
+    policy.begin(50)
+    policy.observe(a_step(4, 4))
+    assert policy.notes()["lambda"] == pytest.approx(0.599), "a new prompt begins with an AR of 0.9"
 
 
 def test_svip() -> None:
@@ -694,11 +699,14 @@ def test_costs_are_assumed_until_they_are_measured() -> None:
 def test_a_passes_time_is_the_drafts_over_its_passes() -> None:
     measured = MeasuredCosts()
     measured.observe(
-        timed(3, 5.0, 1.0, prefill=4.0), caught_up=True
-    )  # two passes behind the one over the prompt
-    assert measured.draft_s == 0.5
+        timed(0, 4.1, 1.0, prefill=4.0), caught_up=True
+    )  # read the prompt, found nothing to propose
     measured.observe(timed(1, 4.1, 1.0, prefill=4.0), caught_up=True)
-    assert measured.timings == 1
+    assert measured.timings == 0
+    measured.observe(
+        timed(3, 5.0, 1.0, prefill=4.0), caught_up=True
+    )  # two passes behind that over the prompt
+    assert measured.draft_s == 0.5
     measured.observe(timed(4, 1.6, 1.0), caught_up=True)
     assert measured.draft_s == 0.4
     measured.observe(timed(1, 3.0, 1.0), caught_up=False)
@@ -948,16 +956,17 @@ def test_with_given_costs_no_clock_has_a_say() -> None:
     assert [step.gamma for step in runs[0][1]] == [step.gamma for step in runs[1][1]]
 
 
-def test_a_sampled_run_can_be_repeated_with_its_costs() -> None:
+@pytest.mark.parametrize("drafter", [good_model, LookupDrafter, NGramDrafter])
+def test_a_sampled_run_can_be_repeated_with_its_costs(drafter: Callable[[], Any]) -> None:
+    def run(policy: LengthPolicy, seed: int) -> tuple[list[int], list[Step]]:
+        clock = UnsteadyClock(seed, 30)
+        return decode(policy, drafter(), random=Randomness(3), clock=clock, max_new_tokens=80)
+
     policy = AutoLength()
-    tokens, steps = decode(policy, random=Randomness(3), clock=UnsteadyClock(1))
-    others = [
-        decode(AutoLength(), random=Randomness(3), clock=UnsteadyClock(seed))[0] for seed in range(2, 8)
-    ]
-    assert any(other != tokens for other in others), "these clocks never mattered"
-    given = json.loads(json.dumps(policy.costs()))
-    again = AutoLength(costs=parse_costs(given))
-    repeated, steps_again = decode(again, random=Randomness(3), clock=UnsteadyClock(9))
+    tokens, steps = run(policy, 1)
+    assert any(run(AutoLength(), seed)[0] != tokens for seed in range(2, 8)), "these clocks never mattered"
+    again = AutoLength(costs=parse_costs(json.loads(json.dumps(policy.costs()))))
+    repeated, steps_again = run(again, 9)
     assert repeated == tokens
     assert [step.drafted for step in steps_again] == [step.drafted for step in steps]
     assert again.costs() == policy.costs()

@@ -192,7 +192,7 @@ class MeasuredCosts:
         passes = step.gamma - (
             times.draft_prefill_s > 0
         )  # the pass that read the prompt gave the first token too
-        if passes == 0:
+        if passes < 1:
             return None, verify_s
         draft_s = max(0.0, times.draft_s - times.draft_prefill_s) / passes
         return draft_s if caught_up or draft_s < self.draft_s else None, verify_s
