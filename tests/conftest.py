@@ -7,4 +7,7 @@ import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault(
+    "GOMP_SPINCOUNT", "1000"
+)  # the suite may share its cores; must be set before torch is loaded
 sys.path.insert(0, str(Path(__file__).parent))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -657,3 +658,17 @@ def test_a_broken_model_is_one_sentence(cli: Cli, tmp_path: Path, temperature: i
     cli("generate", "hi", "-t", temperature, "--json", "--target", tmp_path).refused(
         1, "logits are no numbers"
     )
+
+
+@pytest.mark.parametrize(
+    ("own", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_wait_briefly_unless_told(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, str], spins: str | None
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    assert run(["--version"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every error becomes one sentence on stderr."""
     _prepare_streams()
+    _wait_briefly()
     command = typer.main.get_command(app)
     try:
         result: Any = command.main(arguments, prog_name="specbench", standalone_mode=False)
@@ -111,6 +112,16 @@ def _prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+
+
+def _wait_briefly() -> None:
+    """Let OpenMP's threads spin for some 30 µs before they sleep; must come before torch is loaded.
+
+    By default they spin for ever where there are as many cores as threads, and as soon as another process wants a
+    core, passes take 10 to 40 times as long (docs/log.md). What the user has set stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _explain(error: BaseException) -> int:
