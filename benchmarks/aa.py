@@ -1,0 +1,304 @@
+"""Does the tool see a difference where there is none, and one of 10% where there is one?
+
+    python benchmarks/aa.py                                   # 20 sweeps, about half an hour on two cores
+    python benchmarks/aa.py --load                            # once more beside a process that keeps a core busy
+    python benchmarks/aa.py --resume aa.jsonl --minutes 6     # in parts: say it again until all is done
+
+Each sweep decodes 8 other prompts × 32 tokens × 3 repeats with four configurations: plain decoding, a configuration X,
+X again under another id, and X with a pause behind every step that makes the step 10% longer. It is run by
+`specbench.sweep.run_sweep` and judged by `specbench.compare.compare_configs`, so what is tested is what `specbench
+compare` says. Goals: the 95% interval of X against itself covers 1 in at least 17 of 20 sweeps, and the slowed X is
+called slower in at least 18. Ends with one line of JSON; exit code 1 if a goal is missed, 3 if sweeps are left to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parts import Parts, busy_core, wait_briefly
+
+from specbench.compare import compare_configs, ratio_text
+from specbench.engine import Costs, Engine, EngineOptions, ModelEngine, Outcome, load_engine
+from specbench.environment import describe_environment
+from specbench.errors import RunError
+from specbench.grid import Config, Sweep, SweepOptions
+from specbench.prompts import Prompt, load_prompts
+from specbench.runs import describe_run
+from specbench.stats import Estimate
+from specbench.store import RunStore, load_results
+from specbench.sweep import CellDone, Event, run_sweep
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.drafters.base import Draft, Drafter
+    from specbench.lengths import LengthPolicy
+    from specbench.parity import Difference
+    from specbench.sampling import Randomness, Sampling
+
+PLAIN, X, ITSELF, SLOWED = "plain", "x", "itself", "slowed"
+COVERED, SLOWER = 17 / 20, 18 / 20
+
+
+class Slowed:
+    """A drafter that ends every step with a pause in proportion to the time the step has taken so far.
+
+    Args:
+        drafter: Does the drafting.
+        share: Of the step's time: 0.1 makes it 10% longer.
+    """
+
+    def __init__(self, drafter: Drafter, share: float) -> None:
+        self.drafter, self.share = drafter, share
+        self._began = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.drafter.begin(prompt)
+
+    def propose(
+        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+    ) -> Draft:
+        self._began = time.perf_counter()  # the loop asks for a proposal first
+        return self.drafter.propose(context, room, policy, sampling, random)
+
+    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        self.drafter.commit(context, emitted, logits)
+
+    def rollback(self, length: int) -> None:
+        self.drafter.rollback(length)  # and this is the last thing it asks for in a step
+        now = time.perf_counter()
+        pause(now + self.share * (now - self._began))
+
+
+def pause(until: float) -> None:
+    """Sleep until ``time.perf_counter()`` reads ``until``, the last half millisecond awake: sleep alone oversleeps."""
+    while (left := until - time.perf_counter()) > 0:
+        if left > 0.0005:
+            time.sleep(left - 0.0005)
+
+
+class WithoutCosts:
+    """An engine that times no single passes: nothing here is predicted."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
+        return self.engine.encode(prompt, answers)
+
+    def generate(
+        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+    ) -> Outcome:
+        return self.engine.generate(
+            config, prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed
+        )
+
+    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:  # noqa: ARG002
+        raise RunError("No single passes are timed here.")
+
+    def difference(
+        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
+    ) -> Difference | None:
+        return self.engine.difference(prompt, tokens, plain)
+
+
+def make_sweep(number: int, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> Sweep:
+    """The sweep of that number: other prompts, another order and another seed than the others."""
+    options = SweepOptions(
+        gammas=(arguments.gamma,),
+        max_new_tokens=arguments.tokens,
+        ignore_eos=True,
+        repeats=arguments.repeats,
+        turns=1,
+        seed=arguments.seed + number,
+    )
+    asked = random.Random(f"{arguments.seed}/{number}").sample(list(prompts), arguments.limit)
+    return Sweep(
+        options, tuple(asked), tuple(_config(name, arguments) for name in (PLAIN, X, ITSELF, SLOWED))
+    )
+
+
+def _config(name: str, arguments: argparse.Namespace) -> Config:
+    plain = name == PLAIN
+    return Config(
+        id=name,
+        label=name,
+        kind="plain" if plain else "speculative",
+        drafter="none" if plain else SLOWED if name == SLOWED else X,
+        gamma=None if plain else arguments.gamma,
+        policy="none" if plain else "fixed",
+        temperature=0.0,
+        cache="dynamic",
+        baseline=PLAIN,
+    )
+
+
+class _TimeUpError(Exception):
+    """The minutes are over."""
+
+
+def run_one(
+    sweep: Sweep, engine: Engine, target: dict[str, Any], folder: Path, until: float = math.inf
+) -> dict[str, Any]:
+    """Run one sweep, or the rest of it, and judge it.
+
+    Args:
+        sweep: One of ``make_sweep``.
+        engine: Knows the drafters ``x`` and ``slowed``.
+        target: The field ``target`` of ``run.json``.
+        folder: Where its results go; what is there already is not measured again.
+        until: When to stop, on the clock of ``time.monotonic``; what is measured by then stays in the folder.
+
+    Returns:
+        For ``itself`` and ``slowed``, over X: ``ratio, low, high, verdict``; the number of ``failed`` generations.
+    """
+
+    def watch(event: Event) -> None:
+        if isinstance(event, CellDone) and time.monotonic() > until:
+            raise _TimeUpError
+
+    if RunStore.exists(folder):
+        store = RunStore.open(folder)
+    else:
+        run = describe_run(sweep, target=target, environment=describe_environment(), sources={})
+        store = RunStore.create(folder, run)
+    with store:
+        run_sweep(sweep, store, WithoutCosts(engine), on_event=watch)
+    results = load_results(folder)
+    judged: dict[str, Any] = {"failed": int((results["status"] == "failed").sum())}
+    for name in (ITSELF, SLOWED):
+        row = compare_configs(results, name, X).overall[0]
+        judged[name] = {
+            "ratio": row.ratio.value,
+            "low": row.ratio.low,
+            "high": row.ratio.high,
+            "verdict": row.verdict,
+        }
+    judged["warnings"] = sorted({warning for each in results["warnings"] for warning in each})
+    return judged
+
+
+def line_of(number: int, part: dict[str, Any]) -> str:
+    """One sweep as a line of text."""
+    itself, slowed = (
+        Estimate(part[name]["ratio"], part[name]["low"], part[name]["high"], 0, "prompts")
+        for name in (ITSELF, SLOWED)
+    )
+    marks = " ".join(part["warnings"])
+    return (
+        f"{number + 1:3}  itself {ratio_text(itself):26} {'covers 1' if itself.overlaps(1.0) else 'MISSES 1':9}"
+        f" slowed {ratio_text(slowed):26} {part[SLOWED]['verdict']:12}{marks}"
+    ).rstrip()
+
+
+def summary(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of all sweeps."""
+    itself, slowed = ([part[name] for part in parts] for name in (ITSELF, SLOWED))
+    means = [
+        math.exp(sum(math.log(each["ratio"]) for each in side) / len(side)) if side else math.nan
+        for side in (itself, slowed)
+    ]
+    widths = sorted(each["high"] / each["low"] for each in itself)
+    return {
+        "sweeps": len(parts),
+        "covered": sum(each["low"] <= 1.0 <= each["high"] for each in itself),
+        "slower": sum(each["verdict"] == "slower" for each in slowed),
+        "slowed_called_faster": sum(each["verdict"] == "faster" for each in slowed),
+        "mean_itself": round(means[0], 4),
+        "mean_slowed": round(means[1], 4),
+        "median_width": round(widths[len(widths) // 2], 4) if widths else None,
+        "failed_generations": sum(part["failed"] for part in parts),
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--drafter", default="lookup", help="X's; none makes X plain decoding itself")
+    parser.add_argument("--gamma", type=int, default=2, help="X's")
+    parser.add_argument("--sweeps", type=int, default=20)
+    parser.add_argument("--limit", type=int, default=8, help="prompts in a sweep")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--slow", type=float, default=0.1, help="share of a step's time that is added")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--load", action="store_true", help="another process keeps one core busy")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep what is done there, and go on with it"
+    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; --resume goes on")
+    return parser.parse_args(arguments)
+
+
+def load(arguments: argparse.Namespace) -> ModelEngine:
+    """The models, with the drafters under the names that the configurations give."""
+    engine = load_engine(EngineOptions(arguments.target, (arguments.drafter,)))
+    ((_, drafter),) = engine.drafters.items()
+    if isinstance(drafter, Exception):
+        raise drafter
+    engine.drafters = {X: drafter, SLOWED: Slowed(drafter, arguments.slow)}
+    return engine
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code."""
+    given = parse(arguments)
+    wait_briefly()
+    until = time.monotonic() + 60 * given.minutes
+    names = ("target", "drafter", "gamma", "limit", "tokens", "repeats", "slow", "seed", "load")
+    settings = {name: getattr(given, name) for name in names}
+    parts = Parts(given.resume, settings)
+    for number, part in enumerate(parts.done[: given.sweeps]):
+        print(line_of(number, part), flush=True)
+    if len(parts.done) < given.sweeps:
+        engine = load(given)
+        with tempfile.TemporaryDirectory() as place, busy_core(given.load):
+            _run(given, parts, engine, Path(place), until)
+    result = summary(parts.done[: given.sweeps])
+    complete = result["sweeps"] == given.sweeps
+    print(json.dumps({"benchmark": "aa", **settings, "complete": complete, **result}))
+    if not complete:
+        return 3
+    good = result["covered"] >= COVERED * given.sweeps and result["slower"] >= SLOWER * given.sweeps
+    return 0 if good else 1
+
+
+def _run(given: argparse.Namespace, parts: Parts, engine: ModelEngine, place: Path, until: float) -> None:
+    """The sweeps that are missing, as far as the time reaches."""
+    prompts = load_prompts(["all"])
+    target = engine.describe_target()
+    for number in range(len(parts.done), given.sweeps):
+        # Beside the file of --resume, so that not even a sweep in progress is lost.
+        folder = place / str(number) if given.resume is None else Path(f"{given.resume}.{number + 1}")
+        began = time.monotonic()
+        try:
+            part = run_one(make_sweep(number, prompts, given), engine, target, folder, until)
+        except _TimeUpError:
+            print(f"{number + 1:3}  not finished: the time is over", flush=True)
+            return
+        parts.add(part)
+        shutil.rmtree(folder)
+        took = time.monotonic() - began
+        left = took * (given.sweeps - number - 1)
+        print(f"{line_of(number, part)}  [{took:.0f} s, {left / 60:.0f} min left]", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
