@@ -148,8 +148,11 @@ class Engine(Protocol):
 
 
 def cost_widths(gammas: Sequence[int]) -> list[int]:
-    """Widths of target passes to time: one token, γ + 1 for every γ, and all in between as far as that is cheap."""
-    longest = max(gammas, default=0) + 1
+    """Widths of target passes to time: one token, γ + 1 for every γ, and all in between as far as that is cheap.
+
+    Without any γ, where rules decide alone, they are those of drafts of up to 16 tokens.
+    """
+    longest = max(gammas, default=16) + 1
     return sorted({*range(1, min(longest, 17) + 1), *(gamma + 1 for gamma in gammas)})
 
 
@@ -162,6 +165,8 @@ class ModelEngine:
         reference: The same model as ``transformers`` loads it, for ``transformers`` and ``assisted`` configurations.
         assistants: Drafter models as ``transformers`` loads them, by the names of the drafters.
         fingerprints: Of the drafter models' weights, by the names of the drafters.
+        costs: What ``auto`` goes by, as ``specbench.lengths.parse_costs`` takes it; ``None`` lets it measure.
+        keep_policy_state: Let the draft-length rule of a configuration carry what it learns from one call to the next.
     """
 
     def __init__(
@@ -172,12 +177,16 @@ class ModelEngine:
         reference: LanguageModel | None = None,
         assistants: Mapping[str, LanguageModel | SpecbenchError] | None = None,
         fingerprints: Mapping[str, str] | None = None,
+        costs: object = None,
+        keep_policy_state: bool = False,
     ) -> None:
         from specbench.measure import clock_for
 
         self.target, self.drafters = target, dict(drafters)
         self.reference, self.assistants = reference, dict(assistants or {})
         self.fingerprints = dict(fingerprints or {})
+        self._costs, self._keep = costs, keep_policy_state
+        self._kept: dict[str, LengthPolicy] = {}
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
         self._order = random.Random(0)
@@ -264,7 +273,7 @@ class ModelEngine:
             prompt,
             self.target,
             None if config.kind == "plain" else self._drafter(config.drafter),
-            policy=_length_policy(config),
+            policy=None if config.kind == "plain" else self._policy(config),
             sampling=Sampling(temperature=config.temperature),
             max_new_tokens=max_new_tokens,
             ignore_eos=ignore_eos,
@@ -282,8 +291,22 @@ class ModelEngine:
             ttft_s=times.ttft_s,
             decode_s=times.decode_s,
             first_tokens=min(1, len(generation.token_ids)),
-            steps=generation.steps,
+            steps=_with_costs(generation.steps, generation.costs),
         )
+
+    def _policy(self, config: Config) -> LengthPolicy:
+        """The draft-length rule of a configuration: the one it had last time if its state is to be kept."""
+        from specbench.lengths import build_policy, parse_costs, policy_word
+
+        if config.id in self._kept:
+            return self._kept[config.id]
+        options: dict[str, Any] = {"gamma": config.gamma}
+        if self._costs is not None and policy_word(config.policy).option("costs"):
+            options["costs"] = parse_costs(self._costs, config.drafter)
+        policy = build_policy(config.policy, keep=self._keep, **options)
+        if self._keep:
+            self._kept[config.id] = policy
+        return policy
 
     def _decode_with_transformers(
         self, config: Config, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool, seed: int
@@ -422,12 +445,18 @@ def _finish_reason(tokens: Sequence[int], end_ids: Sequence[int], max_new_tokens
     return "length" if len(tokens) == max_new_tokens else "context-limit"
 
 
-def _length_policy(config: Config) -> LengthPolicy:
-    from specbench.lengths import FixedLength
+def _with_costs(steps: Sequence[Step], costs: Mapping[str, Any] | None) -> tuple[Step, ...]:
+    """Steps whose notes hold the times that a measuring rule took from them: with these it can be repeated."""
+    from specbench.lengths.costs import COST_NOTES
 
-    if config.policy not in ("fixed", "none"):
-        raise UsageError(f"There is no draft-length rule {config.policy!r}.", "Choose fixed.")
-    return FixedLength(config.gamma or 1)
+    samples = (costs or {}).get("steps")
+    if samples is None:
+        return tuple(steps)
+    # A rule that keeps its state has samples of earlier prompts too.
+    return tuple(
+        replace(step, policy={**step.policy, **dict(zip(COST_NOTES, sample, strict=True))})
+        for step, sample in zip(steps, samples[len(samples) - len(steps) :], strict=True)
+    )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -474,6 +503,7 @@ class EngineOptions:
         reference: Whether to load the target a second time, for ``transformers``' own ``generate``.
         assistants: Whether to load drafter models a second time, for its assisted generation.
         allow_pickle: Load pickled weights if there are no others.
+        costs, keep_policy_state: See ``ModelEngine``.
     """
 
     target: str
@@ -484,6 +514,8 @@ class EngineOptions:
     reference: bool = False
     assistants: bool = False
     allow_pickle: bool = False
+    costs: object = None
+    keep_policy_state: bool = False
 
 
 def check_engine(options: EngineOptions, progress: Progress | None = None) -> None:
@@ -569,5 +601,11 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
                 except RunError as error:
                     assistants[name] = error
     return ModelEngine(
-        target, drafters, reference=reference, assistants=assistants, fingerprints=fingerprints
+        target,
+        drafters,
+        reference=reference,
+        assistants=assistants,
+        fingerprints=fingerprints,
+        costs=options.costs,
+        keep_policy_state=options.keep_policy_state,
     )

@@ -98,6 +98,7 @@ class GenerationRun:
         trace: bool = False,
     ) -> None:
         self.target, self.drafter = target, drafter or NoDraft()
+        self.policy = policy or FixedLength(5)
         self.seed, self.residual_adjustment = seed, residual_adjustment
         self.prompt_tokens = len(prompt)
         tokenizer = target.tokenizer
@@ -114,7 +115,7 @@ class GenerationRun:
             prompt,
             target.scorer,
             self.drafter,
-            policy=policy or FixedLength(5),
+            policy=self.policy,
             sampling=sampling or Greedy(),
             random=Randomness(seed, device),
             max_new_tokens=max_new_tokens,
@@ -155,6 +156,8 @@ class GenerationRun:
             dtype=self.target.dtype,
             seed=self.seed,
             lossless=self.residual_adjustment,
+            policy="none" if isinstance(self.drafter, NoDraft) else self.policy.name,
+            costs=None if isinstance(self.drafter, NoDraft) else self.policy.costs(),
         )
 
     def _text(self, tokens: Sequence[int]) -> str | None:
@@ -197,7 +200,7 @@ def speculative_generate(
         target: The model whose output distribution is kept (``load_target``).
         drafter: Proposes tokens (``load_drafter``); ``None`` for plain decoding.
         gamma: Tokens drafted in a step, at least 1. Not looked at when ``policy`` is given.
-        policy: A draft-length rule.
+        policy: A draft-length rule (``specbench.lengths.build_policy``).
         sampling: The transforms of both models; greedy by default.
         max_new_tokens: The output never gets longer.
         stop: Texts that end the output.

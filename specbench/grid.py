@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.errors import UsageError
 from specbench.store import Key
@@ -22,6 +22,7 @@ __all__ = [
     "SweepOptions",
     "build_configs",
     "parse_gammas",
+    "parse_policies",
     "plan",
     "turns_of",
 ]
@@ -48,7 +49,8 @@ class Config:
             ``assisted`` that with an assistant.
         drafter: The drafter's name, ``none`` without one.
         gamma: Tokens drafted in a step; ``None`` where something else decides.
-        policy: The draft-length rule; ``none`` where nothing is drafted.
+        policy: The draft-length rule, with those of its options that are not the defaults (``egag:scale=0.5``);
+            ``none`` where nothing is drafted.
         temperature: 0 for greedy decoding.
         cache: Kind of key/value cache.
         baseline: Id of the plain configuration it is compared with.
@@ -73,7 +75,7 @@ class SweepOptions:
 
     Attributes:
         gammas: Draft lengths.
-        policies: Draft-length rules; ``fixed`` takes its length from ``gammas``.
+        policies: Draft-length rules as ``build_policy`` takes them; ``fixed`` takes its length from ``gammas``.
         temperatures: 0 for greedy decoding.
         max_new_tokens: No output gets longer.
         ignore_eos: Go on behind end tokens, so that all outputs of a prompt are equally long.
@@ -84,6 +86,8 @@ class SweepOptions:
         cache: Kind of key/value cache.
         transformers: Add ``transformers``' own ``generate``.
         assisted: Add its assisted generation (with drafter models) and its prompt lookup.
+        costs: What ``auto`` goes by, as ``parse_costs`` takes it; ``None`` lets it measure.
+        keep_policy_state: Let rules carry what they learn from one prompt to the next.
 
     Raises:
         UsageError: A value outside its range.
@@ -101,6 +105,8 @@ class SweepOptions:
     cache: str = "dynamic"
     transformers: bool = False
     assisted: bool = False
+    costs: Mapping[str, Any] | None = None
+    keep_policy_state: bool = False
 
     def __post_init__(self) -> None:
         for what, value, least in (
@@ -151,10 +157,48 @@ def parse_gammas(text: str) -> list[int]:
     return sorted(gammas)
 
 
+def parse_policies(specs: Sequence[str], **options: Any) -> tuple[str, ...]:
+    """Draft-length rules with the options that several may share, each as its name says it.
+
+    Args:
+        specs: Rules, with options of their own behind a colon or without.
+        options: Those of ``build_policy`` but for ``gamma`` and ``costs``; each goes to the rules that take it, and
+            what their specs say comes first. ``None`` and False stand for none.
+
+    Raises:
+        UsageError: An unknown rule or option, a value outside its range, a rule given twice, or an option that none of
+            the rules takes.
+    """
+    from specbench.lengths import build_policy, policy_word, read_policy
+
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    names = []
+    for spec in specs:
+        policy, own = read_policy(spec)
+        if policy.word == "fixed":
+            if own:
+                raise UsageError(
+                    "The lengths of the rule fixed are those of --gamma.", f"Give --gamma {own['gamma']}."
+                )
+            names.append("fixed")
+        else:
+            taken = {name: value for name, value in given.items() if policy.option(name)}
+            names.append(build_policy(spec, **taken).name)
+    for name in given:
+        if not any(policy_word(spec).option(name) for spec in specs):
+            policy_word(specs[0]).require(name)
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise UsageError(f"The draft-length rule {repeated[0]} is given twice.", "Give each once.")
+    return tuple(names)
+
+
 def build_configs(
     options: SweepOptions, drafters: Sequence[str], fingerprints: Mapping[str, str] | None = None
 ) -> list[Config]:
     """The grid: plain decoding at every temperature, and drafters × rules × draft lengths beside it.
+
+    A rule that reads distributions is left out with drafters that have none.
 
     Args:
         options: Their grid.
@@ -182,7 +226,7 @@ def _configs_at(
                 grid += [
                     ("speculative", f"{name}@{g}", f"{name} γ={g}", name, g, policy) for g in options.gammas
                 ]
-            else:
+            elif _applies(policy, name):
                 grid.append(("speculative", f"{name}@{policy}", f"{name} {policy}", name, None, policy))
     own = "transformers"
     if options.transformers:
@@ -205,6 +249,12 @@ def _configs_at(
             baseline="plain" + end,
             drafter_fingerprint=fingerprints.get(drafter),
         )
+
+
+def _applies(policy: str, drafter: str) -> bool:
+    from specbench.lengths import applies
+
+    return applies(policy, drafter)
 
 
 # -- what runs when --------------------------------------------------------------------------------

@@ -151,6 +151,8 @@ class Generation:
         dtype: The target's dtype.
         seed: Seed of the generator all draws came from.
         lossless: Whether the run keeps the target's distribution (False only with the residual adjustment off).
+        policy: The draft-length rule, as ``--length-policy`` takes it; ``none`` where nothing is drafted.
+        costs: What the rule went by if it goes by the times of passes, as ``--costs`` takes it.
     """
 
     prompt_tokens: int
@@ -164,3 +166,5 @@ class Generation:
     dtype: str
     seed: int
     lossless: bool
+    policy: str = "none"
+    costs: Mapping[str, Any] | None = None

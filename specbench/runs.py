@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from specbench._version import __version__
 from specbench.errors import UsageError
-from specbench.grid import Sweep, turns_of
+from specbench.grid import Sweep, SweepOptions, turns_of
 
 if TYPE_CHECKING:
     from specbench.prompts import Prompt
@@ -120,7 +120,11 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     pairs += [(name, old["environment"].get(name), new["environment"].get(name)) for name in _SAME_MACHINE]
     pairs.append(("device", old["target"].get("device"), new["target"].get("device")))
     names = dict.fromkeys([*old["options"], *new["options"]])
-    pairs += [(f"option {name}", old["options"].get(name), new["options"].get(name)) for name in names]
+    defaults = asdict(SweepOptions())  # for options that a run from before does not know
+    pairs += [
+        (f"option {name}", old["options"].get(name, defaults.get(name)), new["options"].get(name))
+        for name in names
+    ]
     ids = [[prompt["id"] for prompt in run["prompts"]] for run in (old, new)]
     pairs.append(("prompts", ids[0], ids[1]))
     weights = [{c.get("drafter"): c.get("drafter_fingerprint") for c in run["configs"]} for run in (old, new)]

@@ -337,7 +337,9 @@ def test_sampling_defaults_of_the_model_are_ignored_and_said_so(
 def test_help_groups_the_options(cli: Cli) -> None:
     out = cli("generate", "--help").out
     headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Arguments:", "Prompt:", "Models:", "Decoding:", "Sampling:", "Output:", "Options:"]
+    assert headings == [
+        "Arguments:", "Prompt:", "Models:", "Draft length:", "Decoding:", "Sampling:", "Output:", "Options:",
+    ]  # fmt: skip
     assert max(map(len, out.splitlines())) <= 80
 
 

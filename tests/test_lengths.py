@@ -439,7 +439,7 @@ def a_step(gamma: int, accepted: int, *, index: int = 1, stopped: bool = False, 
 
 def test_fixed() -> None:
     policy = FixedLength(4)
-    assert (policy.name, policy.begin(9), policy.begin(3)) == ("fixed(4)", 4, 3)
+    assert (policy.name, policy.begin(9), policy.begin(3)) == ("fixed:gamma=4", 4, 3)
     assert policy.notes() == {}
     assert policy.costs() is None
 
@@ -1036,31 +1036,32 @@ def test_every_rule_has_a_word_and_says_what_it_takes() -> None:
 
 def values() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "auto", {}, "auto"
-    yield "auto", {"gamma_max": 9, "costs": costs(0.1)}, "auto(max=9,costs=given)"
-    yield "fixed", {}, "fixed(5)"
-    yield "fixed", {"gamma": 3}, "fixed(3)"
+    yield "auto", {"gamma_max": 9, "costs": costs(0.1)}, "auto:max=9"
+    yield "fixed", {}, "fixed:gamma=5"
+    yield "fixed", {"gamma": 3}, "fixed:gamma=3"
     yield "egag", {}, "egag"
     yield (
         "egag",
         {"gamma_min": 2, "gamma_max": 12, "egag_ema_beta": 0.3, "egag_scale": 0.25},
-        "egag(min=2,max=12,beta=0.3,scale=0.25)",
+        "egag:min=2,max=12,beta=0.3,scale=0.25",
     )
     yield "confidence", {}, "confidence"
     yield (
         "confidence",
         {"confidence": 0.5, "adapt_confidence": True, "gamma_max": 8},
-        "confidence(threshold=0.5,adapt=True,max=8)",
+        "confidence:threshold=0.5,adapt,max=8",
     )
-    yield "entropy-bound", {"entropy_lambda": 0.5, "gamma_max": 7}, "entropy-bound(threshold=0.5,max=7)"
-    yield "svip", {"svip_threshold": 0.4, "gamma_max": 7}, "svip(threshold=0.4,max=7)"
-    yield "heuristic", {"gamma": 4, "gamma_min": 2, "gamma_max": 9}, "heuristic(start=4,min=2,max=9)"
+    yield "entropy-bound", {"entropy_lambda": 0.5, "gamma_max": 7}, "entropy-bound:lambda=0.5,max=7"
+    yield "svip", {"svip_threshold": 0.4, "gamma_max": 7}, "svip:threshold=0.4,max=7"
+    yield "heuristic", {"gamma": 4, "gamma_min": 2, "gamma_max": 9}, "heuristic:gamma=4,min=2,max=9"
 
 
 @pytest.mark.parametrize(("word", "options", "name"), list(values()))
 def test_a_rule_is_named_by_its_options(word: str, options: dict[str, Any], name: str) -> None:
     assert build_policy(word, **options).name == name
-    everything = dict.fromkeys({option for policy in POLICY_WORDS for option in policy.options})
+    everything = dict.fromkeys({option.name for policy in POLICY_WORDS for option in policy.options})
     assert build_policy(word, **{**everything, "adapt_confidence": False, **options}).name == name
+    assert build_policy(name).name == name
 
 
 def test_a_rule_can_be_kept() -> None:
@@ -1111,10 +1112,11 @@ def test_values_outside_their_range_are_refused(word: str, options: dict[str, An
 
 def test_a_rule_that_has_nothing_to_read_is_refused() -> None:
     for word in ("egag", "entropy-bound", "svip"):
-        check_policy(word, "self:int8", has_logits=True)
+        check_policy(f"{word}:max=3", "self:int8")
+        check_policy(word, "some/model")
         with pytest.raises(
             UsageError, match=f"rule {word} reads the drafter's distribution, and ngram has none"
         ):
-            check_policy(word, "ngram", has_logits=False)
+            check_policy(word, "ngram:sample")
     for word in ("auto", "fixed", "confidence", "heuristic"):
-        check_policy(word, "ngram", has_logits=False)
+        check_policy(word, "ngram")

@@ -102,7 +102,7 @@ def test_the_grid_has_plain_decoding_at_every_temperature() -> None:
 
 def test_widths_of_passes_that_are_timed() -> None:
     assert cost_widths([1, 2, 3]) == [1, 2, 3, 4]
-    assert cost_widths([]) == [1]
+    assert cost_widths([]) == [*range(1, 18)]
     assert cost_widths([4, 64]) == [*range(1, 18), 65]
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specbench.cli.watchers import TraceOutput, Watcher
     from specbench.drafters.base import Drafter
     from specbench.generate import GenerationRun
+    from specbench.lengths import LengthPolicy
     from specbench.loading import Target
     from specbench.records import Generation
     from specbench.sampling import Sampling
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["generate"]
 
 _WARM_UP_TOKENS = 8
+_LENGTH_OPTIONS = (
+    "length_policy", "egag", "gamma", "gamma_min", "gamma_max", "egag_ema_beta", "egag_scale", "confidence",
+    "adapt_confidence", "entropy_lambda", "svip_threshold", "costs",
+)  # fmt: skip
 
 
 def generate(
@@ -54,7 +59,26 @@ def generate(
     drafter_device: opt.DrafterDeviceOption = "auto",
     drafter_device_map: opt.DrafterDeviceMapOption = None,
     allow_pickle: opt.PickleOption = False,
-    gamma: opt.GammaOption = 5,
+    length_policy: Annotated[
+        str | None,
+        typer.Option(
+            "--length-policy",
+            metavar="RULE",
+            help="Draft-length rule: fixed (the default), auto, egag, confidence, entropy-bound, svip or heuristic.",
+            rich_help_panel=opt.LENGTH,
+        ),
+    ] = None,
+    egag: opt.EgagOption = False,
+    gamma: opt.GammaOption = None,
+    gamma_min: opt.GammaMinOption = None,
+    gamma_max: opt.GammaMaxOption = None,
+    egag_ema_beta: opt.EgagBetaOption = None,
+    egag_scale: opt.EgagScaleOption = None,
+    confidence: opt.ConfidenceOption = None,
+    adapt_confidence: opt.AdaptConfidenceOption = False,
+    entropy_lambda: opt.EntropyLambdaOption = None,
+    svip_threshold: opt.SvipThresholdOption = None,
+    costs: opt.CostsOption = None,
     max_new_tokens: opt.MaxNewTokensOption = 256,
     stop: Annotated[
         list[str] | None,
@@ -118,6 +142,7 @@ def generate(
     from specbench.cli.progress import StageProgress
     from specbench.cli.summary import show_notes
     from specbench.cli.watchers import TraceOutput
+    from specbench.drafters import drafter_word
     from specbench.errors import UsageError
     from specbench.progress import quiet_transformers
     from specbench.prompts import read_prompt_text
@@ -125,12 +150,25 @@ def generate(
     text = read_prompt_text(prompt, prompt_file, sys.stdin)
     if any(not item for item in stop or ()):
         raise UsageError("A stop string is empty.", "Give --stop at least one character.")
+    rule = _rule(length_policy, egag)
+    rule_options: dict[str, Any] = {
+        "gamma": gamma,
+        "gamma_min": gamma_min,
+        "gamma_max": gamma_max,
+        "egag_ema_beta": egag_ema_beta,
+        "egag_scale": egag_scale,
+        "confidence": confidence,
+        "adapt_confidence": adapt_confidence,
+        "entropy_lambda": entropy_lambda,
+        "svip_threshold": svip_threshold,
+    }
     with ExitStack() as stack:
         trace_to = None
         if debug or trace_file:
             trace_to = stack.enter_context(TraceOutput(trace_file, debug))
         with StageProgress(quiet) as progress:
             progress.update("starting", 0, None)
+            from specbench.lengths import build_policy, check_policy, parse_costs
             from specbench.loading import check_drafter, load_drafter, load_target
             from specbench.models import LoadOptions, check_options
             from specbench.sampling import Sampling
@@ -141,24 +179,32 @@ def generate(
             drafter_options = LoadOptions(drafter_dtype, drafter_device, drafter_device_map)
             check_options(load_options)
             check_options(drafter_options)
+            policy = build_policy(rule, **rule_options)
+            known_costs = None if costs is None else _costs(costs, rule)
+            if drafter_word(drafter) != "none":
+                check_policy(rule, drafter)
             check_drafter(drafter, target, progress=progress)
             target_model = load_target(
                 target, load_options, cache=cache, progress=progress, allow_pickle=allow_pickle
             )
+            proposer = load_drafter(
+                drafter,
+                target_model,
+                drafter_options,
+                cache=cache,
+                progress=progress,
+                allow_pickle=allow_pickle,
+            )
+            if costs is not None:  # they may be those of several drafters, by the names that loaded ones have
+                policy = build_policy(rule, **rule_options, costs=parse_costs(known_costs, proposer.name))
             job = _Job(
                 target_model,
-                load_drafter(
-                    drafter,
-                    target_model,
-                    drafter_options,
-                    cache=cache,
-                    progress=progress,
-                    allow_pickle=allow_pickle,
-                ),
+                proposer,
                 _encode(target_model, text, chat, system),
                 text,
                 sampling,
-                gamma=gamma,
+                policy=policy,
+                given_costs=costs is not None,
                 max_new_tokens=max_new_tokens,
                 stop=tuple(stop or ()),
                 ignore_eos=ignore_eos,
@@ -175,6 +221,25 @@ def generate(
         _run(job, trace_to, stream=shown, compare=compare, json_output=json_output, quiet=quiet)
         if trace_to is not None:
             trace_to.complain()
+
+
+def _rule(length_policy: str | None, egag: bool) -> str:
+    """The draft-length rule that is asked for."""
+    from specbench.errors import UsageError
+
+    if egag and length_policy is not None:
+        raise UsageError("--egag and --length-policy are both given.", "Give one of them.")
+    return "egag" if egag else length_policy or "fixed"
+
+
+def _costs(path: Path, rule: str) -> object:
+    """What a file says of costs, refused if it is none, or if the rule has no use for it."""
+    from specbench.lengths import check_costs, load_costs, policy_word
+
+    policy_word(rule).require("costs")
+    data = load_costs(path)
+    check_costs(data)
+    return data
 
 
 def _encode(target: Target, text: str, chat: bool | None, system: str | None) -> list[int]:
@@ -204,12 +269,14 @@ class _Job:
         prompt_text: str,
         sampling: Sampling,
         *,
-        gamma: int,
+        policy: LengthPolicy,
+        given_costs: bool,
         **settings: Any,
     ) -> None:
         self.target, self.drafter = target, drafter
         self.prompt, self.prompt_text = prompt, prompt_text
-        self.sampling, self.gamma, self.settings = sampling, gamma, settings
+        self.sampling, self.settings = sampling, settings
+        self.policy, self.given_costs = policy, given_costs
 
     @property
     def max_new_tokens(self) -> int:
@@ -218,14 +285,13 @@ class _Job:
     def start(self, *, plain: bool = False, trace: bool = False, most: int | None = None) -> GenerationRun:
         """A run that has not begun; ``most`` limits it further."""
         from specbench.generate import GenerationRun
-        from specbench.lengths import FixedLength
 
         limit = self.max_new_tokens if most is None else min(most, self.max_new_tokens)
         return GenerationRun(
             self.prompt,
             self.target,
             None if plain else self.drafter,
-            policy=FixedLength(self.gamma),
+            policy=None if plain else self.policy,
             sampling=self.sampling,
             trace=trace,
             **(self.settings | {"max_new_tokens": limit} | ({"residual_adjustment": True} if plain else {})),
@@ -259,9 +325,13 @@ class _Job:
 
     def options(self) -> dict[str, Any]:
         """What decides the output, by name; ``None`` for what is switched off."""
+        from specbench.lengths import FixedLength
+
         sampling = self.sampling
         return {
-            "gamma": self.gamma,
+            "length_policy": self.policy.name,
+            "gamma": self.policy.gamma if isinstance(self.policy, FixedLength) else None,
+            "costs": "given" if self.given_costs else None,
             "max_new_tokens": self.max_new_tokens,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k or None,
@@ -289,7 +359,7 @@ def _without_effect(ctx: typer.Context, drafter: str, sampling: Sampling) -> lis
     word = drafter_word(drafter)
     if sampling.greedy and (what := given("top_k", "top_p", "min_p", "seed")):
         lines.append(f"{what} at temperature 0: the most probable token is taken.")
-    if word == "none" and (what := given("gamma", "first_target")):
+    if word == "none" and (what := given(*_LENGTH_OPTIONS, "first_target")):
         lines.append(f"{what} with the drafter none.")
     if word is not None and (what := given("drafter_dtype", "drafter_device", "drafter_device_map")):
         lines.append(f"{what}: the drafter {word} is no model of its own.")
@@ -337,7 +407,11 @@ def _run(
     unseen = not stream and not (trace_to and trace_to.on_screen)
     finished = _follow(run, watchers, "decoding", job.max_new_tokens, quiet=quiet or not unseen)
     result = run.result()
-    figures = summary(result) | {"options": job.options(), "device": str(job.target.scorer.device)}
+    figures = summary(result) | {
+        "options": job.options(),
+        "device": str(job.target.scorer.device),
+        "costs": result.costs,
+    }
     if compare and finished:
         plain = job.start(plain=True)
         finished = _follow(plain, (), "decoding plainly, to compare", job.max_new_tokens, quiet=quiet)
@@ -347,9 +421,18 @@ def _run(
         figures["peak_memory_bytes"] = _peak_memory(job.target)
         write_out(json.dumps(figures, allow_nan=False) + "\n")
     if not quiet:
-        show_summary(figures, apart=sys.stdout.isatty())
+        show_summary(figures | {"options": _shown_options(figures)}, apart=sys.stdout.isatty())
     if not finished:
         raise KeyboardInterrupt
+
+
+def _shown_options(figures: dict[str, Any]) -> dict[str, Any]:
+    """The options as the summary shows them: a rule that decides γ is named with the γ it came to."""
+    options: dict[str, Any] = figures["options"]
+    if options["gamma"] is not None:
+        return options
+    mean = f", {figures['drafted'] / figures['steps']:.1f} on average" if figures["steps"] else ""
+    return options | {"gamma": f"by {options['length_policy']}{mean}"}
 
 
 def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: int, *, quiet: bool) -> bool:

@@ -11,8 +11,11 @@ from typer.core import TyperCommand
 __all__ = [
     "DEFAULT_DRAFTER",
     "DEFAULT_TARGET",
+    "AdaptConfidenceOption",
     "CacheName",
     "CacheOption",
+    "ConfidenceOption",
+    "CostsOption",
     "DeviceMapOption",
     "DeviceOption",
     "DrafterDeviceMapOption",
@@ -21,7 +24,13 @@ __all__ = [
     "DrafterOption",
     "DtypeName",
     "DtypeOption",
+    "EgagBetaOption",
+    "EgagOption",
+    "EgagScaleOption",
+    "EntropyLambdaOption",
     "FirstTargetOption",
+    "GammaMaxOption",
+    "GammaMinOption",
     "GammaOption",
     "GroupedCommand",
     "IgnoreEosOption",
@@ -31,6 +40,7 @@ __all__ = [
     "PromptFile",
     "RepetitionPenaltyOption",
     "SeedOption",
+    "SvipThresholdOption",
     "TargetOption",
     "TemperatureOption",
     "TopKOption",
@@ -46,6 +56,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 CacheName = Literal["dynamic", "preallocated", "none"]
 
 PROMPT, MODELS, DECODING, SAMPLING, OUTPUT = "Prompt", "Models", "Decoding", "Sampling", "Output"
+LENGTH = "Draft length"
 
 _LARGEST_SEED = 2**64 - 1
 
@@ -148,9 +159,91 @@ PickleOption = Annotated[
 ]
 
 GammaOption = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--gamma", "-g", min=1, metavar="N", help="γ: tokens drafted in a step.", rich_help_panel=DECODING
+        "--gamma",
+        "-g",
+        min=1,
+        metavar="N",
+        help="γ, tokens drafted in a step (5): of fixed; of heuristic, in the first one.",
+        rich_help_panel=LENGTH,
+    ),
+]
+EgagOption = Annotated[
+    bool, typer.Option("--egag", help="Short for --length-policy egag.", rich_help_panel=LENGTH)
+]
+GammaMinOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gamma-min",
+        min=1,
+        metavar="N",
+        help="Shortest draft of egag and heuristic (1).",
+        rich_help_panel=LENGTH,
+    ),
+]
+GammaMaxOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gamma-max",
+        min=1,
+        metavar="N",
+        help="Longest draft: of egag (8), auto (16), confidence, entropy-bound (20), svip, heuristic (40).",
+        rich_help_panel=LENGTH,
+    ),
+]
+EgagBetaOption = Annotated[
+    float | None,
+    typer.Option(
+        "--egag-ema-beta",
+        metavar="B",
+        help="egag: weight of the past in the average of the entropy, 0 (none) to below 1 (0).",
+        rich_help_panel=LENGTH,
+    ),
+]
+EgagScaleOption = Annotated[
+    float | None,
+    typer.Option(
+        "--egag-scale",
+        metavar="H",
+        help="egag: normalised entropy at which γ has come down to the shortest (0.3).",
+        rich_help_panel=LENGTH,
+    ),
+]
+ConfidenceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--confidence", metavar="P", help="confidence: the threshold (0.4).", rich_help_panel=LENGTH
+    ),
+]
+AdaptConfidenceOption = Annotated[
+    bool,
+    typer.Option(
+        "--adapt-confidence",
+        help="confidence: move the threshold by what was accepted.",
+        rich_help_panel=LENGTH,
+    ),
+]
+EntropyLambdaOption = Annotated[
+    float | None,
+    typer.Option(
+        "--entropy-lambda",
+        metavar="L",
+        help="entropy-bound: λ at the beginning (0.6).",
+        rich_help_panel=LENGTH,
+    ),
+]
+SvipThresholdOption = Annotated[
+    float | None,
+    typer.Option("--svip-threshold", metavar="H", help="svip: the threshold (0.3).", rich_help_panel=LENGTH),
+]
+CostsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--costs",
+        metavar="FILE",
+        help="auto: times of passes to go by, from a JSON file of an earlier run, instead of measuring them.",
+        rich_help_panel=LENGTH,
     ),
 ]
 MaxNewTokensOption = Annotated[

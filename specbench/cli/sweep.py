@@ -27,16 +27,7 @@ _FOLDER = Path("results")
 
 
 def sweep(
-    gamma: Annotated[
-        str,
-        typer.Option(
-            "--gamma",
-            "-g",
-            metavar="RANGE",
-            help="Draft lengths: 1..8, 2..16..2 (with a step) or 1,2,4.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = "1..8",
+    ctx: typer.Context,
     drafter: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,15 +38,6 @@ def sweep(
         ),
     ] = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    length_policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--length-policy",
-            metavar="RULE",
-            help="Draft-length rule; repeatable. fixed (the default) takes each γ in turn.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
     temperature: Annotated[
         list[float] | None,
         typer.Option(
@@ -84,6 +66,44 @@ def sweep(
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    gamma: Annotated[
+        str,
+        typer.Option(
+            "--gamma",
+            "-g",
+            metavar="RANGE",
+            help="Draft lengths of the rule fixed: 1..8, 2..16..2 (with a step) or 1,2,4.",
+            rich_help_panel=opt.LENGTH,
+        ),
+    ] = "1..8",
+    length_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--length-policy",
+            metavar="RULE",
+            help="Draft-length rule; repeatable. fixed (the default) takes each γ in turn. Others: auto, egag,"
+            " confidence, entropy-bound, svip, heuristic; options of one alone stand behind a colon: egag:scale=0.5.",
+            rich_help_panel=opt.LENGTH,
+        ),
+    ] = None,
+    egag: opt.EgagOption = False,
+    gamma_min: opt.GammaMinOption = None,
+    gamma_max: opt.GammaMaxOption = None,
+    egag_ema_beta: opt.EgagBetaOption = None,
+    egag_scale: opt.EgagScaleOption = None,
+    confidence: opt.ConfidenceOption = None,
+    adapt_confidence: opt.AdaptConfidenceOption = False,
+    entropy_lambda: opt.EntropyLambdaOption = None,
+    svip_threshold: opt.SvipThresholdOption = None,
+    costs: opt.CostsOption = None,
+    keep_policy_state: Annotated[
+        bool,
+        typer.Option(
+            "--keep-policy-state",
+            help="Let rules carry what they learn from one prompt to the next.",
+            rich_help_panel=opt.LENGTH,
+        ),
+    ] = False,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
@@ -210,7 +230,7 @@ def sweep(
     from specbench.cli.progress import StageProgress
     from specbench.engine import EngineOptions, check_engine, load_engine
     from specbench.errors import UsageError
-    from specbench.grid import Sweep, SweepOptions, build_configs, parse_gammas
+    from specbench.grid import Sweep, SweepOptions, build_configs, parse_gammas, parse_policies
     from specbench.models import LoadOptions
     from specbench.prompts import load_prompts
     from specbench.store import RunStore
@@ -219,10 +239,25 @@ def sweep(
         raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
     if accept_changes and out is None:
         raise UsageError("--accept-changes needs --out.", "Name the folder of the run to go on with.")
-    policies = tuple(length_policy or ("fixed",))
-    _check_policies(policies)
+    policies = parse_policies(
+        [*(length_policy or []), *(["egag"] if egag else [])] or ["fixed"],
+        gamma_min=gamma_min,
+        gamma_max=gamma_max,
+        egag_ema_beta=egag_ema_beta,
+        egag_scale=egag_scale,
+        confidence=confidence,
+        adapt_confidence=adapt_confidence,
+        entropy_lambda=entropy_lambda,
+        svip_threshold=svip_threshold,
+    )
+    names = tuple(dict.fromkeys(name for name in drafter or [opt.DEFAULT_DRAFTER] if name != "none"))
+    gammas = parse_gammas(gamma)
+    if "fixed" not in policies:
+        _refuse_gamma(ctx, policies)
+        gammas = []
+    notes = _left_out(policies, names)
     options = SweepOptions(
-        gammas=tuple(parse_gammas(gamma)),
+        gammas=tuple(gammas),
         policies=policies,
         temperatures=tuple(_checked_temperatures(temperature or [0.0])),
         max_new_tokens=max_new_tokens,
@@ -234,6 +269,8 @@ def sweep(
         cache=cache,
         transformers=baseline is not None,
         assisted=assisted is not None,
+        costs=None if costs is None else _costs(costs, policies),
+        keep_policy_state=keep_policy_state,
     )
     named = prompts or [_DEFAULT_PROMPTS]
     if limit is None and not prompts and not category:
@@ -241,13 +278,15 @@ def sweep(
     chosen = load_prompts(named, category or (), limit)
     engine_options = EngineOptions(
         target=target,
-        drafters=tuple(dict.fromkeys(name for name in drafter or [opt.DEFAULT_DRAFTER] if name != "none")),
+        drafters=names,
         target_options=LoadOptions(dtype, device, device_map),
         drafter_options=LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
         cache=cache,
         reference=options.transformers,
         assistants=options.assisted,
         allow_pickle=allow_pickle,
+        costs=options.costs,
+        keep_policy_state=keep_policy_state,
     )
     sources = _sources(engine_options, named, category or [], limit)
     folder = _folder(out, sources, options, resume=resume, retry_failed=retry_failed)
@@ -265,9 +304,10 @@ def sweep(
         RunStore.check_writable(folder)
         engine = load_engine(engine_options, progress)
     configs = build_configs(options, list(engine.drafters), engine.fingerprints)
+    _check_costs(options, engine)
     job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)
     with job.open_store(sources, accept_changes=accept_changes) as store:
-        job.say_at_start(start, found=len(store.done_keys()))
+        job.say_at_start(start, found=len(store.done_keys()), notes=notes)
         code = job.run(store, retry_failed=retry_failed)
     if code:
         raise typer.Exit(code)
@@ -276,12 +316,64 @@ def sweep(
 # -- what is asked for -----------------------------------------------------------------------------
 
 
-def _check_policies(policies: Sequence[str]) -> None:
+def _refuse_gamma(ctx: typer.Context, policies: Sequence[str]) -> None:
+    """Refuse lengths that nothing is drafted by."""
     from specbench.errors import UsageError
+    from specbench.lengths import policy_word
 
-    for name in policies:
-        if name != "fixed":
-            raise UsageError(f"There is no draft-length rule {name!r}.", "Choose fixed.")
+    source = ctx.get_parameter_source("gamma")
+    if source is not None and source.name == "COMMANDLINE":
+        takes = next((word for word in map(policy_word, policies) if word.option("gamma")), None)
+        raise UsageError(
+            "The lengths of --gamma are those of the rule fixed, which is not among the rules.",
+            "Add --length-policy fixed"
+            + (f", or write --length-policy {takes.word}:gamma=N." if takes else ", or leave --gamma out."),
+        )
+
+
+def _left_out(policies: Sequence[str], drafters: Sequence[str]) -> list[str]:
+    """Rules that do not apply to a drafter, a sentence each.
+
+    Raises:
+        UsageError: One applies to none of them.
+    """
+    from specbench.lengths import applies, check_policy
+
+    notes = []
+    for policy in policies:
+        blind = [drafter for drafter in drafters if not applies(policy, drafter)]
+        if blind and len(blind) == len(drafters):
+            check_policy(policy, blind[0])
+        if blind:
+            notes.append(
+                f"{policy} is left out with {', '.join(blind)}: it reads the drafter's distribution, and there is none."
+            )
+    return notes
+
+
+def _costs(path: Path, policies: Sequence[str]) -> Any:
+    """The costs of a file, without the times of single steps, which belong to one generation alone."""
+    from specbench.errors import UsageError
+    from specbench.lengths import check_costs, load_costs, policy_word
+
+    if not any(policy_word(policy).option("costs") for policy in policies):
+        raise UsageError(
+            "--costs is for the rule auto, which is not among the rules.", "Add --length-policy auto."
+        )
+    data = load_costs(path)
+    if isinstance(data, dict):
+        data = {name: data.get(name) for name in ("target_pass_s", "drafter_pass_s")}
+    check_costs(data)
+    return data
+
+
+def _check_costs(options: SweepOptions, engine: ModelEngine) -> None:
+    """Refuse costs that lack one of the drafters, whose names are known only now."""
+    from specbench.lengths import parse_costs
+
+    if options.costs is not None:
+        for name in engine.drafters:
+            parse_costs(options.costs, name)
 
 
 def _checked_temperatures(temperatures: Sequence[float]) -> Sequence[float]:
@@ -426,10 +518,12 @@ class _Job:
             raise
         return store
 
-    def say_at_start(self, start: Any, found: int) -> None:
-        """What the machine is like, and what is there already."""
+    def say_at_start(self, start: Any, found: int, notes: Sequence[str]) -> None:
+        """What the machine is like, what is not measured, and what is there already."""
         from specbench.advice import at_start
 
+        for note in notes:
+            self._say(f"note: {note}")
         for warning in at_start(start):
             self._warn(warning)
         if found and not self.quiet:

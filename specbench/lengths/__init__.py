@@ -2,10 +2,20 @@
 
 from specbench.lengths.auto import AutoLength
 from specbench.lengths.base import FixedLength, KeptState, LengthPolicy
-from specbench.lengths.costs import Costs, parse_costs, read_costs
+from specbench.lengths.costs import Costs, check_costs, load_costs, parse_costs, read_costs
 from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
-from specbench.lengths.words import POLICY_WORDS, PolicyWord, build_policy, check_policy, policy_names
+from specbench.lengths.words import (
+    POLICY_WORDS,
+    PolicyOption,
+    PolicyWord,
+    applies,
+    build_policy,
+    check_policy,
+    policy_names,
+    policy_word,
+    read_policy,
+)
 
 __all__ = [
     "POLICY_WORDS",
@@ -18,11 +28,17 @@ __all__ = [
     "HeuristicLength",
     "KeptState",
     "LengthPolicy",
+    "PolicyOption",
     "PolicyWord",
     "SvipLength",
+    "applies",
     "build_policy",
+    "check_costs",
     "check_policy",
+    "load_costs",
     "parse_costs",
     "policy_names",
+    "policy_word",
     "read_costs",
+    "read_policy",
 ]

@@ -57,7 +57,6 @@ class AutoLength(Rule):
 
     def __init__(self, gamma_max: int = 16, costs: Costs | None = None) -> None:
         super().__init__(gamma_max)
-        self._given = costs is not None
         self._costs = costs or MeasuredCosts()
         # Chance that a draft is accepted: of its own log-odds with the drafter, and of those of the draft before it.
         # The priors lie between what two pairs of models showed.
@@ -67,8 +66,7 @@ class AutoLength(Rule):
 
     @property
     def name(self) -> str:
-        costs = "given" if self._given else "measured"
-        return written("auto", max=(self.gamma_max, 16), costs=(costs, "measured"))
+        return written("auto", max=(self.gamma_max, 16))
 
     def reset(self) -> None:
         self._costs.reset()

@@ -142,7 +142,7 @@ class FixedLength(Rule):
 
     @property
     def name(self) -> str:
-        return f"fixed({self.gamma})"
+        return f"fixed:gamma={self.gamma}"
 
 
 class KeptState:
@@ -189,10 +189,10 @@ def confidence(draft: Draft, i: int) -> float:
 
 
 def written(word: str, **options: tuple[object, object]) -> str:
-    """A rule's name: its word and, in brackets, each option whose (value, default) differ."""
+    """A rule's name, a spec itself: its word and, behind a colon, each option whose (value, default) differ."""
     changed = [
-        f"{option}={value:g}" if isinstance(value, float) else f"{option}={value}"
+        option if value is True else f"{option}={value}"
         for option, (value, default) in options.items()
         if value != default
     ]
-    return f"{word}({','.join(changed)})" if changed else word
+    return f"{word}:{','.join(changed)}" if changed else word

@@ -15,7 +15,10 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from specbench.records import Step
 
-__all__ = ["Costs", "GivenCosts", "MeasuredCosts", "parse_costs", "read_costs"]
+__all__ = ["Costs", "GivenCosts", "MeasuredCosts", "check_costs", "load_costs", "parse_costs", "read_costs"]
+
+COST_NOTES = ("drafter_pass_s", "rest_s")
+"""Under these names the results of a sweep keep, step by step, the two samples that ``MeasuredCosts`` takes from it."""
 
 _PASSES = 15
 """Of the drafter's passes, the latest so many are kept."""
@@ -252,10 +255,22 @@ def _interpolate(points: Mapping[int, float], n: int) -> float:
 
 
 def read_costs(path: str | Path, drafter: str | None = None) -> Costs:
-    """Costs from a JSON file: see ``parse_costs``; in a larger object they are looked for under ``costs``.
+    """Costs from a JSON file, for one drafter: see ``load_costs`` and ``parse_costs``.
 
     Raises:
         UsageError: There is no such file, or no costs in it.
+    """
+    return parse_costs(load_costs(path), drafter)
+
+
+def load_costs(path: str | Path) -> object:
+    """What a JSON file says of costs, not checked yet.
+
+    It may hold them alone or under ``costs``, as ``run.json`` and what ``generate --json`` prints do, or be a line of
+    ``generations.jsonl``, whose steps have the times that the rule went by.
+
+    Raises:
+        UsageError: There is no such file, or it is no JSON.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -263,9 +278,29 @@ def read_costs(path: str | Path, drafter: str | None = None) -> Costs:
         raise UsageError(f"The costs cannot be read: {error.strerror}.", "Name a JSON file.") from error
     except (ValueError, RecursionError) as error:
         raise UsageError("The file with the costs is no JSON.", "Name one that specbench wrote.") from error
-    if isinstance(data, dict) and isinstance(data.get("costs"), dict):
-        data = data["costs"]
-    return parse_costs(data, drafter)
+    if not isinstance(data, dict):
+        return data
+    if isinstance(data.get("costs"), dict):
+        return data["costs"]
+    steps = data.get("steps")
+    notes = steps.get("policy") if isinstance(steps, dict) else None
+    if isinstance(notes, dict) and all(isinstance(notes.get(name), list) for name in COST_NOTES):
+        return {
+            "target_pass_s": {},
+            "steps": list(map(list, zip(*(notes[name] for name in COST_NOTES), strict=False))),
+        }
+    return data
+
+
+def check_costs(data: object) -> None:
+    """Refuse what are no costs, whichever drafter they are of.
+
+    Raises:
+        UsageError: As ``parse_costs``.
+    """
+    drafters = data.get("drafter_pass_s") if isinstance(data, Mapping) else None
+    for drafter in drafters if isinstance(drafters, Mapping) and drafters else (None,):
+        parse_costs(data, drafter)
 
 
 def parse_costs(data: object, drafter: str | None = None) -> Costs:

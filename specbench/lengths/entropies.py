@@ -151,7 +151,8 @@ class EntropyBoundLength(Rule):
 
     @property
     def name(self) -> str:
-        return written("entropy-bound", threshold=(self.initial_threshold, 0.6), max=(self.gamma_max, 20))
+        options = {"lambda": (self.initial_threshold, 0.6), "max": (self.gamma_max, 20)}
+        return written("entropy-bound", **options)
 
     def reset(self) -> None:
         self.threshold, self._rate, self._limit = self.initial_threshold, self.target_rate, self.gamma_max

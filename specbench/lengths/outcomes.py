@@ -43,7 +43,7 @@ class HeuristicLength(Rule):
 
     @property
     def name(self) -> str:
-        return written("heuristic", start=(self.first, 5), min=(self.gamma_min, 1), max=(self.gamma_max, 40))
+        return written("heuristic", gamma=(self.first, 5), min=(self.gamma_min, 1), max=(self.gamma_max, 40))
 
     def reset(self) -> None:
         self.gamma = self.first
