@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 from specbench.attention import fold_attention
 from specbench.caches import CacheKind
-from specbench.drafters import drafter_word
-from specbench.drafters.base import Drafter, NoDraft
+from specbench.drafters import drafter_word, split_cascade
+from specbench.drafters.base import Drafter, FreeDrafter, NoDraft
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.choices import ChoiceKey, any_choice, read_choice
+from specbench.drafters.layers import SelfForm, cheaper_form
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
@@ -25,13 +28,25 @@ from specbench.models import (
     parse_model_spec,
     wrap_model,
 )
-from specbench.packing import first_layers, int8_copy, pack_linears, quantise_linears
+from specbench.packing import pack_linears, quantise_linears
 from specbench.scorer import Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Target", "check_drafter", "load_drafter", "load_target", "wrap_target"]
+__all__ = [
+    "Target",
+    "check_drafter",
+    "choice_key",
+    "join_cascade",
+    "load_drafter",
+    "load_target",
+    "self_drafter",
+    "wrap_drafter",
+    "wrap_target",
+]
+
+_CASCADE_OPTIONS = {"passes": "passes=N"}
 
 
 @dataclass
@@ -125,13 +140,19 @@ def check_drafter(spec: str, target_spec: str, *, progress: Progress | None = No
     Raises:
         UsageError: No such drafter, option or model, or it cannot draft for this target.
     """
-    if drafter_word(spec) is None:
+    cascade = split_cascade(spec)
+    if cascade is not None:
+        _cascade_front(cascade[0])
+        _check_back(cascade[1])
+        check_drafter(cascade[1], target_spec, progress=progress)
+    elif drafter_word(spec) is None:
         parse_model_spec(spec)
     elif drafter_word(spec) == "self":
-        form = _self_form(spec)
-        if isinstance(form, int):
-            config = load_config(target_spec, progress=progress).get_text_config(decoder=True)
-            _check_layers(form, config.num_hidden_layers)
+        form = SelfForm.parse(spec)
+        if form.calibrated and not any_choice():
+            raise _nothing_calibrated()
+        if form.layers is not None or form.skip:
+            form.check(load_config(target_spec, progress=progress))
     else:
         _free_drafter(spec)
 
@@ -149,7 +170,7 @@ def load_drafter(
 
     Args:
         spec: A drafter word with options after a colon (``ngram:order=3``, ``self:int8``; ``specbench drafters`` lists
-            them) or a model spec.
+            them), a model spec, or two drafters with a plus between them (``lookup+self:int8``).
         target: What it drafts for.
         options: Dtype, device and device map of a drafter model. On a CPU "auto" means int8.
         cache: The kind of cache of a drafter model; self-drafters share the target's.
@@ -159,6 +180,15 @@ def load_drafter(
         UsageError: No such drafter, or it does not fit this target.
         RunError: It could not be loaded.
     """
+    cascade = split_cascade(spec)
+    if cascade is not None:
+        first, second = cascade
+        _check_back(second)
+        model = load_drafter(
+            second, target, options, cache=cache, progress=progress, allow_pickle=allow_pickle
+        )
+        assert isinstance(model, ModelDrafter)
+        return join_cascade(first, model)
     word = drafter_word(spec)
     if word == "self":
         return _self_drafter(spec, target)
@@ -203,6 +233,40 @@ def wrap_drafter(
     return ModelDrafter(scorer, f"{language_model.name} ({dtype})")
 
 
+def join_cascade(spec: str, model: ModelDrafter) -> CascadeDrafter:
+    """A cascade of a drafter that needs no model, asked first, and one that is or has one.
+
+    Args:
+        spec: ``lookup`` or ``ngram`` with their options, and ``passes=N``.
+        model: What ``wrap_drafter`` or ``load_drafter`` returned.
+
+    Raises:
+        UsageError: The spec is of another form.
+    """
+    free, max_passes = _cascade_front(spec)
+    return CascadeDrafter(free, model, max_passes)
+
+
+def _cascade_front(spec: str) -> tuple[FreeDrafter, int | None]:
+    """The free drafter of a cascade, with the defaults it has there, and the most passes of the model in a step."""
+    word, options = split_spec(spec)
+    given = Options(word, {key: options.pop(key) for key in ("passes",) if key in options}, _CASCADE_OPTIONS)
+    max_passes = given.integer("passes", None)
+    if max_passes is not None and max_passes < 1:
+        raise UsageError(f"The most passes of the cascade's model are {max_passes}.", "Give at least 1.")
+    if word == "ngram":
+        return NGramDrafter.from_options(options, in_cascade=True), max_passes
+    return LookupDrafter.from_options(options, in_cascade=True), max_passes
+
+
+def _check_back(spec: str) -> None:
+    if drafter_word(spec) not in (None, "self") or not spec:
+        raise UsageError(
+            f"The second drafter of a cascade, {spec!r}, is no model.",
+            "Put self:... or a model behind the plus, as in lookup+self:int8.",
+        )
+
+
 def _free_drafter(spec: str) -> Drafter:
     """The drafters that need no model."""
     word, options = split_spec(spec)
@@ -214,43 +278,43 @@ def _free_drafter(spec: str) -> Drafter:
     return NoDraft()
 
 
-def _self_form(spec: str) -> int | str:
-    """What a ``self:`` spec asks for: "int8", or a number of layers."""
-    word, options = split_spec(spec)
-    known = Options(word, options, {"int8": "int8", "layers": "layers=N"})
-    layers = known.integer("layers", None)
-    if known.flag("int8") == (layers is not None):
+def choice_key(target: Target) -> ChoiceKey:
+    """Under which a calibrated form of a target is kept."""
+    return ChoiceKey(target.language_model.fingerprint, target.dtype, target.scorer.device.type)
+
+
+def _nothing_calibrated() -> UsageError:
+    return UsageError(
+        "No calibration is stored yet.", "Run `specbench calibrate` with this target, dtype and device."
+    )
+
+
+def _self_drafter(spec: str, target: Target) -> SelfDrafter:
+    form = SelfForm.parse(spec)
+    if form.calibrated:
+        form = read_choice(choice_key(target)).form
+    form.check(target.language_model.model.config)
+    return self_drafter(form, target)
+
+
+def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
+    """A drafter that is the target in a cheaper form, on the target's own cache.
+
+    Raises:
+        UsageError: The target cannot take this form.
+    """
+    if form.int8 and target.dtype == "int8":
         raise UsageError(
-            f"{spec!r} does not say how the target drafts for itself.", "Write self:int8 or self:layers=N."
+            f"The target is int8 already, so {form.name} would draft with the same layers.",
+            "Leave int8 out: use self:layers=N or self:skip=I-J-...",
         )
-    return "int8" if layers is None else layers
-
-
-def _check_layers(asked: int, total: int) -> None:
-    if not 1 <= asked <= total:
+    try:
+        cheaper = cheaper_form(
+            target.language_model.model, form.kept(target.language_model.layers), form.int8
+        )
+    except ValueError as error:
         raise UsageError(
-            f"The drafter self:layers={asked} asks for {asked} layers, the target has {total}.",
-            f"Give 1 to {total - 1}.",
-        )
-
-
-def _self_drafter(spec: str, target: Target) -> Drafter:
-    form = _self_form(spec)
-    model = target.language_model.model
-    if isinstance(form, int):
-        _check_layers(form, target.language_model.layers)
-        try:
-            cheaper = first_layers(model, form)
-        except ValueError as error:
-            raise UsageError(
-                f"This target cannot exit early: {error}.", "Use self:int8, or a drafter model."
-            ) from error
-        name = f"self:layers={form}"
-    else:
-        if target.dtype == "int8":
-            raise UsageError(
-                "The target is int8 already, so self:int8 would draft with itself.", "Use self:layers=N."
-            )
-        cheaper, name = int8_copy(model), "self:int8"
+            f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."
+        ) from error
     scorer = Scorer(cheaper, target.scorer.cache, context_limit=target.scorer.context_limit)
-    return SelfDrafter(scorer, name)
+    return SelfDrafter(scorer, form.name)

@@ -86,3 +86,17 @@ def test_control_characters_are_not_echoed() -> None:
     with pytest.raises(UsageError) as caught:
         Options("x", {"\x1b[31m": True}, {"n": "n=N"})
     assert "\x1b" not in str(caught.value)
+
+
+def test_whole_numbers_with_dashes_between_them() -> None:
+    options = Options(
+        "x", {"skip": "3-7-11", "one": "4", "none": True}, dict.fromkeys(["skip", "one", "none", "no"], "")
+    )
+    assert options.integers("skip") == (3, 7, 11)
+    assert options.integers("one") == (4,)
+    assert options.integers("no") == ()
+    with pytest.raises(UsageError, match="'none' of x needs a value"):
+        options.integers("none")
+    for bad in ("-3", "3-", "3--4", "a-b", "1.5", "9" * 5000):
+        with pytest.raises(UsageError, match="not whole numbers with dashes between them"):
+            Options("x", {"skip": bad}, {"skip": "skip=I-J"}).integers("skip")

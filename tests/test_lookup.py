@@ -291,3 +291,73 @@ def test_the_reading_of_the_prompt_is_timed_once() -> None:
     drafter.begin([1, 2])
     assert draft(drafter, [1, 2]).prefill_s == 1.0
     assert draft(drafter, [1, 2, 3]).prefill_s == 0.0
+
+
+# -- asked token by token ------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.sampled_from([1, 3, 6, None]),
+    st.integers(1, 3),
+)
+def test_guessing_token_by_token_is_drafting(
+    context: list[int], max_match: int | None, min_match: int
+) -> None:
+    drafter = LookupDrafter(max_match, min(min_match, max_match or min_match))
+    drafter.begin(context)
+    expected = draft(drafter, context, gamma=12)
+    drafter.read(context)
+    tokens: list[int] = []
+    evidence = []
+    while len(tokens) < 12 and (guess := drafter.guess(context, tokens, Sampling())) is not None:
+        assert guess.q is None
+        tokens.append(guess.token)
+        evidence.append(guess.evidence)
+    assert tokens == expected.tokens
+    assert evidence == (expected.evidence or [])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(0, 3), min_size=1, max_size=6)
+)
+def test_behind_tokens_of_another_the_match_includes_them(context: list[int], drafted: list[int]) -> None:
+    """As in a context that ends with them, but for matches that only they would make."""
+    drafter = LookupDrafter(None, 2)
+    drafter.begin(context)
+    drafter.read(context)
+    found = drafter.guess(context, drafted, Sampling())
+    text = [*context, *drafted]
+    best = (0, -1)
+    for place in range(1, len(context)):
+        match = 0
+        while match < min(place, len(text)) and text[place - 1 - match] == text[-1 - match]:
+            match += 1
+        if match >= 2:
+            best = max(best, (match, place))
+    if best[0] == 0:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.token, found.evidence) == (context[best[1]], best[0] / (best[0] + 1))
+
+
+def test_a_draft_begins_anew_when_the_context_is_read() -> None:
+    drafter = LookupDrafter(None, 2)
+    context = [1, 2, 3, 4, 1, 2]
+    drafter.begin(context)
+    drafter.read(context)
+    assert [drafter.guess(context, [3][:n], Sampling()).token for n in (0, 1)] == [3, 4]  # type: ignore[union-attr]
+    context += [9]
+    drafter.read(context)
+    assert drafter.guess(context, [], Sampling()) is None
+
+
+def test_defaults_in_a_cascade() -> None:
+    alone = LookupDrafter.from_options({})
+    cascaded = LookupDrafter.from_options({}, in_cascade=True)
+    assert (alone.name, cascaded.name) == ("lookup", "lookup")
+    assert (cascaded.max_match, cascaded.min_match) == (None, 2)
+    assert LookupDrafter.from_options({"n": "5", "min": "1"}, in_cascade=True).name == "lookup:n=5,min=1"

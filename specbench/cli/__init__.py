@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from specbench._version import __version__
+from specbench.cli.calibrate import calibrate
 from specbench.cli.compare import compare
 from specbench.cli.drafters import drafters
 from specbench.cli.generate import generate
@@ -55,7 +56,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, drafters, sweep, plot, report, compare, trace):
+for _command in (generate, drafters, calibrate, sweep, plot, report, compare, trace):
     app.command(cls=GroupedCommand)(_command)
 
 

@@ -1,11 +1,19 @@
-"""Drafters by the words of the command line. A word not in the list is a model spec."""
+"""Drafters by the words of the command line. A word not in the list is a model spec.
+
+What a drafter is called on the command line, in two parts where it is a cascade: ``lookup+self:int8``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["DRAFTER_WORDS", "DrafterWord", "drafter_word"]
+__all__ = ["CASCADE", "DRAFTER_WORDS", "DrafterWord", "drafter_word", "model_part", "split_cascade"]
+
+CASCADE = "cascade"
+"""What ``drafter_word`` calls two drafters with a plus between them."""
+
+_FREE = ("lookup", "ngram")
 
 
 @dataclass(frozen=True)
@@ -36,13 +44,19 @@ DRAFTER_WORDS: tuple[DrafterWord, ...] = (
             "top-k=K": "also count the target's K most probable tokens at each verified position",
             "keep": "keep the counts between prompts",
             "sample": "draw from the counts instead of taking the most frequent",
+            "min=N": "shortest context that counts, in tokens",
         },
         "certain (one-hot); drawn from the counts with 'sample'",
     ),
     DrafterWord(
         "self",
         "The target's own weights, on the target's own cache: no second model needed.",
-        {"int8": "all layers in int8", "layers=N": "the first N layers (early exit)"},
+        {
+            "int8": "in int8; also together with layers or skip",
+            "layers=N": "the first N layers (early exit)",
+            "skip=I-J-...": "all layers but these, counted from 0",
+            "calibrated": "what `specbench calibrate` chose for this target, dtype and device",
+        },
         "yes",
     ),
     DrafterWord(
@@ -51,10 +65,34 @@ DRAFTER_WORDS: tuple[DrafterWord, ...] = (
         {},
         "yes",
     ),
+    DrafterWord(
+        "A+B",
+        "A cascade, such as lookup+self:int8: token by token, lookup or ngram drafts where it knows a continuation of"
+        " two tokens or more, and B (self or a MODEL) where it does not.",
+        {"passes=N": "an option of A then: most passes of B in a step, while A may go on"},
+        "A's and B's, token by token",
+    ),
 )
 
 
 def drafter_word(spec: str) -> str | None:
-    """The drafter word a spec begins with, or ``None`` if it names a model."""
+    """The drafter word a spec begins with, ``CASCADE`` for two drafters, or ``None`` if it names a model."""
+    if split_cascade(spec) is not None:
+        return CASCADE
     word = spec.partition(":")[0].strip()
-    return word if word in {entry.word for entry in DRAFTER_WORDS if entry.word != "MODEL"} else None
+    return word if word in {entry.word for entry in DRAFTER_WORDS if entry.word.islower()} else None
+
+
+def split_cascade(spec: str) -> tuple[str, str] | None:
+    """The specs of a cascade's two drafters, or ``None`` if it is none: ``lookup`` or ``ngram`` stands before the plus.
+
+    (Names of models may contain a plus.)
+    """
+    first, plus, second = spec.partition("+")
+    return (first.strip(), second.strip()) if plus and first.partition(":")[0].strip() in _FREE else None
+
+
+def model_part(spec: str) -> str:
+    """The part of a spec that says what passes are made of: a cascade's second drafter, or all of it."""
+    cascade = split_cascade(spec)
+    return spec if cascade is None else cascade[1]

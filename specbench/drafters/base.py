@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from specbench.lengths import LengthPolicy
     from specbench.sampling import Randomness, Sampling
 
-__all__ = ["Draft", "Drafter", "NoDraft"]
+__all__ = ["Draft", "Drafter", "FreeDrafter", "Guess", "NoDraft"]
 
 
 @dataclass(slots=True)
@@ -23,11 +23,16 @@ class Draft:
         tokens: The γ drafted token ids; empty when there is nothing to propose.
         q: The distributions they were drawn from, float32 [γ, vocab], after the sampling transforms; ``None`` when
             every token was certain to its drafter (q is then one-hot, and never written out).
-        logits: The drafter's untransformed logits, γ tensors of shape [vocab]; ``None`` from a drafter without any.
+        logits: The drafter's untransformed logits, γ tensors of shape [vocab]; ``None`` from a drafter without any. A
+            cascade puts -inf but for the token itself where a token was certain to it.
         evidence: What a drafter without logits knows instead: for each token a number from 0 to 1, the higher the more
             speaks for it, on the condition that the drafts before it are right. It may run ahead of ``tokens``.
-            ``None`` from a drafter that has logits or knows nothing of the kind.
-        prefill_s: Seconds in which the drafter read a prompt for the first time.
+            ``None`` from a drafter that has logits or knows nothing of the kind; NaN where a cascade took the token
+            from a model.
+        prefill_s: Seconds in which the drafter read a prompt for the first time, or caught up with more than a few
+            tokens that it had no part in.
+        passes: How many passes of a model the draft took so far. A token with evidence took none then, and the next one
+            takes none if there is evidence for it. ``None`` where they are not counted: one per token.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -35,6 +40,7 @@ class Draft:
     logits: list[torch.Tensor] | None = None
     evidence: list[float] | None = None
     prefill_s: float = 0.0
+    passes: int | None = None
 
 
 class Drafter(Protocol):
@@ -75,6 +81,36 @@ class Drafter(Protocol):
 
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens of the context in whatever state there is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """The next token as a drafter without a model has it.
+
+    Attributes:
+        token: The token, where it is certain.
+        evidence: What speaks for it, see ``Draft``.
+        q: The distribution it is yet to be drawn from, float32 [vocab]; ``None`` where it is certain.
+    """
+
+    token: int
+    evidence: float
+    q: torch.Tensor | None = None
+
+
+class FreeDrafter(Drafter, Protocol):
+    """A drafter whose tokens cost next to nothing, so that it can be asked at every position of a draft."""
+
+    def read(self, context: Sequence[int]) -> float:
+        """Take in what is new in the context and begin a draft; the seconds of the first reading of a prompt, or 0."""
+        ...
+
+    def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
+        """The token behind ``context + drafted``, whoever drafted those; ``None`` where nothing is known that counts.
+
+        ``context`` is what was read last.
+        """
         ...
 
 

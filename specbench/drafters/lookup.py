@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specbench.drafters.base import Draft
+from specbench.drafters.base import Draft, Guess
 from specbench.drafters.options import Options, join_spec
 from specbench.errors import UsageError
 from specbench.measure import Clock, WallClock
@@ -28,7 +29,29 @@ _PLACES = 32
 """Of those, so many are compared, the most recent ones."""
 
 _WRITTEN = {"n": "n=TOKENS (or any)", "min": "min=TOKENS"}
-_DEFAULTS = {"n": 3, "min": 1}
+_DEFAULTS: Mapping[str, int | str] = {"n": 3, "min": 1}
+_DEFAULTS_IN_CASCADE: Mapping[str, int | str] = {"n": "any", "min": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """A draft that is being copied: at ``position`` of the text comes what stands at ``source``.
+
+    ``match`` tokens before them are the same.
+    """
+
+    position: int
+    source: int
+    match: int
+
+
+def _evidence(match: int) -> float:
+    return match / (match + 1)
+
+
+def _token_at(place: int, context: Sequence[int], drafted: Sequence[int]) -> int:
+    """The token at a place of ``context + drafted``."""
+    return context[place] if place < len(context) else drafted[place - len(context)]
 
 
 class LookupDrafter:
@@ -46,12 +69,19 @@ class LookupDrafter:
             ``min_match``, if those are more). ``None`` for any length, which means 64.
         min_match: Shortest suffix that counts as a match, 1 to 64.
         clock: Times the reading of the prompt.
+        defaults: What ``name`` leaves out, by the names of the options.
 
     Raises:
         UsageError: A value outside its range, or ``min_match`` above ``max_match``.
     """
 
-    def __init__(self, max_match: int | None = 3, min_match: int = 1, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        max_match: int | None = 3,
+        min_match: int = 1,
+        clock: Clock | None = None,
+        defaults: Mapping[str, int | str] = _DEFAULTS,
+    ) -> None:
         for what, value in (("longest", max_match), ("shortest", min_match)):
             if value is not None and not 1 <= value <= _LONGEST:
                 raise UsageError(
@@ -65,6 +95,7 @@ class LookupDrafter:
         self.max_match = max_match
         self.min_match = min_match
         self._clock = clock or WallClock()
+        self._defaults = defaults
         self._limit = max_match or _LONGEST
         self._indexed = min(self._limit, max(_INDEXED, min_match))
         self._chained = self._indexed if self._indexed < self._limit else None
@@ -73,48 +104,72 @@ class LookupDrafter:
         # indexed n-gram the one before it. Nothing follows the context's end yet: no suffix finds itself.
         self._after: dict[tuple[int, ...], int] = {}
         self._earlier: dict[int, int] = {}
+        self._copying: _Copying | None = None
 
     @classmethod
-    def from_options(cls, options: Mapping[str, str | bool]) -> LookupDrafter:
+    def from_options(cls, options: Mapping[str, str | bool], *, in_cascade: bool = False) -> LookupDrafter:
         """Build one from the options of the command line: n (longest match, or ``any``) and min.
+
+        Args:
+            options: What was given.
+            in_cascade: Whether a model drafts where this one does not: then a match has to have two tokens by default,
+                and may be of any length.
 
         Raises:
             UsageError: An unknown option or a bad value.
         """
         given = Options("lookup", options, _WRITTEN)
+        defaults = _DEFAULTS_IN_CASCADE if in_cascade else _DEFAULTS
+        longest = options.get("n", defaults["n"])
         return cls(
-            max_match=None if options.get("n") == "any" else given.integer("n", 3),
-            min_match=given.integer("min", 1),
+            max_match=None if longest == "any" else given.integer("n", 3),
+            min_match=given.integer("min", int(defaults["min"])),
+            defaults=defaults,
         )
 
     @property
     def name(self) -> str:
-        return join_spec("lookup", {"n": self.max_match or "any", "min": self.min_match}, _DEFAULTS)
+        return join_spec("lookup", {"n": self.max_match or "any", "min": self.min_match}, self._defaults)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._read = 0
         self._after.clear()
         self._earlier.clear()
+        self._copying = None
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Draft:
-        draft = Draft()
-        first_read = self._read == 0
-        began = self._clock.now()
-        self._index(context)
-        if first_read:
-            draft.prefill_s = self._clock.now() - began
+        draft = Draft(prefill_s=self.read(context))
         limit = policy.begin(room)
-        source, match = self._find(context) if limit > 0 else (None, 0)
+        source, match = self._find(context, context) if limit > 0 else (None, 0)
         if source is None:
             return draft
         # If the drafts before it are right, a token follows a match that is longer by as many.
-        draft.evidence = [n / (n + 1) for n in range(match, match + limit)]
+        draft.evidence = [_evidence(n) for n in range(match, match + limit)]
         while len(draft.tokens) < limit and policy.another(draft):
-            behind = source + len(draft.tokens) - len(context)
-            draft.tokens.append(context[behind] if behind < 0 else draft.tokens[behind])
+            draft.tokens.append(_token_at(source + len(draft.tokens), context, draft.tokens))
         return draft
+
+    def read(self, context: Sequence[int]) -> float:
+        first = self._read == 0
+        began = self._clock.now()
+        self._index(context)
+        self._copying = None
+        return self._clock.now() - began if first else 0.0
+
+    def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
+        """Go on copying; behind a token that another drafted, look for a match anew, with the drafts as its end."""
+        position = len(context) + len(drafted)
+        copying = self._copying
+        if copying is None or copying.position != position:
+            source, match = self._find(context, [*context[-_LONGEST:], *drafted] if drafted else context)
+            if source is None:
+                return None
+            copying = _Copying(position, source, match)
+        token = _token_at(copying.source, context, drafted)
+        self._copying = _Copying(position + 1, copying.source + 1, copying.match + 1)
+        return Guess(token, _evidence(copying.match))
 
     def _index(self, context: Sequence[int]) -> None:
         """Index the n-grams in front of every token that was not read yet."""
@@ -126,22 +181,27 @@ class LookupDrafter:
                 self._after[ngram] = i
         self._read = len(context)
 
-    def _find(self, context: Sequence[int]) -> tuple[int | None, int]:
-        """The place from which to copy, just behind the match, and the match's length in tokens."""
-        for n in range(min(self._indexed, len(context)), self.min_match - 1, -1):
-            place = self._after.get(tuple(context[len(context) - n :]))
+    def _find(self, context: Sequence[int], text: Sequence[int]) -> tuple[int | None, int]:
+        """The place in the context from which to copy, just behind the longest match, and the match's length in tokens.
+
+        ``text`` is what the match is for: the context, or the end of it and drafts that continue it.
+        """
+        for n in range(min(self._indexed, len(text)), self.min_match - 1, -1):
+            place = self._after.get(tuple(text[len(text) - n :]))
             if place is not None:
-                return self._longest(context, place) if n == self._chained else (place, n)
+                return self._longest(context, text, place) if n == self._chained else (place, n)
         return None, 0
 
-    def _longest(self, context: Sequence[int], place: int | None) -> tuple[int | None, int]:
+    def _longest(
+        self, context: Sequence[int], text: Sequence[int], place: int | None
+    ) -> tuple[int | None, int]:
         """Of the places where the longest indexed suffix was, the one that matches furthest back, and how far."""
         best, longest = place, 0
         for _ in range(_PLACES):
             if place is None:
                 break
             match = self._indexed
-            while match < min(self._limit, place) and context[place - 1 - match] == context[-1 - match]:
+            while match < min(self._limit, place) and context[place - 1 - match] == text[-1 - match]:
                 match += 1
             if match > longest:
                 best, longest = place, match

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,7 +17,18 @@ if TYPE_CHECKING:
     from specbench.lengths import LengthPolicy
     from specbench.sampling import Randomness, Sampling
 
-__all__ = ["ModelDrafter", "SelfDrafter"]
+__all__ = ["Drawn", "ModelDrafter", "SelfDrafter"]
+
+_FEW = 8
+"""A pass that reads more tokens than this costs more than a usual one."""
+
+
+class Drawn(NamedTuple):
+    """A drafted token: its id, the logits it was drawn from, [vocab], and the distribution; ``None`` in greedy mode."""
+
+    token: int
+    logits: torch.Tensor
+    q: torch.Tensor | None
 
 
 class ModelDrafter:
@@ -43,38 +55,72 @@ class ModelDrafter:
     ) -> Draft:
         """Draft token by token; nothing once the context is behind the model's own limit or holds ids it lacks."""
         limit = policy.begin(max(0, min(room, self._room(context))))
-        draft = Draft(logits=[])
+        draft = Draft(logits=[], passes=0)
         distributions: list[torch.Tensor] = []
-        while len(draft.tokens) < limit and policy.another(draft):
-            logits = self._next_logits(context, draft)
-            if not policy.look(logits[0]):
-                break
-            if sampling.greedy:
-                token = sampling.choose(logits, context, draft.tokens)[0]
-            else:
-                distributions.append(sampling.probabilities(logits, context, draft.tokens)[0])
-                token = random.draw(distributions[-1])
-            draft.logits.append(logits[0])  # type: ignore[union-attr]
-            draft.tokens.append(token)
+        with self.drafting():
+            while len(draft.tokens) < limit and policy.another(draft):
+                drawn = self.draw(context, draft, policy, sampling, random)
+                if drawn is None:
+                    break
+                draft.logits.append(drawn.logits)  # type: ignore[union-attr]
+                draft.tokens.append(drawn.token)
+                if drawn.q is not None:
+                    distributions.append(drawn.q)
         if distributions:
             draft.q = torch.stack(distributions)
         return draft
 
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Around the draws of a step."""
+        yield
+
+    def draw(
+        self,
+        context: Sequence[int],
+        draft: Draft,
+        policy: LengthPolicy,
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Drawn | None:
+        """One pass, and the token behind ``context + draft.tokens``; ``None`` if the rule has seen enough.
+
+        The pass feeds all that the cache lacks, whoever drafted or emitted it. It is counted in the draft, and timed
+        there as prefill if it is the first one or has to catch up with more than a few tokens.
+        """
+        logits = self._next_logits(context, draft)
+        if not policy.look(logits[0]):
+            return None
+        if sampling.greedy:
+            return Drawn(sampling.choose(logits, context, draft.tokens)[0], logits[0], None)
+        q = sampling.probabilities(logits, context, draft.tokens)[0]
+        return Drawn(random.draw(q), logits[0], q)
+
     def _next_logits(self, context: Sequence[int], draft: Draft) -> torch.Tensor:
-        """Logits behind context and draft, [1, vocab]; the first pass over a prompt is timed as prefill."""
-        if self._has_read or self.scorer.cache.length:
+        """Logits behind context and draft, [1, vocab]."""
+        draft.passes = (draft.passes or 0) + 1
+        held = self.scorer.cache.length
+        catching_up = held > 0 and len(context) + len(draft.tokens) - held > _FEW
+        if (self._has_read or held > 0) and not catching_up:
             return self.scorer.logits(context, draft.tokens, rows=1)
         self._has_read = True
         began = self._clock.now()
-        logits = self.scorer.logits(context, rows=1)
-        draft.prefill_s = self._clock.now() - began
+        logits = self.scorer.logits(context, draft.tokens, rows=1)
+        draft.prefill_s += self._clock.now() - began
         return logits
+
+    def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
+        """Whether the model can draft a token behind ``context + drafted``."""
+        fresh = (*context[self.scorer.cache.length :], *drafted)
+        limit = self.scorer.context_limit
+        # A padding id of the target's wider vocabulary has no embedding here.
+        known = all(token < self.scorer.embeddings for token in fresh)
+        return known and (limit is None or len(context) + len(drafted) <= limit)
 
     def _room(self, context: Sequence[int]) -> int:
         """How many tokens this model can draft behind the context; 0 or less for none."""
-        fresh = context[self.scorer.cache.length :]
-        if any(token >= self.scorer.embeddings for token in fresh):
-            return 0  # a padding id of the target's wider vocabulary
+        if not self.can_read(context, ()):
+            return 0
         limit = self.scorer.context_limit
         # The last draft is never fed, so one more token fits than the context has room for.
         return sys.maxsize if limit is None else limit - len(context) + 1
@@ -102,14 +148,13 @@ class SelfDrafter(ModelDrafter):
         """The target has just emptied the cache they share."""
         self._has_read = False
 
-    def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Give the cache back as it was."""
         verified = self.scorer.cache.length
-        draft = super().propose(context, room, policy, sampling, random)
+        yield
         if self.scorer.cache.length > verified:
             self.scorer.rollback(verified)
-        return draft
 
     def rollback(self, length: int) -> None:
         """The target rolls their cache back."""

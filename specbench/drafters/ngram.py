@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.drafters.base import Draft
+from specbench.drafters.base import Draft, Guess
 from specbench.drafters.options import Options, join_spec
 from specbench.errors import UsageError
 from specbench.measure import Clock, WallClock
@@ -29,8 +29,18 @@ _WRITTEN = {
     "keep": "keep",
     "top-k": "top-k=K",
     "sample": "sample",
+    "min": "min=TOKENS",
 }
-_DEFAULTS = {"order": 4, "max": None, "window": None, "keep": False, "top-k": 1, "sample": False}
+_DEFAULTS: Mapping[str, object] = {
+    "order": 4,
+    "max": None,
+    "window": None,
+    "keep": False,
+    "top-k": 1,
+    "sample": False,
+    "min": 1,
+}
+_DEFAULTS_IN_CASCADE: Mapping[str, object] = {**_DEFAULTS, "min": 2}
 
 
 class _Continuations:
@@ -97,6 +107,8 @@ class NGramDrafter:
             sampling transforms do not apply to them. In greedy decoding, and before the first commit has
             shown how large the vocabulary is, the most frequent token is taken all the same.
         clock: Times the reading of the prompt.
+        min_context: Shortest context that counts, in tokens: 1 to ``order - 1``.
+        defaults: What ``name`` leaves out, by the names of the options.
 
     Raises:
         UsageError: A value outside its range.
@@ -111,6 +123,8 @@ class NGramDrafter:
         top_k: int = 1,
         sample: bool = False,
         clock: Clock | None = None,
+        min_context: int = 1,
+        defaults: Mapping[str, object] = _DEFAULTS,
     ) -> None:
         if not 2 <= order <= _HIGHEST_ORDER:
             raise UsageError(
@@ -119,7 +133,14 @@ class NGramDrafter:
         for what, value in (("draft limit", max_drafts), ("window", window), ("top-k", top_k)):
             if value is not None and value < 1:
                 raise UsageError(f"The n-gram {what} is {value}.", "Give at least 1.")
+        if not 1 <= min_context < order:
+            raise UsageError(
+                f"The shortest context of the n-grams is {min_context} tokens.",
+                f"Give 1 to {order - 1}, the longest for order {order}.",
+            )
         self.order = order
+        self.min_context = min_context
+        self._defaults = defaults
         self.max_drafts = max_drafts
         self.window = window
         self.keep = keep
@@ -135,15 +156,22 @@ class NGramDrafter:
         self._device = torch.device("cpu")
 
     @classmethod
-    def from_options(cls, options: Mapping[str, str | bool]) -> NGramDrafter:
-        """Build one from the options of the command line: order, max, window, keep, top-k, sample.
+    def from_options(cls, options: Mapping[str, str | bool], *, in_cascade: bool = False) -> NGramDrafter:
+        """Build one from the options of the command line: order, min, max, window, keep, top-k, sample.
+
+        Args:
+            options: What was given.
+            in_cascade: Whether a model drafts where this one does not: then a context has two tokens at least.
 
         Raises:
             UsageError: An unknown option or a bad value.
         """
         given = Options("ngram", options, _WRITTEN)
+        order = given.integer("order", 4)
         return cls(
-            order=given.integer("order", 4),
+            order=order,
+            min_context=given.integer("min", min(2, order - 1) if in_cascade else 1),
+            defaults=_DEFAULTS_IN_CASCADE if in_cascade else _DEFAULTS,
             max_drafts=given.integer("max", None),
             window=given.integer("window", None),
             keep=given.flag("keep"),
@@ -160,8 +188,9 @@ class NGramDrafter:
             "keep": self.keep,
             "top-k": self.top_k,
             "sample": self.sample,
+            "min": self.min_context,
         }
-        return join_spec("ngram", values, _DEFAULTS)
+        return join_spec("ngram", values, self._defaults)
 
     def begin(self, prompt: Sequence[int]) -> None:
         if not self.keep:
@@ -173,36 +202,43 @@ class NGramDrafter:
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Draft:
-        draft = Draft(evidence=[])
-        if self._read == 0:
-            began = self._clock.now()
-            self._read_up_to(len(context), context)
-            draft.prefill_s = self._clock.now() - began
+        draft = Draft(evidence=[], prefill_s=self.read(context))
         limit = policy.begin(room if self.max_drafts is None else min(room, self.max_drafts))
-        sampled = self.sample and not sampling.greedy and self._vocabulary is not None
         distributions: list[torch.Tensor] = []
-        tail = list(context[-(self.order - 1) :])
         while len(draft.tokens) < limit:
-            known = self._longest_known(tail)
-            if known is None:
+            guess = self.guess(context, draft.tokens, sampling)
+            if guess is None:
                 break
-            draft.evidence.append(known.evidence())  # type: ignore[union-attr]
+            draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
             if not policy.another(draft):
                 break
-            if sampled:
-                distributions.append(self._distribution(known))
-                token = random.draw(distributions[-1])
-            else:
-                token = known.most_frequent()
-            draft.tokens.append(token)
-            tail = [*tail, token][-(self.order - 1) :]
+            if guess.q is not None:
+                distributions.append(guess.q)
+            draft.tokens.append(guess.token if guess.q is None else random.draw(guess.q))
         if distributions:
             draft.q = torch.stack(distributions)
         return draft
 
+    def read(self, context: Sequence[int]) -> float:
+        first = self._read == 0
+        began = self._clock.now()
+        if first:
+            self._read_up_to(len(context), context)
+        return self._clock.now() - began if first else 0.0
+
+    def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
+        """By the longest context that is known; nothing behind ``max_drafts`` drafts."""
+        if self.max_drafts is not None and len(drafted) >= self.max_drafts:
+            return None
+        known = self._longest_known([*context[-(self.order - 1) :], *drafted][-(self.order - 1) :])
+        if known is None:
+            return None
+        sampled = self.sample and not sampling.greedy and self._vocabulary is not None
+        return Guess(known.most_frequent(), known.evidence(), self._distribution(known) if sampled else None)
+
     def _longest_known(self, tail: Sequence[int]) -> _Continuations | None:
-        """What followed the longest suffix of ``tail`` that was ever followed by anything."""
-        for first in range(len(tail)):
+        """What followed the longest suffix of ``tail`` that counts and was ever followed by anything."""
+        for first in range(len(tail) - self.min_context + 1):
             known = self._continuations.get(tuple(tail[first:]))
             if known is not None:
                 return known

@@ -97,3 +97,20 @@ class Options:
             raise UsageError(
                 f"The option {key!r} of {self._word} is {value!r}, which is no whole number.", self._hint
             ) from None
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """The whole numbers given for ``key`` with dashes between them, as in ``3-7-11``; none without it.
+
+        Raises:
+            UsageError: The value is missing or of another form.
+        """
+        value = self._given.get(key, "")
+        if isinstance(value, bool):
+            raise UsageError(f"The option {key!r} of {self._word} needs a value.", self._hint)
+        try:
+            return tuple(int(part) for part in value.split("-")) if value else ()
+        except ValueError:
+            raise UsageError(
+                f"The option {key!r} of {self._word} is {value!r}, and not whole numbers with dashes between them.",
+                self._hint,
+            ) from None

@@ -1,0 +1,513 @@
+"""Which form of itself should a target draft with? Found out on a few prompts, in minutes, for one machine.
+
+The predicted speedup of a form follows from how often its one-token drafts are the target's own choice and from what
+its passes cost (``metrics.expected_speedup``). The search leaves out one decoder layer after the other, each time the
+one without which the distributions stay closest to the target's, until the predicted speedup falls. Skipping whole
+layers without training is the idea of self-speculative decoding (Zhang et al. 2023, arXiv 2309.08168); the greedy
+search replaces their Bayesian one.
+
+Acceptance is measured at all positions of an answer in one pass. The target's keys and values of the whole text lie in
+the cache; the form is fed the answer's tokens at once, and a mask lets each see the target's work on what stands before
+it and nothing else of the form's: just what a drafter on the target's cache sees when it drafts its first token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from specbench.attention import FOLDED
+from specbench.caches import make_cache
+from specbench.drafters.choices import Choice
+from specbench.drafters.layers import SelfForm, cheaper_form, skippable_layers
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import SelfDrafter
+from specbench.errors import UsageError
+from specbench.generate import GenerationRun
+from specbench.lengths import FixedLength
+from specbench.measure import Clock, clock_for
+from specbench.metrics import expected_speedup
+from specbench.sampling import Greedy, Randomness
+from specbench.scorer import Scorer
+
+if TYPE_CHECKING:
+    from specbench.loading import Target
+    from specbench.progress import Progress
+
+__all__ = ["Agreement", "Calibration", "CalibrationSettings", "Candidate", "PassCosts", "calibrate"]
+
+_LONGEST_DRAFT = 8
+_WIDTHS = (1, 2, 3, 5, 7, 9)
+_TIMED = 7  # passes of each kind; the median counts
+_TIMED_CONTEXT = 256
+_HELD_OUT = 3  # every third prompt has no part in the search
+_PATIENCE = 2  # removals in a row that may lower the predicted speedup
+_TRIED = 8  # removals tried in later rounds, the best of earlier ones
+_SHORTEST_ANSWER = 2
+_MASKED_ATTENTION = ("sdpa", "eager", FOLDED)
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """How much is spent on a calibration.
+
+    Attributes:
+        tokens: Length of the answers whose tokens are drafted, in tokens.
+        int8: Whether int8 layers are considered; ``None`` on a CPU, unless the target is int8 itself.
+        seconds: The search ends after so many, with the best found by then.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    tokens: int = 24
+    int8: bool | None = None
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.tokens < _SHORTEST_ANSWER:
+            raise UsageError(
+                f"The answers to calibrate on have {self.tokens} tokens.",
+                f"Ask for at least {_SHORTEST_ANSWER}.",
+            )
+        if not self.seconds > 0:
+            raise UsageError(f"The time for the search is {self.seconds:g} s.", "Give more than 0.")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well one-token drafts did.
+
+    Attributes:
+        accepted: Share that was the target's greedy choice.
+        overlap: Mean of ``sum_x min(p(x), q(x))`` at temperature 1. A hundred tokens that match or do not say little;
+            their distributions say more, and layers chosen by them do better on other prompts (docs/drafters.md).
+        tested: Number of drafts.
+    """
+
+    accepted: float
+    overlap: float
+    tested: int
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Median times of single passes.
+
+    Attributes:
+        target_s: Seconds of a target's pass by its number of tokens, ascending, from 1 on.
+        drafter_s: Seconds of drafting one token, by (layers used, int8).
+    """
+
+    target_s: dict[int, float]
+    drafter_s: dict[tuple[int, bool], float]
+
+    def v(self, n: int) -> float:
+        """Time of a target's pass with ``n`` tokens over that of one with 1, along a line where it was not timed."""
+        seconds = self.target_s.get(n)
+        if seconds is None:
+            (a, at_a), (b, at_b) = next(
+                (low, high) for low, high in pairwise(self.target_s.items()) if low[0] < n < high[0]
+            )
+            seconds = at_a + (at_b - at_a) * (n - a) / (b - a)
+        return seconds / self.target_s[1]
+
+    def c(self, layers: int, int8: bool) -> float:
+        """Time of a drafter's pass over that of a target's with 1 token: linear in the number of its layers."""
+        (few, at_few), (all_, at_all) = sorted(
+            (count, seconds) for (count, kind), seconds in self.drafter_s.items() if kind == int8
+        )
+        per_layer = max(0.0, (at_all - at_few) / (all_ - few))
+        return max(at_all - per_layer * (all_ - layers), 0.0) / self.target_s[1]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A form with what is predicted of it.
+
+    Attributes:
+        form: The form.
+        agreement: On the prompts of the search.
+        cost: c.
+        gamma: The draft length with the highest predicted speedup.
+        speedup: That speedup.
+    """
+
+    form: SelfForm
+    agreement: Agreement
+    cost: float
+    gamma: int
+    speedup: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return self.speedup, self.agreement.overlap
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration found.
+
+    Attributes:
+        path: The best form with 0, 1, 2, ... layers left out, in the order of the search.
+        best: The one with the highest predicted speedup.
+        choice: The same with what it does on the prompts held out, to be stored.
+        complete: Whether the search came to its own end, and not to that of its time.
+    """
+
+    path: tuple[Candidate, ...]
+    best: Candidate
+    choice: Choice
+    complete: bool
+
+
+def calibrate(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    settings: CalibrationSettings | None = None,
+    *,
+    progress: Progress | None = None,
+    clock: Clock | None = None,
+) -> Calibration:
+    """Search for the form of itself that a target drafts with fastest. Nothing is stored.
+
+    Args:
+        target: On a CPU packed or int8, as it will decode.
+        prompts: Token ids of prompts like those to come, at least 2. Every third one serves to check the choice only.
+        settings: How much is spent on it.
+        progress: Told how far the stages have come.
+        clock: Times passes and the search; ``None`` for the one right for the target's device.
+
+    Raises:
+        UsageError: The model cannot skip layers and has no int8 form, or the prompts do not serve.
+    """
+    settings = settings or CalibrationSettings()
+    clock = clock or clock_for(str(target.scorer.device))
+    kinds, skippable = _possible(target, settings)
+    if len(prompts) < 2:
+        raise UsageError("A calibration needs at least 2 prompts.", "Name more prompts.")
+    texts = _answered(target, prompts, settings.tokens, progress)
+    held_out = texts[_HELD_OUT - 1 :: _HELD_OUT] or texts[-1:]
+    searched = [text for text in texts if text not in held_out]
+    forms = _Forms(target, kinds)
+    costs = _time_passes(target, forms, texts[0].tokens, skippable, clock, progress)
+
+    def judged(form: SelfForm, texts: Sequence[_Text] = searched) -> Candidate:
+        agreement = _agreement(forms.model(form), texts)
+        c = costs.c(forms.layers - len(form.skip), form.int8)
+        speedup, gamma = max(
+            (expected_speedup(agreement.accepted, gamma, c, costs.v(gamma + 1)), -gamma)
+            for gamma in range(1, _LONGEST_DRAFT + 1)
+        )
+        return Candidate(form, agreement, c, -gamma, speedup)
+
+    cheapest_first = sorted(kinds, key=lambda int8: costs.c(forms.layers, int8))
+    search = _Search(judged, cheapest_first, skippable, clock, clock.now() + settings.seconds, progress)
+    path = search.run()
+    best = max(path, key=lambda candidate: candidate.rank)
+    checked = judged(best.form, held_out)
+    choice = Choice(
+        target=target.name,
+        layers=forms.layers,
+        int8=best.form.int8,
+        skip=best.form.skip,
+        accepted=checked.agreement.accepted,
+        tested=checked.agreement.tested,
+        cost=best.cost,
+        gamma=checked.gamma,
+        speedup=checked.speedup,
+    )
+    return Calibration(tuple(path), best, choice, search.complete)
+
+
+def _possible(target: Target, settings: CalibrationSettings) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+    """Which precisions to consider, and the layers that may be left out."""
+    on_cpu = target.scorer.device.type == "cpu"
+    if settings.int8 and target.dtype == "int8":
+        raise UsageError("The target is int8 already.", "Leave --int8 out.")
+    int8 = on_cpu and target.dtype != "int8" if settings.int8 is None else settings.int8
+    model = target.language_model.model
+    skippable = skippable_layers(model.config)
+    try:
+        cheaper_form(model, range(target.language_model.layers), int8=False)
+    except ValueError:
+        skippable = ()
+    if not skippable or not {"position_ids", "attention_mask"} <= set(
+        inspect.signature(model.forward).parameters
+    ):
+        raise UsageError(
+            "This target cannot leave out layers, so there is nothing to calibrate.",
+            "Use self:int8 on a CPU, or a drafter model.",
+        )
+    if model.config._attn_implementation not in _MASKED_ATTENTION:
+        raise UsageError(
+            f"The target's attention, {model.config._attn_implementation}, takes no mask of another form.",
+            "Load the target with sdpa or eager attention.",
+        )
+    return (True, False) if int8 else (False,), skippable
+
+
+# -- what is drafted ---------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Text:
+    """A prompt and the target's own answer, as the target has read it.
+
+    Attributes:
+        tokens: Both; of the answer's tokens all but the first are drafted, each behind the one before it.
+        drafted: How many that are.
+        cache: The target's keys and values of all tokens but the last.
+        chosen: The target's choices for the drafted tokens, [drafted].
+        p: Its distributions there, [drafted, vocab].
+    """
+
+    tokens: list[int]
+    drafted: int
+    cache: Any
+    chosen: torch.Tensor
+    p: torch.Tensor
+
+
+def _answered(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    progress: Progress | None,
+) -> list[_Text]:
+    """The prompts with the target's greedy answers; those with an answer too short to draft in are left out."""
+    window = _shortest_window(target)
+    texts = []
+    for done, prompt in enumerate(prompts):
+        if progress is not None:
+            progress.update("answering the prompts", done, len(prompts))
+        limit = target.scorer.context_limit
+        # The cache holds the text and, during a pass over it, the drafted tokens once more.
+        if len(prompt) + 2 * tokens > min(window, math.inf if limit is None else limit):
+            continue
+        run = GenerationRun(prompt, target, LookupDrafter(None), policy=FixedLength(4), max_new_tokens=tokens)
+        for _ in run:
+            pass
+        answer = run.result().token_ids
+        if len(answer) >= _SHORTEST_ANSWER:
+            texts.append(_read(target, [*prompt, *answer], len(answer) - 1))
+    target.scorer.begin()
+    if len(texts) < 2:
+        raise UsageError(
+            "Fewer than 2 of the prompts can be calibrated on: they do not fit the context or a sliding window, or"
+            " their answers end at once.",
+            "Name shorter prompts, or others.",
+        )
+    return texts
+
+
+def _shortest_window(target: Target) -> float:
+    layers = DynamicCache(config=target.language_model.model.config).layers
+    return min((getattr(layer, "sliding_window", None) or math.inf for layer in layers), default=math.inf)
+
+
+def _read(target: Target, tokens: list[int], drafted: int) -> _Text:
+    """Have the target read a text into a cache of its own."""
+    model = target.language_model.model
+    scorer = Scorer(model, make_cache("dynamic", model.config))
+    logits = scorer.logits(tokens[:-1], rows=drafted)
+    scorer.rollback(len(tokens) - 1)
+    return _Text(tokens, drafted, scorer.cache, logits.argmax(dim=-1), logits.float().softmax(dim=-1))
+
+
+# -- how well a form drafts it -----------------------------------------------------------------------
+
+
+def _agreement(model: Any, texts: Sequence[_Text]) -> Agreement:
+    """Draft every token of the answers with a form of the target, on the target's cache."""
+    same, overlap, tested = 0, 0.0, 0
+    for text in texts:
+        logits = _drafting_logits(model, text)
+        same += int((logits.argmax(dim=-1) == text.chosen).sum())
+        q = logits.float().softmax(dim=-1)
+        overlap += float(torch.minimum(q, text.p).sum())
+        tested += text.drafted
+    return Agreement(same / tested, overlap / tested, tested)
+
+
+@torch.inference_mode()
+def _drafting_logits(model: Any, text: _Text) -> torch.Tensor:
+    """What a drafter on the target's cache would draft each token from, [drafted, vocab], by one pass."""
+    held, count = len(text.tokens) - 1, text.drafted
+    first = held - count  # the place of the token that is fed to draft the first one
+    embeddings = model.get_input_embeddings().weight
+    ids = torch.tensor([text.tokens[first:held]], device=embeddings.device)
+    positions = torch.arange(first, held, device=embeddings.device)
+    # [drafted, held + drafted]: what stands before the fed token, and behind all that the token itself.
+    before = torch.arange(held, device=embeddings.device)[None, :] < positions[:, None]
+    sees = torch.cat([before, torch.eye(count, dtype=torch.bool, device=embeddings.device)], dim=1)
+    mask = torch.zeros(sees.shape, dtype=model.dtype, device=embeddings.device)
+    mask.masked_fill_(~sees, torch.finfo(model.dtype).min)
+    arguments = text.cache.model_arguments()
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = count
+    try:
+        logits: torch.Tensor = model(
+            input_ids=ids, position_ids=positions[None], attention_mask=mask[None, None], **arguments
+        ).logits[0, -count:]
+    finally:
+        text.cache.rollback(held)
+    return logits.to(text.p.device)
+
+
+# -- what passes cost --------------------------------------------------------------------------------
+
+
+class _Forms:
+    """The models of a target's forms. They share the target's weights, and those of one int8 copy."""
+
+    def __init__(self, target: Target, kinds: Sequence[bool]) -> None:
+        self.target, self.kinds = target, kinds
+        self.layers = target.language_model.layers
+        whole = target.language_model.model
+        self._whole = {
+            int8: cheaper_form(whole, range(self.layers), int8=True) if int8 else whole for int8 in kinds
+        }
+
+    def model(self, form: SelfForm) -> Any:
+        return cheaper_form(self._whole[form.int8], form.kept(self.layers), int8=False)
+
+    def drafter(self, form: SelfForm) -> SelfDrafter:
+        """A drafter on the target's cache."""
+        return SelfDrafter(Scorer(self.model(form), self.target.scorer.cache), form.name)
+
+
+def _time_passes(
+    target: Target,
+    forms: _Forms,
+    text: Sequence[int],
+    skippable: Sequence[int],
+    clock: Clock,
+    progress: Progress | None,
+) -> PassCosts:
+    """Time passes of the target, and one-token drafts of forms with all layers and with two thirds of them, in turn."""
+    scorer = target.scorer
+    room = scorer.context_limit or _TIMED_CONTEXT + max(_WIDTHS)
+    length = max(1, min(_TIMED_CONTEXT, room - max(_WIDTHS)))
+    context = (list(text) * (length // len(text) + 1))[:length]
+    fewer = skippable[:: max(1, round(len(skippable) / max(1, forms.layers // 3)))]
+    drafters = {
+        (forms.layers - len(skip), int8): forms.drafter(SelfForm(int8=int8, skip=tuple(skip)))
+        for int8 in forms.kinds
+        for skip in ((), fewer)
+    }
+
+    def target_pass(n: int) -> float:
+        drafted = [context[i % length] for i in range(n - 1)]
+        began = clock.now()
+        scorer.logits(context, drafted)
+        took = clock.now() - began
+        scorer.rollback(length - 1)
+        return took
+
+    def drafter_pass(drafter: SelfDrafter) -> float:
+        began = clock.now()
+        drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, str(scorer.device)))
+        return clock.now() - began
+
+    jobs: dict[Any, Callable[[], float]] = {n: lambda n=n: target_pass(n) for n in _WIDTHS}  # type: ignore[misc]
+    jobs |= {kind: lambda d=drafter: drafter_pass(d) for kind, drafter in drafters.items()}  # type: ignore[misc]
+    times: dict[Any, list[float]] = {name: [] for name in jobs}
+    scorer.begin()
+    target_pass(1)  # reads the context
+    for measure in jobs.values():
+        measure()  # so that every shape of pass has met the machine before
+    for done in range(_TIMED):
+        if progress is not None:
+            progress.update("timing passes", done, _TIMED)
+        for name, measure in jobs.items():
+            times[name].append(measure())
+    scorer.begin()
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    return PassCosts({n: medians[n] for n in _WIDTHS}, {kind: medians[kind] for kind in drafters})
+
+
+# -- the search --------------------------------------------------------------------------------------
+
+
+class _Search:
+    """Leaves out one layer after the other.
+
+    It is the one that costs the least overlap. In the first round every layer is tried, later only those that cost
+    least when they were last tried: a layer that was dear is seldom cheap with others gone. Layers are tried in the
+    cheapest precision; the others are judged beside it on what was found.
+
+    Args:
+        judged: Measures a form.
+        kinds: Precisions to consider, the one to search with first.
+        skippable: Layers that may be left out.
+        clock, end: The search ends when the clock says so.
+        progress: Told how far it has come.
+    """
+
+    def __init__(
+        self,
+        judged: Callable[[SelfForm], Candidate],
+        kinds: Sequence[bool],
+        skippable: Sequence[int],
+        clock: Clock,
+        end: float,
+        progress: Progress | None,
+    ) -> None:
+        self._judged, self._kinds, self._skippable = judged, kinds, skippable
+        self._clock, self._end, self._progress = clock, end, progress
+        self.complete = True
+
+    def run(self) -> list[Candidate]:
+        """The best form for every number of layers left out."""
+        skip: tuple[int, ...] = ()
+        path: list[Candidate] = []
+        last_tried = dict.fromkeys(self._skippable, math.inf)
+        if True in self._kinds:  # the whole target as it is would draft at its own cost
+            path.append(self._judged(SelfForm(int8=True)))
+        fallen = 0
+        while fallen < _PATIENCE and len(skip) < len(self._skippable):
+            left = [layer for layer in self._skippable if layer not in skip]
+            if skip:
+                left = sorted(left, key=last_tried.__getitem__, reverse=True)[:_TRIED]
+            found = self._best_removal(skip, left, last_tried)
+            if found is None:
+                self.complete = False
+                break
+            skip = found.form.skip
+            others = [self._judged(SelfForm(int8=int8, skip=skip)) for int8 in self._kinds[1:]]
+            found = max((found, *others), key=lambda candidate: candidate.rank)
+            fallen = 0 if not path or found.speedup >= max(c.speedup for c in path) else fallen + 1
+            path.append(found)
+        if not path:
+            raise UsageError(
+                "The time was too short for a single round of the search.", "Allow more minutes."
+            )
+        return path
+
+    def _best_removal(
+        self, skip: tuple[int, ...], left: Sequence[int], last_tried: dict[int, float]
+    ) -> Candidate | None:
+        """The closest of the forms that leave out one more layer; ``None`` if time ran out before all were tried."""
+        tried = []
+        for done, layer in enumerate(left):
+            if self._progress is not None:
+                self._progress.update(f"trying to leave out {_layers(len(skip) + 1)}", done, len(left))
+            if self._clock.now() >= self._end:
+                return None
+            candidate = self._judged(SelfForm(int8=self._kinds[0], skip=tuple(sorted((*skip, layer)))))
+            last_tried[layer] = candidate.agreement.overlap
+            tried.append(candidate)
+        return max(tried, key=lambda candidate: candidate.agreement.overlap)
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"

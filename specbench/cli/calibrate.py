@@ -1,0 +1,175 @@
+"""`specbench calibrate`: find the form of itself that a target drafts with fastest, and keep it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specbench.cli import options as opt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specbench.calibrate import Calibration
+    from specbench.loading import Target
+    from specbench.prompts import Prompt
+
+__all__ = ["calibrate"]
+
+_PROMPTS = 9
+
+
+def calibrate(
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    dtype: opt.DtypeOption = "auto",
+    device: opt.DeviceOption = "auto",
+    allow_pickle: opt.PickleOption = False,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompts",
+            "-p",
+            metavar="SET",
+            help="A built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",
+            rich_help_panel=opt.PROMPT,
+        ),
+    ] = None,
+    limit: Annotated[
+        int,
+        typer.Option(
+            "--limit",
+            min=2,
+            metavar="N",
+            help="Prompts in all, taken in turn from the categories; every third one only checks the choice.",
+            rich_help_panel=opt.PROMPT,
+        ),
+    ] = _PROMPTS,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            "--tokens",
+            min=2,
+            metavar="N",
+            help="Tokens of each answer to try the drafters on.",
+            rich_help_panel=opt.DECODING,
+        ),
+    ] = 24,
+    int8: Annotated[
+        bool | None,
+        typer.Option(
+            "--int8/--no-int8",
+            help="Consider int8 layers. Default: on a CPU.",
+            rich_help_panel=opt.DECODING,
+        ),
+    ] = None,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            "--minutes",
+            metavar="X",
+            help="The search ends after so many, with the best found by then.",
+            rich_help_panel=opt.DECODING,
+        ),
+    ] = 10.0,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=opt.OUTPUT)
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=opt.OUTPUT)
+    ] = False,
+    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+) -> None:
+    """Choose which of its layers a target skips, in which precision, to draft for itself: --drafter self:calibrated.
+
+    The choice is kept for this target, dtype and device. An interrupt leaves an earlier one as it was.
+    """
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.watchers import write_out
+    from specbench.prompts import load_prompts
+
+    chosen = load_prompts(prompts or ["all"], limit=limit)
+    with StageProgress(quiet) as progress:
+        progress.update("starting", 0, None)
+        from specbench.calibrate import CalibrationSettings
+        from specbench.calibrate import calibrate as search
+        from specbench.drafters.choices import write_choice
+        from specbench.loading import choice_key, load_target
+        from specbench.models import LoadOptions
+        from specbench.progress import quiet_transformers
+
+        settings = CalibrationSettings(tokens, int8, 60 * minutes)
+        with quiet_transformers():
+            loaded = load_target(
+                target, LoadOptions(dtype, device), progress=progress, allow_pickle=allow_pickle
+            )
+            encoded = _encoded(loaded, chosen)
+        # No bar that draws by itself from here on: passes are timed.
+    with StageProgress(quiet, animated=False) as progress:
+        found = search(loaded, encoded, settings, progress=progress)
+    write_choice(choice_key(loaded), found.choice)
+    write_out(_as_json(found) if json_output else _as_text(found, loaded))
+
+
+def _encoded(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of the first turns. A system message that the template has no place for goes before the turn."""
+    from specbench.errors import UsageError
+    from specbench.generate import encode_prompt
+
+    if target.tokenizer is None:
+        raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
+    encoded = []
+    for prompt in prompts:
+        try:
+            ids = encode_prompt(target.tokenizer, prompt.turns[0], system=prompt.system)
+        except UsageError:
+            if prompt.system is None:
+                raise
+            ids = encode_prompt(target.tokenizer, f"{prompt.system}\n\n{prompt.turns[0]}")
+        encoded.append(ids)
+    return encoded
+
+
+def _as_json(found: Calibration) -> str:
+    from dataclasses import asdict
+
+    forms = [
+        {"drafter": candidate.form.name, **asdict(candidate.agreement), "cost": candidate.cost,
+         "gamma": candidate.gamma, "speedup": candidate.speedup}
+        for candidate in found.path
+    ]  # fmt: skip
+    choice = {"drafter": found.choice.form.name, **asdict(found.choice)}
+    return json.dumps({"choice": choice, "path": forms, "complete": found.complete}) + "\n"
+
+
+def _as_text(found: Calibration, target: Target) -> str:
+    from specbench.textsafe import terminal_safe
+
+    choice = found.choice
+    names = [candidate.form.name for candidate in found.path]
+    width = max(map(len, names))
+    lines = [f"{'drafter':{width}}    accepted      c   γ  predicted"]
+    for candidate, name in zip(found.path, names, strict=True):
+        mark = "  <" if candidate is found.best else ""
+        lines.append(
+            f"{name:{width}}  {candidate.agreement.accepted:10.2f} {candidate.cost:6.2f} {candidate.gamma:3}"
+            f"  {candidate.speedup:7.2f} ×{mark}"
+        )
+    lines += [
+        "",
+        f"{choice.form.name}: accepts {choice.accepted:.2f} of {choice.tested} drafts on other prompts;"
+        f" predicted {choice.speedup:.2f} × plain decoding at γ = {choice.gamma}.",
+    ]
+    if not found.complete:
+        lines.append("The time was up before the search was; --minutes gives it more.")
+    if choice.speedup < 1:
+        lines.append(
+            "Plain decoding is predicted to be faster: try --drafter lookup, or lookup+self:calibrated."
+        )
+    lines.append(
+        f"Kept for {choice.target} in {target.dtype} on {target.scorer.device.type}: --drafter self:calibrated"
+    )
+    text = "".join(f"{line}\n" for line in lines)
+    return terminal_safe(text, sys.stdout.encoding or "utf-8")

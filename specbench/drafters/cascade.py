@@ -1,0 +1,151 @@
+"""A cascade: a drafter that costs nothing where it knows something, and a model where it does not.
+
+Who drafts the next token is decided anew at every position, by what stands before it: the context, the drafts so far
+and what the free drafter remembers of earlier steps. So each token still has one distribution it was drawn from, a
+single token or the model's q, which is chosen before the token is: all that rejection sampling asks for (Leviathan et
+al. 2023, section 2). Mixing within a draft pays, because a model that begins a name can leave the rest of it to a
+copy, and a copy that ends can be gone on from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from specbench.drafters.base import Draft, FreeDrafter, Guess
+from specbench.drafters.model import ModelDrafter
+from specbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from specbench.lengths import LengthPolicy
+    from specbench.sampling import Randomness, Sampling
+
+__all__ = ["CascadeDrafter"]
+
+
+class CascadeDrafter:
+    """Takes the next token from a free drafter if that has one, and from a model otherwise.
+
+    The model follows lazily: what others drafted and the target emitted meanwhile is fed to it in one pass, when it
+    drafts next. Where it cannot draft, behind its own context limit, the free drafter is on its own.
+
+    Args:
+        free: Asked first, at every position.
+        model: A small model, or the target itself in a cheaper form.
+        max_passes: The most passes of the model in a step; ``None`` leaves that to the draft-length rule. A rule of
+            one length would otherwise have to fit free tokens and costly ones alike.
+
+    Raises:
+        UsageError: ``max_passes`` is below 1.
+    """
+
+    def __init__(self, free: FreeDrafter, model: ModelDrafter, max_passes: int | None = None) -> None:
+        if max_passes is not None and max_passes < 1:
+            raise UsageError(f"The most passes of the cascade's model are {max_passes}.", "Give at least 1.")
+        self.free, self.model, self.max_passes = free, model, max_passes
+        self._model_was_used = False
+
+    @property
+    def name(self) -> str:
+        first = self.free.name
+        if self.max_passes is not None:
+            first += f"{',' if ':' in first else ':'}passes={self.max_passes}"
+        return f"{first}+{self.model.name}"
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.free.begin(prompt)
+        self.model.begin(prompt)
+        self._model_was_used = False
+
+    def propose(
+        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+    ) -> Draft:
+        mixed = _MixedDraft(self.free.read(context))
+        draft = mixed.draft
+        limit = policy.begin(room)
+        with self.model.drafting():
+            while len(draft.tokens) < limit:
+                guess = self.free.guess(context, draft.tokens, sampling)
+                if guess is not None:
+                    draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
+                    if not policy.another(draft):
+                        break
+                    mixed.add_guess(guess, guess.token if guess.q is None else random.draw(guess.q))
+                else:
+                    if not (self._may_draw(context, draft) and policy.another(draft)):
+                        break
+                    drawn = self.model.draw(context, draft, policy, sampling, random)
+                    if drawn is None:
+                        break
+                    mixed.add_drawn(*drawn)
+        self._model_was_used = bool(draft.passes)
+        return mixed.finished()
+
+    def _may_draw(self, context: Sequence[int], draft: Draft) -> bool:
+        allowed = self.max_passes is None or (draft.passes or 0) < self.max_passes
+        return allowed and self.model.can_read(context, draft.tokens)
+
+    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        self.free.commit(context, emitted, logits)
+        self.model.commit(context, emitted, logits)
+
+    def rollback(self, length: int) -> None:
+        self.free.rollback(length)
+        if self._model_was_used:  # otherwise it is behind the context anyway
+            self.model.rollback(length)
+
+
+class _MixedDraft:
+    """A draft under construction, whose tokens may have come from both.
+
+    As long as the free drafter alone has drafted, the draft has neither logits nor, where it is certain, q. From the
+    model's first token on it has both for every token: one certain token is a distribution too.
+    """
+
+    def __init__(self, prefill_s: float) -> None:
+        self.draft = Draft(evidence=[], prefill_s=prefill_s, passes=0)
+        self._q: list[torch.Tensor | None] = []
+
+    def add_guess(self, guess: Guess, token: int) -> None:
+        draft = self.draft
+        if draft.logits:
+            draft.logits.append(_as_logits(token, guess.q, draft.logits[0]))
+        draft.tokens.append(token)
+        self._q.append(guess.q)
+
+    def add_drawn(self, token: int, logits: torch.Tensor, q: torch.Tensor | None) -> None:
+        draft = self.draft
+        assert draft.evidence is not None
+        if draft.logits is None:
+            earlier = zip(draft.tokens, self._q, strict=True)
+            draft.logits = [_as_logits(token, certain, logits) for token, certain in earlier]
+        draft.logits.append(logits)
+        draft.tokens.append(token)
+        draft.evidence.append(math.nan)
+        self._q.append(q)
+
+    def finished(self) -> Draft:
+        draft = self.draft
+        known = next((q for q in self._q if q is not None), None)
+        if known is not None:
+            rows = zip(draft.tokens, self._q, strict=True)
+            draft.q = torch.stack([_one_hot(token, known) if q is None else q for token, q in rows])
+        return draft
+
+
+def _one_hot(token: int, like: torch.Tensor) -> torch.Tensor:
+    row = torch.zeros_like(like)
+    row[token] = 1.0
+    return row
+
+
+def _as_logits(token: int, q: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Logits whose softmax is q, or all of it at one token."""
+    if q is not None:
+        return q.log().to(like.dtype)
+    row = torch.full_like(like, -math.inf)
+    row[token] = 0.0
+    return row

@@ -1,0 +1,543 @@
+"""Which form of itself a target drafts with: what is measured, the search, and how the choice is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from test_caches import FAMILIES
+from test_caches import USUAL as TINY
+from tiny import save_tiny, tiny_language_model, tiny_tokenizer
+
+from specbench import calibrate as calibration
+from specbench.attention import FOLDED
+from specbench.calibrate import (
+    Agreement,
+    CalibrationSettings,
+    Candidate,
+    PassCosts,
+    calibrate,
+)
+from specbench.cli import run
+from specbench.drafters.choices import Choice, ChoiceKey, any_choice, read_choice, write_choice
+from specbench.drafters.layers import SelfForm, cheaper_form
+from specbench.drafters.model import SelfDrafter
+from specbench.errors import RunError, UsageError
+from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.lengths import FixedLength
+from specbench.loading import Target, check_drafter, choice_key, load_drafter, wrap_target
+from specbench.metrics import expected_speedup
+from specbench.sampling import Greedy, Randomness
+from specbench.scorer import Scorer
+
+PROMPTS = [[5, 17, 200, 33], [7, 8, 9, 10, 11], [41, 3, 41], [60, 61, 62], [90, 12, 90, 12]]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+
+
+def target_of(layers: int = 4, **options: Any) -> Target:
+    return wrap_target(tiny_language_model(layers=layers).model, tiny_tokenizer(), **options)
+
+
+class Ticking:
+    """Every look takes a second."""
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self.time, self.seconds = 0.0, seconds
+
+    def now(self) -> float:
+        self.time += self.seconds
+        return self.time
+
+
+class Watching:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, int, int | None]] = []
+
+    def update(self, stage: str, done: int, total: int | None) -> None:
+        self.stages.append((stage, done, total))
+
+
+# -- acceptance at all positions in one pass -----------------------------------------------------------
+
+
+def drafted_one_by_one(target: Target, form: Any, tokens: Sequence[int], count: int) -> list[int]:
+    """What a drafter on the target's cache drafts for each of the last ``count`` tokens, when it drafts it first."""
+    drafter = SelfDrafter(Scorer(form, target.scorer.cache), "form")
+    drafts = []
+    for end in range(len(tokens) - count, len(tokens)):
+        target.scorer.begin()
+        drafter.begin(tokens[:end])
+        if end > 1:
+            target.scorer.logits(tokens[: end - 1])
+            target.scorer.rollback(end - 1)
+        draft = drafter.propose(tokens[:end], 1, FixedLength(1), Greedy(), Randomness(0))
+        drafts += draft.tokens
+    return drafts
+
+
+def mistral() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = hf.MistralConfig(**{**TINY, "num_hidden_layers": 4}, sliding_window=300)
+        return hf.MistralForCausalLM(config).eval()
+
+
+def gemma3() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = hf.Gemma3TextConfig(
+            **{**TINY, "num_hidden_layers": 4}, head_dim=8, query_pre_attn_scalar=8, sliding_window=300,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )  # fmt: skip
+        return hf.Gemma3ForCausalLM(config).eval()
+
+
+def gpt2() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=61, n_embd=32, n_layer=4, n_head=4, initializer_range=0.3)
+        ).eval()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tiny_language_model(layers=4).model,
+    "mistral": mistral,
+    "gemma3": gemma3,
+    "gpt2": gpt2,
+}
+
+
+@pytest.mark.parametrize("count", [2, 9, 40])  # attention of more than 32 queries goes another way
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("form", [SelfForm(skip=(2,)), SelfForm(skip=(2, 3)), SelfForm(int8=True)])
+@pytest.mark.parametrize("family", MODELS)
+def test_one_pass_drafts_what_a_drafter_would_draft_at_each_place(
+    family: str, form: SelfForm, pack: bool, count: int
+) -> None:
+    target = wrap_target(MODELS[family](), None, pack=pack)
+    model = cheaper_form(target.language_model.model, form.kept(4), form.int8)
+    tokens = torch.randint(0, 61, (count + 7,), generator=torch.Generator().manual_seed(3)).tolist()
+    text = calibration._read(target, tokens, count)
+    for _ in range(2):  # the pass leaves the cache as it was
+        logits = calibration._drafting_logits(model, text)
+        assert logits.argmax(dim=-1).tolist() == drafted_one_by_one(target, model, tokens, count)
+    assert text.cache.length == len(tokens) - 1
+
+
+def test_the_target_agrees_with_itself() -> None:
+    target = target_of()
+    texts = calibration._answered(target, PROMPTS, 6, None)
+    whole = cheaper_form(target.language_model.model, range(4), int8=False)
+    found = calibration._agreement(whole, texts)
+    assert found.accepted == 1.0
+    assert found.overlap == pytest.approx(1.0, abs=1e-4)
+    assert found.tested == 5 * 5
+    worse = calibration._agreement(cheaper_form(target.language_model.model, (0, 3), int8=False), texts)
+    assert worse.accepted < 1
+    assert worse.overlap < 0.9
+
+
+def test_answers_are_the_targets_own() -> None:
+    target = target_of()
+    texts = calibration._answered(target, PROMPTS, 6, None)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        expected = autoregressive_generate(prompt, target, max_new_tokens=6).token_ids
+        assert tuple(text.tokens) == (*prompt, *expected)
+        assert text.chosen.tolist() == list(expected[1:])
+        assert text.drafted == 5
+
+
+def test_prompts_that_do_not_serve_are_left_out() -> None:
+    target = target_of()
+    target.scorer.context_limit = 17
+    texts = calibration._answered(target, [*PROMPTS[:2], list(range(14))], 6, None)
+    assert [text.tokens[:4] for text in texts] == [[5, 17, 200, 33], [7, 8, 9, 10]]
+    with pytest.raises(UsageError, match="Fewer than 2 of the prompts"):
+        calibration._answered(target, [PROMPTS[0], list(range(14))], 6, None)
+    sliding = wrap_target(mistral(), None, pack=False)
+    with pytest.raises(UsageError, match="sliding window"):
+        calibration._answered(sliding, [[1] * 280, [2] * 280], 12, None)
+
+
+def test_answers_that_end_at_once_are_left_out() -> None:
+    target = target_of()
+    first = autoregressive_generate(PROMPTS[0], target, max_new_tokens=1).token_ids[0]
+    target.language_model.end_ids = (first,)
+    texts = calibration._answered(target, PROMPTS, 6, None)
+    assert PROMPTS[0] not in [text.tokens[:4] for text in texts]
+
+
+# -- what passes cost ----------------------------------------------------------------------------------
+
+
+COSTS = PassCosts(
+    {1: 2.0, 2: 2.0, 5: 2.6, 9: 5.0}, {(10, True): 1.0, (6, True): 0.7, (10, False): 2.0, (4, False): 0.8}
+)
+
+
+def test_costs_between_what_was_timed() -> None:
+    assert [COSTS.v(n) for n in (1, 2, 4, 7)] == pytest.approx([1.0, 1.0, 1.2, 1.9])
+    assert [COSTS.c(n, True) for n in (10, 6, 8, 2)] == pytest.approx([0.5, 0.35, 0.425, 0.2])
+    assert COSTS.c(7, False) == pytest.approx(0.7)
+
+
+def test_fewer_layers_never_cost_more() -> None:
+    disturbed = PassCosts({1: 1.0}, {(10, True): 0.5, (6, True): 0.6})
+    assert disturbed.c(3, True) == disturbed.c(10, True) == 0.5
+
+
+def test_passes_are_timed_in_turn() -> None:
+    target = target_of(layers=6)
+    forms = calibration._Forms(target, (True, False))
+    costs = calibration._time_passes(target, forms, [1, 2, 3], (1, 2, 3, 4, 5), Ticking(), None)
+    assert list(costs.target_s) == [1, 2, 3, 5, 7, 9]
+    assert set(costs.drafter_s) == {(6, True), (6, False), (3, True), (3, False)}
+    assert set(costs.target_s.values()) == {1.0}
+    assert target.scorer.cache.length == 0
+
+
+# -- the search ----------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Predicted speedups and overlaps by a rule (without one, the same); notes what it is asked for."""
+
+    def __init__(
+        self, speedup: Callable[[SelfForm], float], overlap: Callable[[SelfForm], float] | None = None
+    ) -> None:
+        self.speedup, self.overlap = speedup, overlap or speedup
+        self.asked: list[SelfForm] = []
+
+    def __call__(self, form: SelfForm) -> Candidate:
+        self.asked.append(form)
+        speedup = self.speedup(form)
+        return Candidate(form, Agreement(0.5, self.overlap(form), 10), 0.5, 2, speedup)
+
+
+def search(
+    judge: Judge,
+    layers: int = 8,
+    kinds: Sequence[bool] = (False,),
+    end: float = math.inf,
+    progress: Any = None,
+) -> tuple[list[Candidate], bool]:
+    made = calibration._Search(judge, kinds, range(1, layers), Ticking(), end, progress)
+    return made.run(), made.complete
+
+
+def test_the_cheapest_layer_goes_first() -> None:
+    dear = {1: 0.5, 2: 0.0, 3: 0.3, 4: 0.1, 5: 0.5, 6: 0.5, 7: 0.5}
+    judge = Judge(lambda form: 1 + 0.2 * len(form.skip) - sum(dear[i] for i in form.skip))
+    path, complete = search(judge)
+    assert [c.form.skip for c in path] == [(2,), (2, 4), (2, 3, 4), (1, 2, 3, 4)]
+    assert [c.speedup for c in path] == pytest.approx([1.2, 1.3, 1.2, 0.9])
+    assert complete
+
+
+def test_layers_are_told_apart_by_their_distributions() -> None:
+    lucky = {1: 3.0, 2: 1.0, 3: 1.0}
+    judge = Judge(lambda form: max(lucky[i] for i in form.skip), lambda form: sum(form.skip) / len(form.skip))
+    path, _ = search(judge, layers=4)
+    assert [c.form.skip for c in path] == [(3,), (2, 3), (1, 2, 3)]
+    assert [c.speedup for c in path] == [1.0, 1.0, 3.0]
+
+
+def test_a_single_fall_does_not_end_it() -> None:
+    by_count = [1.0, 1.1, 1.05, 1.3, 1.2, 1.1, 9.0]
+    path, _ = search(Judge(lambda form: by_count[len(form.skip) - 1]))
+    assert [c.speedup for c in path] == [1.0, 1.1, 1.05, 1.3, 1.2, 1.1]
+
+
+def test_it_ends_when_no_layers_are_left() -> None:
+    path, complete = search(Judge(lambda form: len(form.skip)), layers=4)
+    assert [c.form.skip for c in path][-1] == (1, 2, 3)
+    assert complete
+
+
+def test_later_rounds_try_the_best_of_earlier_ones() -> None:
+    judge = Judge(lambda form: 1 + 0.1 * len(form.skip) - sum(0.01 * i for i in form.skip))
+    path, _ = search(judge, layers=20)
+    assert path[0].form.skip == (1,)
+    rounds = [[form.skip for form in judge.asked if len(form.skip) == n] for n in (1, 2, 3)]
+    assert [len(each) for each in rounds] == [19, 8, 8]
+    assert {skip[1] for skip in rounds[1]} == set(range(2, 10))
+
+
+def test_precisions_are_judged_side_by_side() -> None:
+    judge = Judge(lambda form: (1.5 if form.int8 else 1.6) - 0.1 * len(form.skip) * form.int8)
+    path, _ = search(judge, kinds=(True, False))
+    assert path[0].form == SelfForm(int8=True), "the whole target in int8 is a form, unquantised it is none"
+    assert not any(form == SelfForm() for form in judge.asked)
+    assert [c.form.int8 for c in path[1:3]] == [False, False]
+    assert sum(not form.int8 for form in judge.asked) == len(path) - 1, "one look at what was found"
+
+
+def test_the_time_ends_it_with_what_was_found() -> None:
+    path, complete = search(Judge(lambda form: len(form.skip)), end=11.0)
+    assert [c.form.skip for c in path] == [(7,)] or [len(c.form.skip) for c in path] == [1]
+    assert not complete
+    with pytest.raises(UsageError, match="too short"):
+        search(Judge(lambda form: 1.0), end=3.0)
+    path, complete = search(Judge(lambda form: 1.0), end=3.0, kinds=(True,))
+    assert [c.form for c in path] == [SelfForm(int8=True)]
+
+
+# -- all of it -----------------------------------------------------------------------------------------
+
+
+def test_a_calibration_of_a_tiny_model() -> None:
+    target = target_of()
+    progress = Watching()
+    found = calibrate(
+        target, PROMPTS, CalibrationSettings(tokens=6, seconds=1e6), progress=progress, clock=Ticking()
+    )
+    assert found.complete
+    assert found.path[0].form == SelfForm(int8=True)
+    assert [len(c.form.skip) for c in found.path] == list(range(len(found.path)))
+    assert found.best.speedup == max(c.speedup for c in found.path)
+    choice = found.choice
+    assert choice.form == found.best.form
+    assert (choice.target, choice.layers) == (target.name, 4)
+    assert choice.tested == 5, "one of five prompts is held out"
+    assert {c.agreement.tested for c in found.path} == {20}
+    # On this clock every pass takes a second, whatever it does.
+    assert choice.cost == 1.0
+    assert choice.speedup == pytest.approx(expected_speedup(choice.accepted, choice.gamma, 1.0, 1.0))
+    stages = dict.fromkeys(stage for stage, _, _ in progress.stages)
+    assert list(stages)[:3] == ["answering the prompts", "timing passes", "trying to leave out 1 layer"]
+    assert all(total is not None and done < total for _, done, total in progress.stages)
+
+
+def test_the_prompts_held_out_have_no_part_in_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    original = calibration._agreement
+
+    def watched(model: Any, texts: Sequence[Any]) -> Agreement:
+        seen.append([text.tokens[0] for text in texts])
+        return original(model, texts)
+
+    monkeypatch.setattr(calibration, "_agreement", watched)
+    calibrate(target_of(), PROMPTS, CalibrationSettings(tokens=4, seconds=1e6), clock=Ticking())
+    assert seen[-1] == [41]
+    assert set(map(tuple, seen[:-1])) == {(5, 7, 60, 90)}
+
+
+def test_int8_is_considered_where_it_may_pay() -> None:
+    kinds = [
+        calibration._possible(target_of(), CalibrationSettings(int8=wanted))[0]
+        for wanted in (None, True, False)
+    ]
+    assert kinds == [(True, False), (True, False), (False,)]
+    quantised = target_of()
+    quantised.dtype = "int8"
+    assert calibration._possible(quantised, CalibrationSettings())[0] == (False,)
+    with pytest.raises(UsageError, match="int8 already"):
+        calibration._possible(quantised, CalibrationSettings(int8=True))
+
+
+def test_what_cannot_be_calibrated_is_refused() -> None:
+    convolutions = wrap_target(FAMILIES["lfm2"][0](FAMILIES["lfm2"][1]()), None, pack=False)
+    with pytest.raises(UsageError, match="cannot leave out layers"):
+        calibrate(convolutions, PROMPTS)
+    with pytest.raises(UsageError, match="cannot leave out layers"):
+        calibrate(target_of(layers=1), PROMPTS)
+    with pytest.raises(UsageError, match="at least 2 prompts"):
+        calibrate(target_of(), PROMPTS[:1])
+    flash = target_of(pack=False)
+    flash.language_model.model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(UsageError, match="flash_attention_2, takes no mask"):
+        calibrate(flash, PROMPTS)
+    assert target_of().language_model.model.config._attn_implementation == FOLDED
+    for bad in ({"tokens": 1}, {"seconds": 0.0}, {"seconds": math.nan}):
+        with pytest.raises(UsageError):
+            CalibrationSettings(**bad)
+
+
+# -- the choice is kept --------------------------------------------------------------------------------
+
+KEY = ChoiceKey("0123456789abcdef", "bfloat16", "cpu")
+CHOICE = Choice("a model", 8, True, (2, 5), 0.8, 30, 0.5, 3, 1.25)
+
+
+def test_a_choice_is_read_as_it_was_written() -> None:
+    assert not any_choice()
+    write_choice(KEY, CHOICE)
+    assert any_choice()
+    assert read_choice(KEY) == CHOICE
+    assert CHOICE.form.name == "self:int8,skip=2-5"
+    write_choice(KEY, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
+    assert read_choice(KEY).skip == (1,)
+    assert [path.name for path in KEY.path.parent.iterdir()] == ["0123456789abcdef-bfloat16-cpu.json"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ChoiceKey("f" * 16, "bfloat16", "cpu"),
+        ChoiceKey("0123456789abcdef", "float32", "cpu"),
+        ChoiceKey("0123456789abcdef", "bfloat16", "cuda"),
+    ],
+)
+def test_a_choice_holds_for_one_target_dtype_and_device(other: ChoiceKey) -> None:
+    write_choice(KEY, CHOICE)
+    with pytest.raises(UsageError) as caught:
+        read_choice(other)
+    assert caught.value.message == (
+        f"No calibration is stored for this target in {other.dtype} on {other.device}."
+    )
+    assert "specbench calibrate" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2}, {"skip": "2-5"}, {"skip": [2, 8]}, {"skip": [0]}, {"skip": [2.0]}, {"skip": [True]},
+        {"int8": 1}, {"layers": None}, {"speedup": "fast"}, {"target": 3}, {"int8": False, "skip": []},
+    ],
+)  # fmt: skip
+def test_a_damaged_choice_is_refused(change: dict[str, Any]) -> None:
+    write_choice(KEY, CHOICE)
+    data = json.loads(KEY.path.read_text())
+    KEY.path.write_text(json.dumps(data | change))
+    with pytest.raises(UsageError, match="damaged"):
+        read_choice(KEY)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "[" * 100_000])
+def test_what_is_no_choice_at_all(text: str) -> None:
+    write_choice(KEY, CHOICE)
+    KEY.path.write_text(text)
+    with pytest.raises(UsageError, match="damaged"):
+        read_choice(KEY)
+
+
+def test_a_write_that_fails_leaves_the_earlier_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_choice(KEY, CHOICE)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(RunError, match="No space left"):
+        write_choice(KEY, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
+    assert read_choice(KEY) == CHOICE
+    assert len(list(KEY.path.parent.iterdir())) == 1
+
+
+def test_the_calibrated_form_is_what_drafts() -> None:
+    target = target_of()
+    key = choice_key(target)
+    assert (key.dtype, key.device) == ("float32", "cpu")
+    assert key.fingerprint == target.language_model.fingerprint
+    with pytest.raises(UsageError, match="No calibration is stored yet"):
+        check_drafter("self:calibrated", "smollm2-135m")
+    with pytest.raises(UsageError, match="No calibration is stored for this target in float32 on cpu"):
+        load_drafter("self:calibrated", target)
+    write_choice(key, Choice("tiny", 4, True, (2,), 0.8, 30, 0.5, 3, 1.25))
+    check_drafter("self:calibrated", "smollm2-135m")
+    assert load_drafter("self:calibrated", target).name == "self:int8,skip=2"
+    drafter = load_drafter("lookup+self:calibrated", target)
+    assert drafter.name == "lookup+self:int8,skip=2"
+    expected = autoregressive_generate(PROMPTS[0], target, max_new_tokens=16, ignore_eos=True).token_ids
+    result = speculative_generate(PROMPTS[0], target, drafter, gamma=3, max_new_tokens=16, ignore_eos=True)
+    assert result.token_ids == expected
+
+
+# -- the command ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"a-{i}", "category": "a", "turns": [f"the {i}th and the"]} for i in range(4)]
+    lines[1]["system"] = "the"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = save_tiny(tmp_path / "target", layers=4)
+    return [
+        "calibrate", "--target", str(folder), "--dtype", "float32", "--device", "cpu", "--tokens", "4",
+        "--limit", "4", "--prompts", str(prompts),
+    ]  # fmt: skip
+
+
+def test_the_command_stores_what_it_says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    shown = capsys.readouterr()
+    assert "--drafter self:calibrated" in shown.out
+    assert "predicted" in shown.out
+    assert shown.err == ""
+    assert any_choice()
+    assert run([*arguments, "--json", "--no-int8"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["complete"] is True
+    assert not any(form["drafter"].startswith("self:int8") for form in data["path"])
+    assert data["choice"]["drafter"] in [form["drafter"] for form in data["path"]]
+    generate = ["generate", "--target", arguments[2], "--dtype", "float32", "--drafter", "self:calibrated"]
+    assert run([*generate, "--max-new-tokens", "4", "--json", "the"]) == 0
+    assert json.loads(capsys.readouterr().out)["drafter"] == data["choice"]["drafter"]
+
+
+def test_an_interrupt_leaves_the_earlier_choice(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run([*arguments, "--quiet"]) == 0
+    (path,) = (Path(arguments[2]).parent / "cache" / "calibrations").iterdir()
+    before = path.read_text()
+    original = calibration._agreement
+    calls = []
+
+    def interrupted(*given: Any) -> Agreement:
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*given)
+
+    monkeypatch.setattr(calibration, "_agreement", interrupted)
+    capsys.readouterr()
+    assert run(arguments) == 130
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "specbench: interrupted.\n"
+    assert path.read_text() == before
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--minutes", "0"], "The time for the search is 0 s."),
+        (["--limit", "1"], "'--limit'"),
+        (["--tokens", "1"], "'--tokens'"),
+        (["--prompts", "nowhere"], "There is no prompt set nowhere."),
+        (["--dtype", "int8", "--int8"], "The target is int8 already."),
+        (["--device", "tpu"], "Unknown device 'tpu'."),
+    ],
+)
+def test_refusals(
+    arguments: list[str], change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*arguments, *change]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not any_choice()
+
+
+def test_an_int8_target_is_calibrated_as_it_is(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*arguments, "--dtype", "int8", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert all(form["drafter"].startswith("self:skip=") for form in data["path"])

@@ -1,0 +1,684 @@
+"""Cascades: lookup or ngram where they know something, a model where they do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedScorer, fixed_script, random_table
+from test_caches import FAMILIES
+from test_exact import SAMPLINGS, largest_gap, loop_distribution, target_distribution
+from tiny import save_tiny, tiny_language_model, tiny_tokenizer
+
+from specbench.caches import CACHE_KINDS, CacheKind
+from specbench.decode import decode_steps
+from specbench.drafters import CASCADE, drafter_word, model_part, split_cascade
+from specbench.drafters.base import Draft
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.errors import UsageError
+from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.lengths import (
+    ConfidenceLength,
+    EntropyBoundLength,
+    EntropyGuidedLength,
+    FixedLength,
+    LengthPolicy,
+    SvipLength,
+    build_policy,
+    policy_names,
+)
+from specbench.loading import check_drafter, join_cascade, load_drafter, wrap_drafter, wrap_target
+from specbench.models import LoadOptions
+from specbench.records import Prefill, Step
+from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.scorer import Scorer
+
+VOCAB = 12
+
+
+class Watched(CascadeDrafter):
+    """Keeps the drafts it made."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.drafts: list[Draft] = []
+
+    def propose(self, *arguments: Any) -> Draft:
+        self.drafts.append(super().propose(*arguments))
+        return self.drafts[-1]
+
+
+class Careful(ScriptedScorer):
+    """Holds nothing but the very tokens of context and draft after every pass, each fed once."""
+
+    def logits(
+        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+    ) -> torch.Tensor:
+        logits = super().logits(context, drafted, rows)
+        assert [token for token, _ in self.cache.entries] == [*context, *drafted]
+        return logits
+
+
+def kinds(draft: Draft) -> str:
+    """For every token: f where it was free, m where it is the model's."""
+    if draft.evidence is None:
+        return "m" * len(draft.tokens)
+    return "".join("m" if math.isnan(draft.evidence[i]) else "f" for i in range(len(draft.tokens)))
+
+
+def decode(
+    prompt: Sequence[int],
+    target: ScriptedScorer,
+    drafter: Any,
+    policy: LengthPolicy | None = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 30,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[list[int], list[Step]]:
+    records = list(
+        decode_steps(
+            prompt,
+            target,
+            drafter,
+            policy=policy or FixedLength(4),
+            sampling=sampling or Greedy(),
+            random=Randomness(seed),
+            max_new_tokens=max_new_tokens,
+            **options,
+        )
+    )
+    first = records[0]
+    assert isinstance(first, Prefill)
+    steps = [record for record in records if isinstance(record, Step)]
+    tokens = [] if first.token is None else [first.token]
+    return tokens + [token for step in steps for token in step.tokens], steps
+
+
+def propose(
+    drafter: Any,
+    context: Sequence[int],
+    policy: LengthPolicy | None = None,
+    sampling: Sampling | None = None,
+    room: int = 99,
+) -> Draft:
+    drafter.begin(context)
+    draft: Draft = drafter.propose(
+        context, room, policy or FixedLength(6), sampling or Greedy(), Randomness(0)
+    )
+    return draft
+
+
+# -- the output is the target's ------------------------------------------------------------------------
+
+
+def model(target: ScriptedScorer, **options: Any) -> ModelDrafter:
+    return ModelDrafter(Careful(random_table(2, 4), 4, **options), "model")
+
+
+def on_targets_cache(target: ScriptedScorer) -> SelfDrafter:
+    return SelfDrafter(
+        ScriptedScorer(random_table(2, 4), 4, cache=target.cache, own_entries_only=False), "self"
+    )
+
+
+CASCADES: dict[str, Callable[[ScriptedScorer], CascadeDrafter]] = {
+    "lookup+model": lambda target: Watched(LookupDrafter(None), model(target)),
+    "lookup:min=2+model": lambda target: Watched(LookupDrafter(None, 2), model(target)),
+    "lookup:min=2,passes=1+model": lambda target: Watched(LookupDrafter(None, 2), model(target), 1),
+    "lookup:min=2+self": lambda target: Watched(LookupDrafter(None, 2), on_targets_cache(target)),
+    "ngram:min=2+model": lambda target: Watched(NGramDrafter(min_context=2), model(target)),
+    "ngram:sample,min=2+self": lambda target: Watched(
+        NGramDrafter(sample=True, min_context=2), on_targets_cache(target)
+    ),
+    "lookup+model with a short context": lambda target: Watched(
+        LookupDrafter(None, 2), model(target, context_limit=6)
+    ),
+}
+
+
+@pytest.mark.parametrize("sampling", ["multinomial", "nucleus", "repetition penalty", "everything"])
+@pytest.mark.parametrize("name", CASCADES)
+def test_the_output_distribution_is_the_targets(name: str, sampling: str) -> None:
+    made: list[Any] = []
+
+    def build(target: ScriptedScorer) -> CascadeDrafter:
+        made.append(CASCADES[name](target))
+        return made[-1]
+
+    expected = target_distribution(SAMPLINGS[sampling])
+    for gamma in (1, 3):
+        found = loop_distribution(build, SAMPLINGS[sampling], gamma)
+        assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+        assert largest_gap(found, expected) < 1e-6
+    if sampling == "multinomial":  # where every context comes up
+        seen = {kinds(draft) for drafter in made for draft in drafter.drafts}
+        assert any("f" in each for each in seen)
+        assert any("m" in each for each in seen)
+        if "passes" not in name and "short" not in name:
+            assert any("mf" in each for each in seen), "a copy never went on from what the model began"
+
+
+@pytest.mark.parametrize("name", CASCADES)
+def test_so_it_is_without_a_first_target_pass_and_with_end_tokens(name: str) -> None:
+    found = loop_distribution(CASCADES[name], Multinomial(0.8), 2, first_target=False)
+    assert largest_gap(found, target_distribution(Multinomial(0.8))) < 1e-6
+    found = loop_distribution(CASCADES[name], Multinomial(), 2, end_ids=(2, 3))
+    assert largest_gap(found, target_distribution(Multinomial(), end_ids=(2, 3))) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["lookup:min=2+model", "ngram:sample,min=2+self"])
+def test_without_the_residual_adjustment_it_is_not(name: str) -> None:
+    found = loop_distribution(CASCADES[name], Multinomial(), 1, first_target=False, residual_adjustment=False)
+    assert largest_gap(found, target_distribution(Multinomial())) > 1e-3
+
+
+PROMPT = [7, 41, 7, 41, 19, 3, 7, 41, 19, 3, 200, 7, 41]
+
+
+def engine_of(spec: str, cache: CacheKind) -> tuple[Any, Any]:
+    """A target and a cascade on tiny random models; ``MODEL`` in the spec stands for another one."""
+    target = wrap_target(tiny_language_model(layers=3).model, tiny_tokenizer(), cache=cache)
+    first, second = split_cascade(spec) or ("", "")
+    if second != "MODEL":
+        return target, load_drafter(spec, target)
+    other = wrap_drafter(tiny_language_model(seed=1), target, cache=cache)
+    return target, join_cascade(first, other)
+
+
+@pytest.mark.parametrize("cache", CACHE_KINDS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "lookup+MODEL",
+        "lookup:min=1,passes=2+MODEL",
+        "ngram+MODEL",
+        "lookup:min=1+self:int8",
+        "ngram:min=1,top-k=2+self:layers=2",
+        "lookup:min=1+self:int8,skip=1",
+    ],
+)
+def test_greedy_tokens_are_those_of_plain_decoding(spec: str, cache: CacheKind) -> None:
+    target, drafter = engine_of(spec, cache)
+    expected = autoregressive_generate(PROMPT, target, max_new_tokens=24, ignore_eos=True).token_ids
+    drafts: list[Draft] = []
+    original = drafter.propose
+    drafter.propose = lambda *arguments: drafts.append(original(*arguments)) or drafts[-1]
+    for gamma in (1, 2, 5, 8):
+        result = speculative_generate(
+            PROMPT, target, drafter, gamma=gamma, max_new_tokens=24, ignore_eos=True
+        )
+        assert result.token_ids == expected
+    assert any("m" in kinds(draft) for draft in drafts)
+    if "min=1" in spec:  # a random model repeats single tokens, and hardly ever two
+        assert any("f" in kinds(draft) for draft in drafts)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_length_rule_keeps_the_output(policy: str) -> None:
+    target, drafter = engine_of("lookup:min=1+MODEL", "dynamic")
+    expected = autoregressive_generate(PROMPT, target, max_new_tokens=24, ignore_eos=True).token_ids
+    result = speculative_generate(
+        PROMPT, target, drafter, policy=build_policy(policy), max_new_tokens=24, ignore_eos=True
+    )
+    assert result.token_ids == expected
+    assert sum(step.gamma for step in result.steps) > 0
+
+
+def families() -> Iterator[tuple[str, CacheKind]]:
+    for family in FAMILIES:
+        yield family, "dynamic"
+        if family != "lfm2":
+            yield family, "preallocated"
+
+
+@pytest.mark.parametrize(("family", "kind"), list(families()))
+def test_a_cache_that_follows_lazily_is_right_for_every_family(family: str, kind: CacheKind) -> None:
+    """Of sliding windows and convolution states too, the model's logits are those of recomputing everything."""
+    model_class, config = FAMILIES[family]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        other = model_class(config()).eval()
+    lazy = Scorer(other, kind)
+    checked = []
+    original = lazy.logits
+
+    def logits(context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None) -> torch.Tensor:
+        held = lazy.cache.length
+        found = original(context, drafted, rows)
+        with torch.inference_mode():
+            whole = other(input_ids=torch.tensor([[*context, *drafted]]), use_cache=False).logits[0, -1:]
+        torch.testing.assert_close(found[-1:], whole, rtol=0, atol=1e-4)
+        checked.append(len(context) + len(drafted) - held)
+        return found
+
+    lazy.logits = logits  # type: ignore[method-assign]
+    drafter = CascadeDrafter(NGramDrafter(order=2), ModelDrafter(lazy, "other"))
+    # A context that is given, so that every family sees stretches that the counts know and others that they do not.
+    prompt = list(range(40))
+    answer = [50, 51, *range(20), 52, 53, 54, *range(7, 12), 55, *range(30, 40), 56, 57]
+    context = [*prompt, answer[0]]
+    drafter.begin(prompt)
+    while len(context) < len(prompt) + len(answer) - 6:
+        draft = drafter.propose(context, 5, FixedLength(5), Greedy(), Randomness(0))
+        expected = answer[len(context) - len(prompt) :]
+        kept = 0
+        while kept < len(draft.tokens) and draft.tokens[kept] == expected[kept]:
+            kept += 1
+        context += expected[: kept + 1]
+        drafter.commit(context, kept + 1, torch.zeros(kept + 1, 61))
+        drafter.rollback(len(context) - 1)
+    assert len(checked) > 5
+    assert max(checked[1:]) > 10, "it never had to catch up"
+
+
+# -- who drafts what -----------------------------------------------------------------------------------
+
+
+def scripted(tokens: Sequence[int], start: int, kind: type[ScriptedScorer] = Careful, **options: Any) -> Any:
+    return kind(fixed_script(tokens, VOCAB, start), VOCAB, **options)
+
+
+def cascade(
+    script: Sequence[int], start: int, min_match: int = 2, max_passes: int | None = None, **options: Any
+) -> Any:
+    """Lookup, and a model that goes on with ``script`` behind a context of ``start`` tokens."""
+    drafter = ModelDrafter(scripted(script, start, **options), "model")
+    return Watched(LookupDrafter(None, min_match), drafter, max_passes)
+
+
+def test_where_there_is_a_match_the_model_makes_no_pass() -> None:
+    context = [1, 2, 3, 4, 5, 1, 2]
+    drafter = cascade([9], len(context))
+    draft = propose(drafter, context)
+    assert draft.tokens == [3, 4, 5, 1, 2, 3]
+    assert (draft.q, draft.logits, draft.passes) == (None, None, 0)
+    assert draft.evidence == [n / (n + 1) for n in range(2, 8)]
+    assert drafter.model.scorer.passes == []
+
+
+def test_without_a_match_the_model_drafts() -> None:
+    context = [1, 2, 3, 4, 5, 6, 7]
+    draft = propose(cascade([8, 9, 10], len(context)), context, FixedLength(3))
+    assert draft.tokens == [8, 9, 10]
+    assert draft.logits is not None
+    assert [int(row.argmax()) for row in draft.logits] == [8, 9, 10]
+    assert draft.passes == 3
+    assert kinds(draft) == "mmm"
+
+
+def test_a_copy_goes_on_from_what_the_model_began() -> None:
+    context = [1, 2, 3, 4, 5, 6, 9]
+    drafter = cascade([2, 3, 0], len(context))
+    draft = propose(drafter, context)
+    assert draft.tokens == [2, 3, 4, 5, 6, 9]  # 2 and 3 by the model, and what followed them before
+    assert kinds(draft) == "mmffff"
+    assert drafter.model.scorer.passes == [7, 1]
+
+
+def test_the_model_goes_on_where_the_counts_end() -> None:
+    context = [1, 2, 3, 9, 1, 2]
+    drafter = Watched(
+        NGramDrafter(order=3, min_context=2, max_drafts=2), ModelDrafter(scripted([5, 6, 7, 8], 8), "model")
+    )
+    draft = propose(drafter, context, FixedLength(4))
+    assert draft.tokens == [3, 9, 5, 6]
+    assert kinds(draft) == "ffmm"
+    assert drafter.model.scorer.passes == [8, 1], "prompt and free drafts in one pass"
+    assert draft.evidence is not None
+    assert draft.evidence[:2] == [0.5, 0.5]
+
+
+def test_matches_that_are_too_short_do_not_count() -> None:
+    context = [1, 2, 3, 4, 5, 1, 2]
+    assert kinds(propose(cascade([9], 7, min_match=3), context, FixedLength(1))) == "m"
+    assert kinds(propose(cascade([9], 7, min_match=1), context, FixedLength(1))) == "f"
+
+
+def test_the_longest_match_wins_with_drafts_at_its_end() -> None:
+    # Behind 7 1 2 came 3, behind the later 1 2 came 4; the model drafts the 2.
+    context = [7, 1, 2, 3, 0, 1, 2, 4, 0, 7, 1]
+    drafter = cascade([2, 9], len(context), min_match=3)
+    assert propose(drafter, context, FixedLength(2)).tokens == [2, 3]
+
+
+def test_the_most_passes_of_the_model() -> None:
+    context = [1, 2, 3, 4, 5, 6, 7]
+    drafter = cascade([8, 9, 10], len(context), max_passes=2)
+    assert propose(drafter, context).tokens == [8, 9]
+    context = [1, 2, 3, 4, 5, 6, 9]
+    limited = cascade([2, 3, 0], len(context), max_passes=2)
+    assert kinds(propose(limited, context)) == "mmffff", "free tokens go on behind the last pass"
+
+
+def test_room_and_rule_limit_both_together() -> None:
+    context = [1, 2, 3, 4, 5, 6, 9]
+    assert propose(cascade([2, 3, 0], 7), context, room=3).tokens == [2, 3, 4]
+    assert propose(cascade([2, 3, 0], 7), context, FixedLength(5)).tokens == [2, 3, 4, 5, 6]
+    drafter = cascade([2, 3, 0], 7)
+    assert propose(drafter, context, room=0).tokens == []
+    assert drafter.model.scorer.passes == []
+
+
+# -- what a mixed draft says of itself -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("free", [LookupDrafter(None, 2), NGramDrafter(min_context=2)])
+def test_a_mixed_draft_has_a_distribution_for_every_token(free: Any) -> None:
+    context = [1, 2, 3, 4, 5, 6, 9]
+    scorer = scripted([2, 3, 0], len(context))
+    draft = propose(
+        CascadeDrafter(free, ModelDrafter(scorer, "model")), context, FixedLength(4), Multinomial(1.5)
+    )
+    assert draft.tokens == [2, 3, 4, 5]
+    assert draft.q is not None
+    assert draft.q.shape == (4, VOCAB)
+    assert draft.q[2:].tolist() == [[float(i == token) for i in range(VOCAB)] for token in (4, 5)]
+    assert 0.9 < float(draft.q[0, 2]) < 1.0
+    assert draft.logits is not None
+    assert [row.softmax(-1)[token].item() for row, token in zip(draft.logits[2:], (4, 5), strict=True)] == [
+        1,
+        1,
+    ]
+    assert draft.logits[0][2] == 10.0
+
+
+def test_free_tokens_before_the_models_get_theirs_too() -> None:
+    context = [1, 2, 3, 9, 1, 2]
+    free = NGramDrafter(order=3, min_context=2, max_drafts=2)
+    drafter = CascadeDrafter(free, ModelDrafter(scripted([5, 6, 7, 8], 8), "model"))
+    draft = propose(drafter, context, FixedLength(3), Multinomial(0.2))
+    assert draft.tokens == [3, 9, 5]
+    assert draft.q is not None
+    assert [float(draft.q[i, token]) for i, token in enumerate([3, 9])] == [1.0, 1.0]
+    assert draft.logits is not None
+    assert [int(row.argmax()) for row in draft.logits] == [3, 9, 5]
+    assert draft.logits[0].isneginf().sum() == VOCAB - 1
+
+
+def test_counts_that_are_drawn_from_keep_their_distribution() -> None:
+    context = [1, 2, 3, 1, 2, 4, 9, 1, 2]
+    free = NGramDrafter(order=3, min_context=2, sample=True, max_drafts=1)
+    drafter = CascadeDrafter(free, ModelDrafter(scripted([5], 9), "model"))
+    drafter.begin(context)
+    drafter.commit(context, 1, torch.zeros(1, VOCAB))  # tells how large the vocabulary is
+    draft = drafter.propose(context, 9, FixedLength(2), Multinomial(1.0), Randomness(0))
+    assert draft.q is not None
+    assert draft.q[0, [3, 4]].tolist() == [0.5, 0.5]
+    assert draft.logits is not None
+    assert draft.logits[0].softmax(-1)[[3, 4]].tolist() == [0.5, 0.5]
+
+
+def test_greedy_drafts_need_no_distribution() -> None:
+    draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9])
+    assert draft.q is None
+    assert draft.logits is not None
+    assert len(draft.logits) == len(draft.tokens)
+
+
+# -- the rules read it ---------------------------------------------------------------------------------
+
+
+class Doubting(FixedLength):
+    """Says no before the token at ``stop``; notes how much evidence there was whenever it is asked."""
+
+    def __init__(self, stop: int, look: bool = True) -> None:
+        super().__init__(9)
+        self.stop, self.answer = stop, look
+        self.known: list[int] = []
+
+    def another(self, draft: Draft) -> bool:
+        self.known.append(len(draft.evidence or ()) - len(draft.tokens))
+        return len(draft.tokens) < self.stop
+
+    def look(self, logits: torch.Tensor) -> bool:
+        return self.answer
+
+
+def test_a_rule_sees_whether_the_next_token_is_free_before_it_is_drafted() -> None:
+    context = [1, 2, 3, 4, 5, 6, 9]
+    policy = Doubting(5)
+    drafter = cascade([2, 3, 0], 7)
+    assert propose(drafter, context, policy).tokens == [2, 3, 4, 5, 6]
+    assert policy.known == [0, 0, 1, 1, 1, 1]
+    policy = Doubting(1)
+    assert propose(drafter, context, policy).tokens == [2]
+    assert drafter.model.scorer.passes[-1] == 7, "no pass was spent on a token that the rule did not want"
+
+
+def test_a_pass_that_the_rule_turns_down_is_counted() -> None:
+    draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], Doubting(9, look=False))
+    assert (draft.tokens, draft.passes) == ([], 1)
+    assert draft.logits is None
+
+
+@pytest.mark.parametrize("policy", [SvipLength(), EntropyBoundLength(), ConfidenceLength(gamma_max=5)])
+def test_a_certain_token_does_not_stop_rules_that_read_distributions(policy: LengthPolicy) -> None:
+    draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], policy, room=5)
+    assert kinds(draft) == "mmfff"
+
+
+def test_egag_reads_the_models_first_distribution() -> None:
+    policy = EntropyGuidedLength(gamma_min=1, gamma_max=5)
+    free = NGramDrafter(order=3, min_context=2, max_drafts=2)
+    flat = ScriptedScorer(lambda tokens: torch.zeros(VOCAB), VOCAB)
+    draft = propose(CascadeDrafter(free, ModelDrafter(flat, "model")), [1, 2, 3, 9, 1, 2], policy)
+    assert kinds(draft) == "ffm"
+    assert policy.notes()["gamma"] == 1
+
+
+# -- the model follows lazily --------------------------------------------------------------------------
+
+
+def test_what_others_drafted_is_fed_in_one_pass() -> None:
+    """The target repeats 4 5 6 7 8 9; the lookup copies it from the second time on."""
+    cycle = [4, 5, 6, 7, 8, 9]
+    prompt = [1, 2, 3]
+    target = scripted(cycle, len(prompt), ScriptedScorer)
+    drafter = cascade(cycle, len(prompt))
+    tokens, steps = decode(prompt, target, drafter, FixedLength(3), max_new_tokens=26)
+    assert tokens == (cycle * 5)[:26]
+    assert [kinds(draft) for draft in drafter.drafts] == ["mmm", "mmm", "fff", "fff", "fff", "fff", ""]
+    # Prompt and first token, two drafts; the last draft and the bonus, two drafts; then it is not needed any more.
+    assert drafter.model.scorer.passes == [4, 1, 1, 2, 1, 1]
+    assert [step.accepted for step in steps] == [len(step.drafted) for step in steps]
+
+
+def test_it_catches_up_with_what_it_had_no_part_in() -> None:
+    """Copying for several steps, then something new: the model reads the stretch between at once, and only once."""
+    copied = [4, 5, 6, 7, 8, 9, 10, 11]
+    prompt = [1, *copied, 2, 4, 5]
+    script = [*copied[2:], 0, 3, 0, 1, 0, 2]
+    target = scripted(script, len(prompt), ScriptedScorer)
+    drafter = cascade(script, len(prompt))
+    tokens, _ = decode(prompt, target, drafter, FixedLength(2), max_new_tokens=len(script))
+    assert tokens == script
+    made = [kinds(draft) for draft in drafter.drafts]
+    assert made == ["ff", "ff", "mm", "m"]
+    # The copy's last step drafts 2, which is corrected to 0: behind it there is no match.
+    passes = drafter.model.scorer.passes
+    assert passes[0] == len(prompt) + 7
+    assert passes[1:] == [1, 2]
+    assert sum(passes) == len(prompt) + len(script) - 2, (
+        "every token once; the last draft and the end are never fed"
+    )
+
+
+def test_rejected_drafts_are_taken_off_again() -> None:
+    """The model reads free drafts that turn out wrong (Careful checks what it holds in every pass)."""
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(0, 4, (30,), generator=generator).tolist()
+    for seed in range(5):
+        target = ScriptedScorer(random_table(seed, 4), 4)
+        drafter = Watched(
+            NGramDrafter(order=3, min_context=2, max_drafts=2),
+            ModelDrafter(Careful(random_table(seed + 9, 4), 4), "model"),
+        )
+        decode(prompt, target, drafter, FixedLength(5), Multinomial(1.0), 60, seed)
+        assert any("fm" in kinds(draft) for draft in drafter.drafts)
+        fed = sum(drafter.model.scorer.passes)
+        assert fed < len(prompt) + 60 + sum(len(draft.tokens) for draft in drafter.drafts)
+
+
+@pytest.mark.parametrize("first_target", [True, False])
+def test_a_self_drafter_in_a_cascade_leaves_nothing_in_the_targets_cache(first_target: bool) -> None:
+    cycle = [4, 5, 6, 7, 8, 9]
+    target = scripted(cycle, 3, ScriptedScorer)  # asserts that it reads its own entries only
+    cheaper = scripted([4, 5, 6, 0, 8, 9], 3, ScriptedScorer, cache=target.cache, own_entries_only=False)
+    drafter = Watched(LookupDrafter(None, 2), SelfDrafter(cheaper, "self"))
+    tokens, _ = decode(
+        [1, 2, 3], target, drafter, FixedLength(3), max_new_tokens=26, first_target=first_target
+    )
+    assert tokens == (cycle * 5)[:26]
+    assert {"m", "f"} <= {kind for draft in drafter.drafts for kind in kinds(draft)}
+
+
+def test_behind_its_context_limit_the_free_drafter_is_alone() -> None:
+    cycle = [4, 5, 6, 7, 8, 9]
+    target = scripted(cycle, 3, ScriptedScorer)
+    drafter = cascade(cycle, 3, context_limit=6)  # the scorer asserts that it is fed no more
+    tokens, _ = decode([1, 2, 3], target, drafter, FixedLength(3), max_new_tokens=26)
+    assert tokens == (cycle * 5)[:26]
+    made = [kinds(draft) for draft in drafter.drafts]
+    assert made[0] == "mmm"
+    assert "" in made, "neither can draft: plain passes"
+    assert made[-2] == "fff"
+
+
+def test_a_free_draft_that_the_model_lacks_ends_its_part() -> None:
+    context = [1, 11, 2, 11, 1]
+    free = NGramDrafter(order=2, max_drafts=1)
+    scorer = scripted([5], 5)
+    assert kinds(propose(CascadeDrafter(free, ModelDrafter(scorer, "model")), context)) == "fmmmmm"
+    scorer = scripted([5], 5)
+    scorer.embeddings = 11  # 11 is padding to it
+    drafter = CascadeDrafter(free, ModelDrafter(scorer, "model"))
+    assert propose(drafter, context).tokens == [11]
+
+
+class Ticking:
+    """Every look takes a second."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        self.time += 1.0
+        return self.time
+
+
+def test_catching_up_with_a_long_stretch_is_timed_apart() -> None:
+    context = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0, 2, 1, 4, 3]
+    drafter = ModelDrafter(scripted([9, 8], 4), "model", Ticking())
+    drafter.begin(context)
+    read = []
+    for length in (4, 5, 8, 16):
+        draft = drafter.propose(context[:length], 99, FixedLength(2), Greedy(), Randomness(0))
+        drafter.rollback(length)
+        read.append(draft.prefill_s)
+    assert drafter.scorer.passes == [4, 1, 1, 1, 3, 1, 8, 1]
+    assert read == [1.0, 0.0, 0.0, 0.0]
+    drafter.rollback(6)
+    assert drafter.propose(context, 99, FixedLength(2), Greedy(), Randomness(0)).prefill_s == 1.0
+
+
+def test_a_new_prompt_starts_afresh() -> None:
+    drafter = cascade([9], 7)
+    assert propose(drafter, [1, 2, 3, 4, 5, 1, 2]).tokens[0] == 3
+    drafter.model.scorer.function = fixed_script([8], VOCAB, 2)
+    assert kinds(propose(drafter, [1, 2], FixedLength(1))) == "m"
+    assert drafter.model.scorer.passes == [2]
+
+
+# -- words ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("lookup+self:int8", ("lookup", "self:int8")),
+        (" ngram:order=3,min=2 + org/name@main", ("ngram:order=3,min=2", "org/name@main")),
+        ("lookup+/models/llama++/small", ("lookup", "/models/llama++/small")),
+        ("/models/c++/small", None),
+        ("lookup", None),
+        ("self:int8+lookup", None),
+    ],
+)
+def test_a_cascade_is_told_by_its_first_word(spec: str, parts: tuple[str, str] | None) -> None:
+    assert split_cascade(spec) == parts
+    assert (drafter_word(spec) == CASCADE) == (parts is not None)
+    assert model_part(spec) == (parts[1] if parts else spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("lookup+self:int8", "lookup+self:int8"),
+        ("lookup:n=any,min=2+self:int8", "lookup+self:int8"),
+        ("lookup:min=3,passes=2+self:layers=1", "lookup:min=3,passes=2+self:layers=1"),
+        ("lookup:passes=2+self:int8", "lookup:passes=2+self:int8"),
+        ("ngram+self:skip=1,int8", "ngram+self:int8,skip=1"),
+        ("ngram:order=2+self:int8", "ngram:order=2,min=1+self:int8"),
+        ("lookup:n=3,min=1+self:int8", "lookup:n=3,min=1+self:int8"),
+    ],
+)
+def test_a_cascade_is_named_as_it_is_written(spec: str, named: str) -> None:
+    target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
+    drafter = load_drafter(spec, target)
+    assert drafter.name == named
+    assert load_drafter(named, target).name == named
+
+
+def test_defaults_are_others_than_those_of_the_free_drafter_alone() -> None:
+    target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
+    drafter: Any = load_drafter("lookup+self:int8", target)
+    assert (drafter.free.max_match, drafter.free.min_match) == (None, 2)
+    alone: Any = load_drafter("lookup", target)
+    assert (alone.max_match, alone.min_match) == (3, 1)
+
+
+def test_a_model_in_a_cascade_is_loaded_with_its_own_options(tmp_path: Any) -> None:
+    target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
+    small = save_tiny(tmp_path / "small", seed=1)
+    drafter = load_drafter(f"lookup+{small}", target, LoadOptions(dtype="float32", device="cpu"))
+    assert drafter.name == "lookup+small (float32)"
+    assert load_drafter(f"lookup+{small}", target).name == "lookup+small (int8)"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("lookup+lookup", "The second drafter of a cascade, 'lookup', is no model."),
+        ("lookup+ngram:order=3", "The second drafter of a cascade, 'ngram:order=3', is no model."),
+        ("lookup+none", "The second drafter of a cascade, 'none', is no model."),
+        ("ngram+lookup+self:int8", "The second drafter of a cascade, 'lookup+self:int8', is no model."),
+        ("lookup+", "The second drafter of a cascade, '', is no model."),
+        ("lookup:speed=1+self:int8", "lookup has no option 'speed'."),
+        ("lookup:passes=0+self:int8", "The most passes of the cascade's model are 0."),
+        ("lookup:passes=x+self:int8", "The option 'passes' of lookup is 'x', which is no whole number."),
+        (
+            "lookup:min=5,n=3+self:int8",
+            "The shortest match of the lookup, 5 tokens, is above the longest, 3.",
+        ),
+        ("ngram:min=4+self:int8", "The shortest context of the n-grams is 4 tokens."),
+        ("lookup:passes=2", "lookup has no option 'passes'."),
+        ("lookup+self", "'self' does not say how the target drafts for itself."),
+        ("lookup+not a model", "'not a model' names no model."),
+        ("self:int8+lookup", "self has no option 'int8+lookup'."),
+    ],
+)
+def test_refusals_before_any_weights_are_loaded(spec: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_drafter(spec, "no/such-target")
+    assert caught.value.message == message
+    assert caught.value.hint
+
+
+def test_the_most_passes_are_checked_in_python_too() -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        CascadeDrafter(LookupDrafter(), ModelDrafter(ScriptedScorer(random_table(0, 4), 4), "m"), 0)

@@ -1,0 +1,332 @@
+"""A target that drafts for itself with some of its layers, in its own precision or in int8, on its own cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from test_caches import FAMILIES, KINDS, Walk, assert_close, cache_layers, whole
+from test_caches import USUAL as TINY
+from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
+from torch import nn
+
+from specbench.caches import CACHE_KINDS, CacheKind
+from specbench.drafters.layers import SelfForm, cheaper_form, skippable_layers
+from specbench.drafters.model import SelfDrafter
+from specbench.errors import UsageError
+from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.lengths import FixedLength
+from specbench.loading import check_drafter, load_drafter, wrap_target
+from specbench.packing import Int8Linear, pack_linears, quantise_linears
+from specbench.sampling import Greedy, Multinomial, Randomness
+from specbench.scorer import Scorer
+
+LAYERS = 5
+USUAL = {**TINY, "num_hidden_layers": LAYERS}
+
+
+def families() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Configurations with five layers."""
+    without_kv_heads = {key: value for key, value in USUAL.items() if key != "num_key_value_heads"}
+    gemma = {**USUAL, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6}
+    yield "llama", lambda: hf.LlamaConfig(**USUAL)
+    yield "tied", lambda: hf.LlamaConfig(**USUAL, tie_word_embeddings=True)
+    yield "qwen2", lambda: hf.Qwen2Config(**USUAL)
+    yield "mistral", lambda: hf.MistralConfig(**USUAL, sliding_window=6)
+    yield "gemma2", lambda: hf.Gemma2Config(**gemma)
+    yield (
+        "gemma3",
+        lambda: hf.Gemma3TextConfig(
+            **gemma,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+                         "full_attention"],
+        ),
+    )  # fmt: skip
+    yield "phi3", lambda: hf.Phi3Config(**USUAL)
+    yield "gpt-neox", lambda: hf.GPTNeoXConfig(**without_kv_heads)
+    yield (
+        "gpt2",
+        lambda: hf.GPT2Config(
+            vocab_size=TINY["vocab_size"], n_embd=32, n_layer=LAYERS, n_head=4, initializer_range=0.3,
+            bos_token_id=None, eos_token_id=None,
+        ),
+    )  # fmt: skip
+
+
+BY_FAMILY = dict(families())
+
+
+def model_of(config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def with_layers(family: str, source: Any, kept: tuple[int, ...]) -> Any:
+    """A model of its own, built with as many layers and given the weights of those."""
+    config = BY_FAMILY[family]()
+    types = getattr(config, "layer_types", None)
+    config.num_hidden_layers = len(kept)
+    if types:
+        config.layer_types = [types[i] for i in kept]
+    built: Any = hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    weights = source.state_dict()
+
+    def origin(name: str) -> str:
+        return re.sub(r"(layers|h)\.(\d+)\.", lambda found: f"{found[1]}.{kept[int(found[2])]}.", name)
+
+    built.load_state_dict({name: weights[origin(name)] for name in built.state_dict()})
+    return built
+
+
+KEPT = {
+    "gemma2": [(0, 1, 4), (0, 1, 2, 4), (0, 1, 3)],
+    "gemma3": [(0, 1, 4), (0, 1, 3), (0, 1, 2, 4)],
+}
+USUALLY_KEPT = [(0, 4), (0, 2, 3), (0, 1, 3, 4), (0,)]
+
+
+# -- the model of some layers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"), [(family, kept) for family in BY_FAMILY for kept in KEPT.get(family, USUALLY_KEPT)]
+)
+def test_it_computes_what_a_model_with_those_layers_computes(family: str, kept: tuple[int, ...]) -> None:
+    source = model_of(BY_FAMILY[family]())
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    before = whole(source, tokens)
+    assert torch.equal(
+        whole(cheaper_form(source, kept, int8=False), tokens),
+        whole(with_layers(family, source, kept), tokens),
+    )
+    assert torch.equal(whole(source, tokens), before)
+    assert source.config.num_hidden_layers == LAYERS
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kept", [(0, 2, 4), (0, 1), (0, 1, 2, 3, 4)])
+def test_int8_layers_are_made_of_the_kept_ones_alone(kept: tuple[int, ...], packed: bool) -> None:
+    source: Any = tiny_llama(layers=LAYERS)
+    if packed:
+        pack_linears(source)
+    expected = whole(source, [5, 6, 7, 8])
+    form: Any = cheaper_form(source, kept, int8=True)
+    quantised = [module for module in form.modules() if isinstance(module, Int8Linear)]
+    outputs = 2 * 32 + 2 * 16 + 2 * 64 + 32  # query and output, key and value, gate and up, down
+    assert sum(module.out_features for module in quantised) == outputs * len(kept) + source.config.vocab_size
+    assert form.get_input_embeddings().weight is source.get_input_embeddings().weight
+    places = {tensor.data_ptr() for tensor in (*source.parameters(), *source.buffers())}
+    assert {parameter.data_ptr() for parameter in form.parameters()} <= places
+    assert not any(isinstance(module, Int8Linear) for module in source.modules())
+    assert torch.equal(whole(source, [5, 6, 7, 8]), expected)
+    plain = cheaper_form(source, kept, int8=False)
+    quantise_linears(plain)
+    assert torch.equal(whole(form, [5, 6, 7, 8]), whole(plain, [5, 6, 7, 8]))
+
+
+def test_forms_are_made_of_an_int8_model_too() -> None:
+    source: Any = tiny_llama(layers=LAYERS)
+    int8 = cheaper_form(source, range(LAYERS), int8=True)
+    again = cheaper_form(int8, (0, 3), int8=False)
+    assert torch.equal(whole(again, [5, 6, 7]), whole(cheaper_form(source, (0, 3), int8=True), [5, 6, 7]))
+    shared = {layer.scales.data_ptr() for layer in int8.modules() if isinstance(layer, Int8Linear)}
+    assert {layer.scales.data_ptr() for layer in again.modules() if isinstance(layer, Int8Linear)} < shared
+
+
+# -- on the target's cache -----------------------------------------------------------------------------
+
+
+def on_cache() -> Iterator[tuple[str, CacheKind, tuple[int, ...]]]:
+    for family in ("llama", "gpt2", "mistral", "gemma2", "gemma3"):
+        for kind in KINDS:
+            for kept in KEPT.get(family, USUALLY_KEPT)[:2]:
+                yield family, kind, kept
+
+
+@pytest.mark.parametrize(("family", "kind", "kept"), list(on_cache()))
+def test_only_its_layers_are_lengthened_and_rolled_back(
+    family: str, kind: CacheKind, kept: tuple[int, ...]
+) -> None:
+    model = model_of(BY_FAMILY[family]())
+    target = Scorer(model, kind)
+    form = Scorer(cheaper_form(model, kept, int8=False), target.cache)
+    walk = Walk(target, 11)
+    for drafts in (0, 3, 1, 9, 2):
+        verified = target.cache.length
+        drafted = walk.tokens(drafts)
+        if drafted and verified:
+            one_by_one = []
+            for count in range(drafts):
+                one_by_one.append(form.logits(walk.context, drafted[:count], rows=1))
+                lengths = [layer.get_seq_length() for layer in cache_layers(target)]
+                fed = len(walk.context) + count
+                assert lengths == [fed if i in kept else verified for i in range(LAYERS)]
+            form.rollback(verified)
+            at_once = form.logits(walk.context, drafted[:-1])
+            assert_close(torch.cat(one_by_one), at_once[-drafts:])
+            form.rollback(verified)
+        assert {layer.get_seq_length() for layer in cache_layers(target)} == {verified}
+        assert_close(target.logits(walk.context, drafted), whole(model, walk.context, drafted))
+        walk.keep(drafted)
+
+
+@pytest.mark.parametrize("first_target", [True, False])
+@pytest.mark.parametrize("int8", [True, False])
+@pytest.mark.parametrize(("family", "kind", "kept"), list(on_cache()))
+def test_it_leaves_no_trace(
+    family: str, kind: CacheKind, kept: tuple[int, ...], int8: bool, first_target: bool
+) -> None:
+    model = model_of(BY_FAMILY[family]())
+    target = Scorer(model, kind)
+    drafter = SelfDrafter(Scorer(cheaper_form(model, kept, int8), target.cache), "self")
+    for prompt in (1, 9):
+        target.begin()
+        walk = Walk(target, prompt)
+        drafter.begin(walk.context)
+        if first_target:
+            walk.step(0)
+        for gamma in (1, 4, 2):
+            draft = drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0))
+            assert len(draft.tokens) == draft.passes == gamma
+            assert_close(target.logits(walk.context, draft.tokens), whole(model, walk.context, draft.tokens))
+            walk.keep(draft.tokens)
+
+
+@pytest.mark.parametrize("cache", CACHE_KINDS)
+@pytest.mark.parametrize("spec", ["self:skip=1", "self:int8,skip=1-3", "self:layers=3,int8"])
+def test_greedy_tokens_are_those_of_plain_decoding(spec: str, cache: CacheKind) -> None:
+    target = wrap_target(tiny_language_model(layers=LAYERS).model, tiny_tokenizer(), cache=cache)
+    prompt = [7, 41, 7, 19, 3, 200]
+    expected = autoregressive_generate(prompt, target, max_new_tokens=20, ignore_eos=True).token_ids
+    drafter = load_drafter(spec, target)
+    for gamma in (1, 3, 8):
+        result = speculative_generate(
+            prompt, target, drafter, gamma=gamma, max_new_tokens=20, ignore_eos=True
+        )
+        assert result.token_ids == expected
+        assert all(step.gamma for step in result.steps[:-1])
+
+
+def test_every_draft_of_the_whole_target_is_accepted() -> None:
+    """Sampled: a form that leaves nothing out and is not quantised has the target's own distributions."""
+    target = wrap_target(tiny_language_model(layers=3).model, tiny_tokenizer(), pack=False)
+    drafter = SelfDrafter(
+        Scorer(cheaper_form(target.language_model.model, range(3), int8=False), target.scorer.cache), "whole"
+    )
+    result = speculative_generate(
+        [5, 6, 7], target, drafter, gamma=4, sampling=Multinomial(1.0), max_new_tokens=24, ignore_eos=True
+    )
+    assert all(step.accepted == step.gamma for step in result.steps)
+
+
+# -- words and refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "form", "name"),
+    [
+        ("self:int8", SelfForm(int8=True), "self:int8"),
+        ("self:layers=12", SelfForm(layers=12), "self:layers=12"),
+        ("self:layers=12,int8", SelfForm(int8=True, layers=12), "self:int8,layers=12"),
+        ("self:skip=3-7-11", SelfForm(skip=(3, 7, 11)), "self:skip=3-7-11"),
+        ("self: skip = 11-3-3 , int8", SelfForm(int8=True, skip=(3, 11)), "self:int8,skip=3-11"),
+    ],
+)
+def test_specs(spec: str, form: SelfForm, name: str) -> None:
+    assert SelfForm.parse(spec) == form
+    assert form.name == name
+    assert SelfForm.parse(name) == form
+
+
+def test_the_layers_that_are_used() -> None:
+    assert SelfForm(layers=2).kept(5) == (0, 1)
+    assert SelfForm(skip=(1, 3)).kept(5) == (0, 2, 4)
+    assert SelfForm(int8=True).kept(3) == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("self", "'self' does not say how the target drafts for itself."),
+        ("self:int8=yes", "The option 'int8' of self takes no value, and was given 'yes'."),
+        ("self:skip", "The option 'skip' of self needs a value."),
+        (
+            "self:skip=1-x",
+            "The option 'skip' of self is '1-x', and not whole numbers with dashes between them.",
+        ),
+        (
+            "self:skip=1--2",
+            "The option 'skip' of self is '1--2', and not whole numbers with dashes between them.",
+        ),
+        ("self:layers=3,skip=1", "'self:layers=3,skip=1' names the first layers and some to be skipped."),
+        ("self:calibrated,int8", "'self:calibrated,int8' asks for the calibrated form and for another one."),
+        ("self:layers=9", "The drafter self:layers=9 asks for 9 layers, the target has 5."),
+        ("self:int8,layers=0", "The drafter self:int8,layers=0 asks for 0 layers, the target has 5."),
+        ("self:skip=2-5", "The drafter self:skip=2-5 skips layer 5, the target has 5."),
+        (
+            "self:int8,skip=0-2",
+            "Layer 0 cannot be skipped: the first one of each kind tells how long the cache is.",
+        ),
+    ],
+)
+def test_refusals_before_any_weights_are_loaded(
+    spec: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny(tmp_path / "target", layers=LAYERS)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UsageError) as caught:
+        check_drafter(spec, str(folder))
+    assert caught.value.message == message
+    assert caught.value.hint
+
+
+def test_an_int8_target_has_no_int8_form() -> None:
+    language_model = tiny_language_model(layers=3)
+    language_model.quantise_int8 = True
+    target = wrap_target(language_model.model, tiny_tokenizer(), pack=False)
+    target.dtype = "int8"
+    for spec in ("self:int8", "self:int8,skip=1", "lookup+self:int8,layers=2"):
+        with pytest.raises(UsageError, match="The target is int8 already"):
+            load_drafter(spec, target)
+    assert load_drafter("self:skip=1", target).name == "self:skip=1"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (lambda: hf.LlamaConfig(**USUAL), (1, 2, 3, 4)),
+        (lambda: hf.MistralConfig(**USUAL, sliding_window=6), (1, 2, 3, 4)),
+        (BY_FAMILY["gemma3"], (2, 3, 4)),
+        (FAMILIES["gemma3"][1], (2,)),
+        (FAMILIES["lfm2"][1], ()),
+        (lambda: hf.LlamaConfig(**{**USUAL, "num_hidden_layers": 1}), ()),
+    ],
+)
+def test_layers_that_can_be_skipped(config: Callable[[], Any], expected: tuple[int, ...]) -> None:
+    assert skippable_layers(config()) == expected
+
+
+def test_layers_whose_keys_others_read_are_not_skipped() -> None:
+    config = hf.Gemma3nTextConfig(
+        **{**USUAL, "head_dim": 8, "intermediate_size": [48] * 5, "num_kv_shared_layers": 2},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 5, sliding_window=6,
+    )  # fmt: skip
+    assert skippable_layers(config) == ()
+    with pytest.raises(UsageError, match="go by the states of others"):
+        SelfForm(skip=(2,)).check(config)
+
+
+def test_a_model_whose_layers_are_not_found() -> None:
+    model: Any = tiny_llama(layers=3)
+    model.model.adapters = nn.ModuleList([nn.Identity() for _ in range(3)])
+    target = wrap_target(model, tiny_tokenizer(), pack=False)
+    with pytest.raises(UsageError, match="This target cannot leave out layers"):
+        load_drafter("self:skip=1", target)
+    assert load_drafter("self:int8", target).name == "self:int8"
