@@ -95,12 +95,12 @@ def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:
 
     q_i(t_i) is floored at the smallest normal float, for it can underflow to 0 although t_i was drawn.
     """
-    tokens = torch.tensor(draft.tokens, device=p.device).unsqueeze(-1)
-    p_of_token = p[: len(tokens)].gather(-1, tokens).squeeze(-1)
-    if draft.q is None:
-        return p_of_token
-    q_of_token = draft.q.gather(-1, tokens).squeeze(-1)
-    return (p_of_token / q_of_token.clamp_min(_SMALLEST)).clamp_max(1.0)
+    tokens = torch.tensor([draft.tokens], dtype=torch.long, device=p.device).T
+    p_of_token = p.gather(-1, tokens)  # of the first γ rows
+    if draft.q is not None:
+        q_of_token = draft.q.gather(-1, tokens)
+        p_of_token = p_of_token.div_(q_of_token.clamp_min_(_SMALLEST)).clamp_max_(1.0)
+    return p_of_token.squeeze(-1)
 
 
 def residual(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specbench.errors import RunError, UsageError
 
@@ -27,6 +30,37 @@ __all__ = [
 
 _NUCLEUS_CANDIDATES = 256
 """Tokens looked at before a nucleus falls back on sorting the whole vocabulary: most nuclei are far smaller."""
+
+_BLOCK, _SMALL = 256, 4096
+"""Tokens that a draw from a large vocabulary sums up at once, and how many are added up one by one in a small one."""
+
+
+class _Seen(NamedTuple):
+    """Which tokens a context holds.
+
+    Attributes:
+        context: A copy of it.
+        mask: Whether a token occurs in it, [vocab].
+        ids: The tokens that do, each once, where the logits are.
+    """
+
+    context: list[int]
+    mask: NDArray[np.bool_]
+    ids: torch.Tensor
+
+    def and_more(self, context: Sequence[int], scores: torch.Tensor) -> _Seen:
+        """The same of another context: what goes on from this one is read on, which takes no time per old token."""
+        n, width = len(self.context), scores.shape[-1]
+        begin = context if n == len(context) else context[:n]
+        known = begin == self.context if isinstance(begin, list) else list(begin) == self.context
+        if not known or len(self.mask) != width or self.ids.device != scores.device:
+            nothing = _Seen([], np.zeros(width, dtype=np.bool_), self.ids[:0].to(scores.device))
+            return nothing.and_more(context, scores) if context else nothing
+        if n == len(context):
+            return self
+        mask = self.mask.copy()
+        mask[[token for token in context[n:] if token < width]] = True
+        return _Seen(list(context), mask, torch.from_numpy(np.flatnonzero(mask)).to(scores.device))
 
 
 @dataclass(frozen=True)
@@ -66,6 +100,9 @@ class Sampling:
             raise UsageError(
                 f"The repetition penalty is {self.repetition_penalty}.", "Give a positive number, 1 for none."
             )
+        # No field: what was seen last says nothing about how a token is chosen, it only saves reading it again.
+        nothing = _Seen([], np.zeros(0, dtype=np.bool_), torch.empty(0, dtype=torch.long))
+        object.__setattr__(self, "_seen", nothing)
 
     @property
     def greedy(self) -> bool:
@@ -89,17 +126,29 @@ class Sampling:
         scores = logits.float()
         if self.repetition_penalty == 1.0:
             return scores
-        scores = scores.clone()
-        seen = torch.tensor([*context, *drafted], dtype=torch.long, device=scores.device)
-        for row, end in zip(scores, range(len(seen) - len(scores) + 1, len(seen) + 1), strict=True):
-            # Duplicate ids all gather the same value and write the same result back.
-            ids = seen[:end]
-            ids = ids[ids < len(row)]
-            values = row[ids]
-            row[ids] = torch.where(
-                values < 0, values * self.repetition_penalty, values / self.repetition_penalty
-            )
+        if scores is logits:
+            scores = scores.clone()
+        seen: _Seen = self._seen.and_more(context, scores)  # type: ignore[attr-defined]
+        object.__setattr__(self, "_seen", seen)
+        self._penalise(scores, seen.ids)
+        fresh = [
+            (place, token)
+            for place, token in enumerate(drafted)
+            if token < scores.shape[-1] and not seen.mask[token]
+        ]
+        for row, drafts in enumerate(range(len(drafted) - len(scores) + 1, len(drafted) + 1)):
+            ids = [token for place, token in fresh if place < drafts]
+            if ids:
+                self._penalise(scores[row : row + 1], torch.tensor(ids, device=scores.device))
         return scores
+
+    def _penalise(self, scores: torch.Tensor, ids: torch.Tensor) -> None:
+        """Penalise some tokens in all rows, in place. An id that is given twice is read and written alike twice."""
+        values = scores.index_select(-1, ids)
+        penalised = torch.where(
+            values < 0, values * self.repetition_penalty, values / self.repetition_penalty
+        )
+        scores.index_copy_(-1, ids, penalised)
 
     def choose(self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()) -> list[int]:
         """The greedy choice of every row: indices of the largest scores (the first of equals). See ``scores``.
@@ -107,10 +156,18 @@ class Sampling:
         Raises:
             RunError: The logits hold NaN.
         """
-        best = self.scores(logits, context, drafted).max(dim=-1)
-        if bool(best.values.isnan().any()):
+        scores = self.scores(logits, context, drafted)
+        choice: list[int]
+        if scores.device.type == "cpu":
+            # numpy's argmax works on whole vectors, torch's goes token by token. NaN counts as the largest in both.
+            rows = scores.detach().numpy()
+            best = rows.argmax(axis=-1)
+            choice, failed = best.tolist(), bool(np.isnan(rows[np.arange(len(rows)), best]).any())
+        else:
+            largest = scores.max(dim=-1)
+            choice, failed = largest.indices.tolist(), bool(largest.values.isnan().any())
+        if failed:
             raise _not_numbers()
-        choice: list[int] = best.indices.tolist()
         return choice
 
     def probabilities(
@@ -124,15 +181,18 @@ class Sampling:
         scores = self.scores(logits, context, drafted)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(dim=-1, keepdim=True), 1.0)
+        own = scores is not logits  # a copy may be written to
         if self.temperature != 1.0:
-            scores = scores / self.temperature
+            scores = scores.div_(self.temperature) if own else scores / self.temperature
         if self.top_k:
             scores = _keep_top_k(scores, self.top_k)
         if self.top_p < 1.0:
             scores = _keep_nucleus(scores, self.top_p)
         if self.min_p > 0.0:
             scores = _keep_min_p(scores, self.min_p)
-        return scores.softmax(dim=-1)
+        own = scores is not logits and scores.device.type == "cpu" and not scores.requires_grad
+        # In place: fresh memory of this size takes the system longer to hand out than the softmax takes.
+        return torch.softmax(scores, dim=-1, out=scores) if own else scores.softmax(dim=-1)
 
 
 def _not_numbers() -> RunError:
@@ -234,15 +294,13 @@ class Randomness:
     def draw(self, probabilities: torch.Tensor) -> int:
         """One token id from ``probabilities``, [vocab], which need not sum to 1. Inverse CDF in float64."""
         probabilities = probabilities.to(self._device)
-        cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-        if not float(cumulative[-1]) > 0.0:
-            raise _not_numbers()
         u = torch.rand(1, generator=self.generator, device=self._device, dtype=torch.float64)
+        if self._device.type == "cpu":
+            return _at_share(probabilities, float(u))
+        cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+        _positive(float(cumulative[-1]))
         index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
-        if index < len(cumulative):
-            return index
-        # The product with the total rounded up to the total: take the last token with any mass.
-        return int(probabilities.nonzero()[-1])
+        return index if index < len(cumulative) else _last_possible(probabilities)
 
     def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
         """Test drafts in order, draft i passing with probability ``acceptance[i]``, until one fails.
@@ -254,6 +312,46 @@ class Randomness:
             The number of drafts that passed before the first failure, and the γ uniform numbers.
         """
         acceptance = acceptance.to(self._device)
-        r = torch.rand(len(acceptance), generator=self.generator, device=self._device)
-        accepted = int((r < acceptance).long().cumprod(dim=0).sum())
-        return accepted, r.tolist()
+        r = torch.rand(len(acceptance), generator=self.generator, device=self._device).tolist()
+        chances = acceptance.tolist()
+        accepted = next((i for i, chance in enumerate(chances) if not r[i] < chance), len(r))
+        return accepted, r
+
+
+def _at_share(probabilities: torch.Tensor, u: float) -> int:
+    """The token at which the cumulative sum, in float64, passes the share ``u`` of the total.
+
+    In a large vocabulary sums of blocks find the block, and only within that are tokens added up one by one.
+    """
+    probabilities = probabilities.detach()
+    begin, end, before = 0, len(probabilities), 0.0
+    share: float | None = None
+    if end > _SMALL:
+        blocks = end // _BLOCK
+        whole = probabilities[: blocks * _BLOCK].reshape(blocks, _BLOCK)
+        cumulative = whole.sum(dim=-1, dtype=torch.float64).numpy().cumsum()
+        cumulative[-1] += float(
+            probabilities[blocks * _BLOCK :].sum(dtype=torch.float64)
+        )  # to the last block
+        share = u * _positive(cumulative[-1])
+        block = min(int(cumulative.searchsorted(share, side="right")), blocks - 1)
+        begin, end = block * _BLOCK, end if block == blocks - 1 else (block + 1) * _BLOCK
+        before = cumulative[block - 1] if block else 0.0
+    within = probabilities[begin:end].numpy().cumsum(dtype=np.float64)
+    if share is None:
+        share = u * _positive(within[-1])
+    index = int(within.searchsorted(share - before, side="right"))
+    # Behind the end if the product with the total, or the difference of two sums, was rounded up to it.
+    return begin + index if index < len(within) else _last_possible(probabilities[:end])
+
+
+def _positive(total: float) -> float:
+    """The total mass, which NaN is not."""
+    if not total > 0.0:
+        raise _not_numbers()
+    return total
+
+
+def _last_possible(probabilities: torch.Tensor) -> int:
+    """The last token with any mass."""
+    return int(probabilities.nonzero()[-1])

@@ -166,6 +166,32 @@ def test_the_penalty_changes_the_greedy_choice() -> None:
     assert Greedy().choose(logits, [2], [0]) == [0, 0]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    contexts=st.lists(st.lists(st.integers(0, 11), max_size=6), min_size=1, max_size=6),
+    drafted=st.lists(st.integers(0, 11), max_size=4),
+)
+def test_what_was_seen_before_does_not_matter(contexts: list[list[int]], drafted: list[int]) -> None:
+    """One object serves contexts that go on, start over or change at any place, and rows of two widths."""
+    sampling = Greedy(1.5)
+    context: list[int] = []
+    for number, more in enumerate(contexts):
+        if number % 3 == 2:
+            context = more
+        elif number % 3 == 1 and context:
+            context[0] = (context[0] + 1) % 12
+        context += more
+        logits = random_logits(len(drafted) + 1, 10 + number % 2, 3.0, seed=number)
+        expected = Greedy(1.5).scores(logits, list(context), drafted)
+        assert torch.equal(sampling.scores(logits, context, drafted), expected)
+        assert torch.equal(sampling.scores(logits, tuple(context), drafted), expected)
+        for row in range(len(logits)):
+            seen = {*context, *drafted[:row]}
+            for token, (score, logit) in enumerate(zip(expected[row], logits[row], strict=True)):
+                changed = (logit * 1.5 if logit < 0 else logit / 1.5) if token in seen else logit
+                assert float(score) == pytest.approx(float(changed), rel=1e-6)
+
+
 # -- the nucleus ----------------------------------------------------------------------------------
 
 
@@ -268,6 +294,13 @@ def test_greedy_takes_the_first_of_equals() -> None:
     assert Greedy().choose(torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]]), [0], [0]) == [1, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_vocabulary_has_one_greedy_choice_per_row(dtype: torch.dtype) -> None:
+    logits = random_logits(3, 70_001, 1.0).to(dtype)
+    logits[0, 70_000], logits[1, [5, 69_999]], logits[2, :] = 50.0, 50.0, -math.inf
+    assert Greedy().choose(logits, [1]) == [70_000, 5, 0]
+
+
 def test_the_named_samplings() -> None:
     logits = random_logits(2, 80, 3.0)
     pairs: list[tuple[Sampling, Sampling]] = [
@@ -329,6 +362,35 @@ def test_draws_follow_their_distribution(total: float) -> None:
     expected = probabilities[possible].double()
     p_value = chisquare(counts[possible], 20_000 * expected / expected.sum()).pvalue
     assert p_value > 1e-4
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 255, 256, 257, 511, 5000, 131_072])
+def test_draws_are_where_the_cumulative_sum_passes(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    probabilities = random_logits(1, vocab, 4.0, seed=vocab)[0].softmax(dim=-1)
+    probabilities[vocab // 2 : vocab // 2 + vocab // 3] = 0.0
+    cumulative = probabilities.double().cumsum(dim=-1)
+    for u in torch.rand(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist():
+        monkeypatch.setattr(
+            torch, "rand", lambda *args, u=u, **kwargs: torch.tensor([u], dtype=torch.float64)
+        )
+        token = Randomness(0).draw(probabilities)
+        assert cumulative[token] > u * cumulative[-1] * (1 - 1e-12)
+        assert token == 0 or cumulative[token - 1] <= u * cumulative[-1] * (1 + 1e-12)
+        assert probabilities[token] > 0
+
+
+@pytest.mark.parametrize("ahead", [0, 256, 4700])
+def test_a_draw_at_the_end_of_a_block_takes_its_last_possible_token(
+    ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of blocks round, so what is left within a block can be more than the block holds."""
+    probabilities = torch.zeros(5000)
+    probabilities[ahead : ahead + 250] = 0.1
+    for u in (1.0, math.nextafter(1.0, 0.0)):
+        monkeypatch.setattr(
+            torch, "rand", lambda *args, u=u, **kwargs: torch.tensor([u], dtype=torch.float64)
+        )
+        assert Randomness(0).draw(probabilities) == ahead + 249
 
 
 def test_the_tail_of_a_large_vocabulary_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
