@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parts import Parts, busy_core, wait_briefly
+from parts import Parts, busy_core
 
 from specbench.compare import compare_configs, ratio_text
 from specbench.engine import Costs, Engine, EngineOptions, ModelEngine, Outcome, load_engine
@@ -260,7 +260,6 @@ def load(arguments: argparse.Namespace) -> ModelEngine:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code."""
     given = parse(arguments)
-    wait_briefly()
     until = time.monotonic() + 60 * given.minutes
     names = ("target", "drafter", "gamma", "limit", "tokens", "repeats", "slow", "seed", "load")
     settings = {name: getattr(given, name) for name in names}

@@ -1,4 +1,7 @@
-"""What long benchmarks share: progress kept in a file, a busy neighbour, and threads that wait as the tool's do."""
+"""What benchmarks share: progress kept in a file, a busy neighbour, and threads that wait as the command line's do.
+
+Import it before torch: OpenMP reads its settings when it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-
-def wait_briefly() -> None:
-    """Let OpenMP's threads spin as briefly as the command line does; must come before torch is loaded."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 class Parts:

@@ -1,0 +1,288 @@
+"""What does the loop itself cost? Models of zero cost, so that all of the time is its own.
+
+    python benchmarks/overhead.py                      # about a minute
+    python benchmarks/overhead.py --dtype float32 --gammas 4 --vocabularies 50000
+
+The real loop with the real model drafter runs over models that return slices of a table of logits. First table: µs per
+step and per token, beside the operations over the vocabulary that no loop can do without: in greedy decoding an argmax
+for each draft and one over the target's γ + 1 rows; in sampling a softmax and a draw for each draft, a softmax over
+the target's rows and a draw. They are timed in turn with the loop, and each as the fastest of several ways of writing
+it. Goals: greedy at most 100 µs + 1.2 × the reductions, sampling at most 1.5 × the softmaxes and draws. Second table:
+µs per step against the length of the context, which must not matter. γ = 0 is plain decoding. Ends with one line of
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import parts  # noqa: F401 - before torch
+import torch
+
+from specbench.decode import decode_steps
+from specbench.drafters.base import Drafter, NoDraft
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.lengths import FixedLength
+from specbench.records import Step
+from specbench.sampling import Randomness, Sampling
+from specbench.text import StopRules
+
+GREEDY_US, GREEDY_SHARE, SAMPLING_SHARE = 100.0, 1.2, 1.5
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampling": Sampling(temperature=1.0),
+    "greedy, penalty": Sampling(repetition_penalty=1.1),
+}
+
+
+class TableCache:
+    """Only counts."""
+
+    prefill_apart = False
+    length = 0
+
+    def rollback(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+    def reset(self) -> None:
+        self.length = 0
+
+
+class TableScorer:
+    """A scorer whose logits behind the k-th draft are row k of a table, whatever the context.
+
+    Args:
+        table: Shape [longest draft + 1, vocab].
+    """
+
+    context_limit = None
+    device = torch.device("cpu")
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        self.cache = TableCache()
+        self.embeddings = self.vocab_size = table.shape[-1]
+
+    def begin(self) -> None:
+        self.cache.reset()
+
+    def logits(
+        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+    ) -> torch.Tensor:
+        self.cache.length = len(context) + len(drafted)
+        end = len(drafted) + 1
+        return self.table[0 if rows is None else end - rows : end]
+
+    def rollback(self, length: int) -> None:
+        self.cache.rollback(length)
+
+
+def tables(gamma: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a target and of a drafter that agree on every argmax and mostly in sampling: [γ + 1, vocab] each."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    target = torch.randn(gamma + 1, vocabulary, generator=generator) * 2.0
+    best = torch.randint(vocabulary, (gamma + 1, 1), generator=generator)
+    target.scatter_(-1, best, 12.0)
+    drafter = target + 0.3 * torch.randn(gamma + 1, vocabulary, generator=generator)
+    drafter.scatter_(-1, best, 12.0)
+    return target.to(dtype), drafter.to(dtype)
+
+
+def steps(
+    target: Any, drafter: Drafter, gamma: int, sampling: Sampling, prompt: Sequence[int]
+) -> Iterator[Step]:
+    """The steps of a run that does not end."""
+    run = decode_steps(
+        prompt,
+        target,
+        drafter,
+        policy=FixedLength(max(1, gamma)),
+        sampling=sampling,
+        random=Randomness(0),
+        max_new_tokens=sys.maxsize - len(prompt),
+        stops=StopRules([-1]),
+    )
+    next(run)  # the prefill
+    for record in run:
+        assert isinstance(record, Step)
+        yield record
+
+
+def in_turn(jobs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Median time of each job in µs, called in turn for so many seconds in all, at least 7 times and 2 to warm up."""
+    times: list[list[float]] = [[] for _ in jobs]
+    until = time.perf_counter() + seconds
+    for job in (*jobs, *jobs):
+        job()
+    while len(times[-1]) < 7 or time.perf_counter() < until:
+        for job, taken in zip(jobs, times, strict=True):
+            began = time.perf_counter()
+            job()
+            taken.append(time.perf_counter() - began)
+    return [1e6 * statistics.median(taken) for taken in times]
+
+
+# --- What cannot be avoided -----------------------------------------------------------------------
+
+
+def _argmax_torch(rows: torch.Tensor) -> object:
+    return rows.argmax(dim=-1)
+
+
+def _argmax_numpy(rows: torch.Tensor) -> object:
+    return rows.float().numpy().argmax(axis=-1)
+
+
+def _softmax(rows: torch.Tensor) -> torch.Tensor:
+    return rows.softmax(dim=-1, dtype=torch.float32)
+
+
+def _draw_cumulative(p: torch.Tensor) -> object:
+    cumulative = p.cumsum(dim=-1, dtype=torch.float64)
+    return int(torch.searchsorted(cumulative, torch.rand(1, dtype=torch.float64) * cumulative[-1:]))
+
+
+def _draw_blocks(p: torch.Tensor) -> object:
+    blocks = p[: len(p) // 256 * 256].view(-1, 256)
+    sums = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    share = torch.rand(1, dtype=torch.float64) * sums[-1:]
+    block = min(int(torch.searchsorted(sums, share)), len(sums) - 1)
+    return int(torch.searchsorted(blocks[block].cumsum(dim=-1, dtype=torch.float64), share - sums[block - 1]))
+
+
+def _draw_multinomial(p: torch.Tensor) -> object:
+    return int(torch.multinomial(p, 1))
+
+
+def floor(mode: str, target: torch.Tensor, drafter: torch.Tensor, seconds: float) -> float:
+    """µs of a step's operations over the vocabulary, each written the fastest way."""
+    gamma = len(target) - 1
+    row = drafter[:1]
+    if mode.startswith("greedy"):
+        ways = (_argmax_torch, _argmax_numpy)
+        times = in_turn([*(lambda way=way: way(target) for way in ways),
+                         *(lambda way=way: way(row) for way in ways)], seconds)  # fmt: skip
+        return min(times[:2]) + gamma * min(times[2:])
+    p = _softmax(row)[0]
+    draws = (_draw_cumulative, _draw_blocks, _draw_multinomial)
+    times = in_turn(
+        [lambda: _softmax(target), lambda: _softmax(row), *(lambda way=way: way(p) for way in draws)], seconds
+    )
+    return times[0] + gamma * times[1] + (gamma + 1) * min(times[2:])
+
+
+# --- The two tables -------------------------------------------------------------------------------
+
+
+def measure(mode: str, gamma: int, vocabulary: int, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
+    """One line of the first table."""
+    target, drafter = tables(gamma, vocabulary, dtype)
+    run = steps(
+        TableScorer(target),
+        ModelDrafter(TableScorer(drafter), "table") if gamma else NoDraft(),  # type: ignore[arg-type]
+        gamma,
+        SAMPLINGS[mode],
+        list(range(100)),
+    )
+    seen: list[Step] = []
+    halves: list[tuple[float, float]] = []
+    for _ in range(2):  # the loop and what it is held against in turn, so that both meet the same machine
+        (taken,) = in_turn([lambda: seen.append(next(run))], seconds / 4)
+        halves.append((taken, floor(mode, target, drafter, seconds / 4)))
+    step_us, floor_us = (statistics.mean(column) for column in zip(*halves, strict=True))
+    tokens = sum(len(step.tokens) for step in seen) / len(seen)
+    limit = GREEDY_US + GREEDY_SHARE * floor_us if mode == "greedy" else SAMPLING_SHARE * floor_us
+    median_us = {
+        f"{part}_us": round(1e6 * statistics.median(getattr(step.times, f"{part}_s") for step in seen), 1)
+        for part in ("draft", "verify", "accept", "rollback", "other")
+    }
+    return {
+        "mode": mode,
+        "gamma": gamma,
+        "vocabulary": vocabulary,
+        "step_us": round(step_us, 1),
+        "token_us": round(step_us / tokens, 1),
+        "floor_us": round(floor_us, 1),
+        "limit_us": round(limit, 1),
+        "within": step_us <= limit,
+        **median_us,
+    }
+
+
+def measure_growth(
+    name: str, mode: str, lengths: Sequence[int], dtype: torch.dtype, seconds: float
+) -> dict[str, Any]:
+    """One line of the second table: γ = 4, 1,000 tokens of vocabulary."""
+    target, drafter = tables(4, 1000, dtype)
+    taken = []
+    generator = torch.Generator().manual_seed(0)
+    for length in lengths:
+        prompt = torch.randint(1000, (length,), generator=generator).tolist()
+        made: Drafter
+        if name == "model":
+            made = ModelDrafter(TableScorer(drafter), "table")  # type: ignore[arg-type]
+        else:
+            made = {"none": NoDraft, "lookup": LookupDrafter, "ngram": NGramDrafter}[name]()
+        run = steps(TableScorer(target), made, 4, SAMPLINGS[mode], prompt)
+        next(run)  # a drafter reads the prompt in the first step
+        taken += in_turn([lambda run=run: next(run)], seconds)  # type: ignore[misc]
+    figures = [round(each, 1) for each in taken]
+    return {"drafter": name, "mode": mode, "contexts": list(lengths), "step_us": figures}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gammas", nargs="+", type=int, default=[0, 1, 2, 4, 8, 16])
+    parser.add_argument("--vocabularies", nargs="+", type=int, default=[1000, 50_000, 262_144])
+    parser.add_argument("--contexts", nargs="*", type=int, default=[100, 1000, 8000, 32_000])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the logits")
+    parser.add_argument("--seconds", type=float, default=0.8, help="per line of the first table")
+    given = parser.parse_args(arguments)
+    dtype: torch.dtype = getattr(torch, given.dtype)
+
+    print(f"logits in {given.dtype}, {torch.get_num_threads()} threads\n")
+    print(f"{'':10}{'vocabulary':>10} {'γ':>3} {'µs/step':>9} {'µs/token':>9} {'cannot avoid':>12} {'limit':>9}"
+          f"   {'draft':>8} {'verify':>7} {'accept':>8} {'other':>7}")  # fmt: skip
+    lines = []
+    for mode in ("greedy", "sampling"):
+        for vocabulary in given.vocabularies:
+            for gamma in given.gammas:
+                line = measure(mode, gamma, vocabulary, dtype, given.seconds)
+                lines.append(line)
+                print(
+                    f"{mode:10}{vocabulary:10,} {gamma:3} {line['step_us']:9,.0f} {line['token_us']:9,.0f} "
+                    f"{line['floor_us']:12,.0f} {line['limit_us']:9,.0f}{' ' if line['within'] else '!'}  "
+                    f"{line['draft_us']:8,.0f} {line['verify_us']:7,.0f} {line['accept_us']:8,.0f} "
+                    f"{line['other_us'] + line['rollback_us']:7,.0f}",
+                    flush=True,
+                )
+    growth = []
+    if given.contexts:
+        print(f"\nµs per step, γ 4, vocabulary 1,000, behind a context of{'':9}"
+              + " ".join(f"{length:>8,}" for length in given.contexts))  # fmt: skip
+        for mode in SAMPLINGS:
+            for name in ("none", "model", "lookup", "ngram") if mode != "greedy, penalty" else ("model",):
+                line = measure_growth(name, mode, given.contexts, dtype, given.seconds / 4)
+                growth.append(line)
+                figures = " ".join(f"{each:8,.0f}" for each in line["step_us"])
+                print(f"{name + ', ' + mode:62} {figures}", flush=True)
+    held_to = [line for line in lines if line["vocabulary"] == 50_000]
+    print(json.dumps({"benchmark": "overhead", "dtype": given.dtype, "threads": torch.get_num_threads(),
+                      "within_goals_at_50000": all(line["within"] for line in held_to) if held_to else None,
+                      "steps": lines, "growth": growth}))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
