@@ -1,8 +1,12 @@
-"""Attention for short passes over a long cache, without expanding grouped key/value heads.
+"""Attention for short passes over a long cache: no expanded key/value heads, and rows that do not depend on the pass.
 
 With grouped-query attention (Ainslie et al. 2023) several query heads share one key/value head. On a CPU,
 ``transformers`` copies the shared heads out to full width for every pass of more than one token, which costs more than
 the attention itself. Folding the query heads of a group into the query length needs no copy and computes the same sums.
+
+The sums come out *bitwise* the same for a position, whatever the length of the pass, if the kernel cuts keys and rows
+up in the same way every time: with keys padded to whole blocks (and masked), and never fewer rows than a few. The
+preallocated cache hands out such blocks. Measured: docs/log.md.
 """
 
 from __future__ import annotations
@@ -10,20 +14,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["FOLDED", "fold_attention", "folded_attention"]
+__all__ = ["FOLDED", "LONGEST_PASS", "fold_attention", "folded_attention", "is_folded", "key_block"]
 
 FOLDED = "specbench_folded"
 """Name under which ``transformers`` knows this attention."""
 
-_LONGEST_FOLD = 32
-"""Query length from which a pass counts as a prefill, whose folded mask would be larger than what it saves."""
+LONGEST_PASS = 32
+"""Tokens up to which a pass is one of drafting or verifying: longer ones go the way of a prefill, and linear layers on
+more rows compute their sums in another order."""
+
+_LEAST_ROWS = 8
+_MOST_ROWS = 160  # from 192 on, the kernel cuts rows up differently
+
+
+def key_block(dtype: torch.dtype) -> int:
+    """Number of keys of which a padded length has to be a multiple, so that sums do not depend on it."""
+    return 512 if dtype == torch.float32 else 64
 
 
 def folded_attention(
@@ -53,36 +67,91 @@ def folded_attention(
     masked = attention_mask is not None and attention_mask.shape[1] == 1
     if (
         batch != 1
-        or groups == 1
-        or length > _LONGEST_FOLD
+        or length > LONGEST_PASS
         or not (masked or (attention_mask is None and length == 1))
         or arguments.get("dropout")
         or arguments.get("position_bias") is not None
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    scale = arguments.get("scaling")
+    if attention_mask is None:
+        folded = query.reshape(1, shared, groups, size)
+        out = scaled_dot_product_attention(folded, key, value, scale=scale)
+        return out.view(1, heads, 1, value.shape[-1]).transpose(1, 2).contiguous(), None
+    most = max(1, _MOST_ROWS // groups)
+    parts = [
+        _folded_rows(query[:, :, first : first + most], key, value, rows, scale)
+        for first, rows in zip(
+            range(0, length, most), _folded_masks(attention_mask, groups, most, query.dtype), strict=True
+        )
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _folded_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attention of a few queries; the mask is [1, 1, folded and padded rows, positions]."""
+    _, heads, length, size = query.shape
+    shared = key.shape[1]
+    rows = heads // shared * length
     # Heads of one group stand side by side: [1, shared, groups, length, size] -> [1, shared, groups * length, size].
-    folded = query.reshape(1, shared, groups * length, size)
-    if attention_mask is not None and length > 1:
-        attention_mask = attention_mask[..., : key.shape[-2]].repeat(1, 1, groups, 1)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        folded, key, value, attn_mask=attention_mask, scale=arguments.get("scaling")
+    folded = query.reshape(1, shared, rows, size)
+    if mask.shape[-2] > rows:
+        folded = pad(folded, (0, 0, 0, mask.shape[-2] - rows))
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return out[:, :, :rows].reshape(1, heads, length, value.shape[-1])
+
+
+_last_masks: tuple[torch.Tensor, tuple[Any, ...], list[torch.Tensor]] | None = None
+
+
+def _folded_masks(mask: torch.Tensor, groups: int, most: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What is added to the scores of the folded rows, for every ``most`` queries; all layers of a pass share it."""
+    global _last_masks
+    key = (groups, most, dtype)
+    if _last_masks is None or _last_masks[0] is not mask or _last_masks[1] != key:
+        added = mask
+        if mask.dtype == torch.bool:
+            added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        parts = []
+        for first in range(0, mask.shape[-2], most):
+            rows = added[:, :, first : first + most].repeat(1, 1, groups, 1)
+            parts.append(pad(rows, (0, 0, 0, max(0, _LEAST_ROWS - rows.shape[-2]))))
+        _last_masks = (mask, key, parts)
+    return _last_masks[2]
+
+
+def folded_mask(
+    q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **arguments: Any
+) -> Any:
+    """The mask for ``folded_attention``; arguments and result as of ``transformers``' ``sdpa_mask``.
+
+    ``transformers`` leaves the mask of a single query out, as it sees all keys; here it must not see the padding.
+    """
+    if kv_offset + kv_length > q_offset + q_length:
+        arguments["allow_is_causal_skip"] = False
+    return sdpa_mask(
+        q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, **arguments
     )
-    return out.view(1, heads, length, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
 def fold_attention(model: PreTrainedModel) -> bool:
-    """Switch a CPU model with grouped key/value heads to folded attention.
+    """Switch a CPU model to folded attention.
 
     Returns:
-        Whether it was switched; False where the model does not use ``sdpa``, shares no heads, or is elsewhere.
+        Whether it was switched; False where the model does not use ``sdpa`` or is elsewhere.
     """
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    shared = getattr(config, "num_key_value_heads", heads)
-    if model.device.type != "cpu" or model.config._attn_implementation != "sdpa" or shared == heads:
+    if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
         return False
     # The mask goes by the same name: a name without one would silently get no mask.
-    AttentionMaskInterface.register(FOLDED, sdpa_mask)
+    AttentionMaskInterface.register(FOLDED, folded_mask)
     AttentionInterface.register(FOLDED, folded_attention)
     model.set_attn_implementation(FOLDED)
-    return bool(model.config._attn_implementation == FOLDED)
+    return is_folded(model.config)
+
+
+def is_folded(config: PretrainedConfig) -> bool:
+    """Whether a model of this configuration uses folded attention throughout."""
+    return bool(config.get_text_config(decoder=True)._attn_implementation == FOLDED)

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from specbench.attention import LONGEST_PASS, is_folded, key_block
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class KVCache(Protocol):
         """Whether the prompt needs a pass of its own before tokens that may be rolled back."""
         ...
 
+    @property
+    def widest_pass(self) -> int | None:
+        """Tokens up to which a position's sums do not depend on the pass it is computed in; ``None``: not known."""
+        ...
+
     def model_arguments(self) -> dict[str, Any]:
         """The keyword arguments that hand this cache to a ``transformers`` model."""
         ...
@@ -64,12 +70,15 @@ class KVCache(Protocol):
         ...
 
 
-def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
+def make_cache(kind: CacheKind, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> KVCache:
     """A new, empty cache for a model of this configuration.
 
     Args:
         kind: ``dynamic`` grows by concatenation (``transformers``' DynamicCache), ``preallocated`` writes by index into
             buffers that double when full, ``none`` recomputes everything (the reference in tests).
+        config: The model's. If its attention is ``specbench.attention``'s, a preallocated cache hands keys and values
+            out in whole blocks, which that attention masks.
+        dtype: Of the model.
 
     Raises:
         UsageError: The kind is unknown, or cannot hold this model's layers.
@@ -77,7 +86,7 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
     if kind == "dynamic":
         return DynamicKVCache(config)
     if kind == "preallocated":
-        return PreallocatedKVCache(config)
+        return PreallocatedKVCache(config, key_block(dtype) if is_folded(config) else 1)
     if kind == "none":
         return NoKVCache()
     raise UsageError(f"There is no cache kind {kind!r}.", f"Choose one of {', '.join(CACHE_KINDS)}.")
@@ -88,6 +97,7 @@ class NoKVCache:
 
     length = 0
     prefill_apart = False
+    widest_pass = None
 
     def model_arguments(self) -> dict[str, Any]:
         return {"use_cache": False}
@@ -109,6 +119,8 @@ class DynamicKVCache:
     is switched on after the first pass, so that a long prompt is not kept whole, and from then on every rollback crops
     every such layer, also when nothing is removed (that trims it to its window).
     """
+
+    widest_pass = None
 
     def __init__(self, config: PretrainedConfig) -> None:
         self._config = config
@@ -178,6 +190,10 @@ class PreallocatedLayer(CacheLayerMixin):
     """Keys and values of one full-attention layer in buffers written by index.
 
     Buffers have shape [1, heads, capacity, head size] and double when full; a roll-back moves one number.
+
+    Args:
+        block: Short passes get keys and values up to a multiple of so many positions. What lies behind the used ones is
+            finite, and the mask has to leave it out.
     """
 
     is_sliding = False
@@ -185,21 +201,22 @@ class PreallocatedLayer(CacheLayerMixin):
     keys: Any
     values: Any
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = 1) -> None:
         CacheLayerMixin.__init__(self)
         self.used = 0
+        self.block = block
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = _buffer_like(key_states, _FIRST_CAPACITY)
-        self.values = _buffer_like(value_states, _FIRST_CAPACITY)
+        capacity = max(_FIRST_CAPACITY, self.block)
+        self.keys, self.values = _buffer_like(key_states, capacity), _buffer_like(value_states, capacity)
         self.is_initialized = True
 
     def _reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` positions, keeping the used ones."""
         if capacity <= self.keys.shape[-2]:
             return
-        capacity = max(capacity, 2 * self.keys.shape[-2])
+        capacity = max(-(-capacity // self.block) * self.block, 2 * self.keys.shape[-2])
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = _buffer_like(old, capacity)
@@ -220,10 +237,14 @@ class PreallocatedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._append(key_states, value_states)
-        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+        end = self._handed_out(self.used, key_states.shape[-2])
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _handed_out(self, used: int, queries: int) -> int:
+        return used if queries > LONGEST_PASS else -(-used // self.block) * self.block
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        return self._handed_out(self.used + query_length, query_length), 0
 
     def get_seq_length(self) -> int:
         return self.used
@@ -294,22 +315,25 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
 
 
 def _buffer_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
-    """An uninitialised buffer [1, heads, capacity, head size]; ``states`` gives all but the capacity."""
+    """A buffer of zeros, [1, heads, capacity, head size]; ``states`` gives all but the capacity."""
     batch, heads, _, size = states.shape
-    return states.new_empty((batch, heads, capacity, size))
+    return states.new_zeros((batch, heads, capacity, size))
 
 
 class PreallocatedKVCache:
-    """A cache whose layers write by index and roll back by moving an offset."""
+    """A cache whose layers write by index and roll back by moving an offset.
 
-    prefill_apart = False
+    Args:
+        config: The model's.
+        block: See ``PreallocatedLayer``.
+    """
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    def __init__(self, config: PretrainedConfig, block: int = 1) -> None:
         layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
         for layer in DynamicCache(config=config).layers:
             kind = type(layer).__name__
             if kind == "DynamicLayer":
-                layers.append(PreallocatedLayer())
+                layers.append(PreallocatedLayer(block))
             elif type(layer) is DynamicSlidingWindowLayer:
                 layers.append(PreallocatedSlidingLayer(layer.sliding_window))
             elif kind == "DummyLayer":
@@ -319,6 +343,10 @@ class PreallocatedKVCache:
                     f"The preallocated cache cannot hold layers of the kind {kind}.",
                     "Use --cache dynamic for this model.",
                 )
+        # Sliding windows begin anywhere, not at a block's edge.
+        blocked = block > 1 and not any(isinstance(layer, PreallocatedSlidingLayer) for layer in layers)
+        self.widest_pass = LONGEST_PASS if blocked else None
+        self.prefill_apart = blocked
         self._cache = Cache(layers=layers)
         self._layers = [layer for layer in layers if isinstance(layer, PreallocatedLayer)]
 

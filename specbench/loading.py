@@ -121,11 +121,11 @@ def wrap_target(
 
 def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bool = True) -> Target:
     model, dtype = language_model.model, language_model.dtype
-    # First, for it can refuse: a cache that cannot hold the model's layers.
-    scorer = Scorer(model, cache, context_limit=language_model.context_limit)
-    packed = False
     if pack:
         fold_attention(model)
+    # Before the layers change, for it can refuse: a cache that cannot hold the model's layers.
+    scorer = Scorer(model, cache, context_limit=language_model.context_limit)
+    packed = False
     if language_model.quantise_int8:
         quantise_linears(model)
         dtype = "int8"
@@ -216,6 +216,7 @@ def wrap_drafter(
     """
     check_compatible(target.language_model, language_model)
     model = language_model.model
+    fold_attention(model)
     scorer = Scorer(
         model,
         cache,
@@ -229,7 +230,6 @@ def wrap_drafter(
         dtype = "int8"
     else:
         pack_linears(model)
-    fold_attention(model)
     return ModelDrafter(scorer, f"{language_model.name} ({dtype})")
 
 

@@ -1,15 +1,18 @@
 """Linear layers as fast as a CPU allows: weights packed once for oneDNN, or quantised to int8.
 
-A packed layer computes what ``torch.nn.Linear`` computes, up to the order of float additions. An int8 layer is a
-different (slightly coarser) model: symmetric per-channel weights, symmetric per-row activations, integer
-accumulation, so a row's result never depends on the rows beside it. Both fall back to ordinary operators where oneDNN's
-are missing.
+A packed layer computes what ``torch.nn.Linear`` computes, up to the order of float additions; for up to 32 rows a row's
+result does not depend on how many rows there are. An int8 layer is a different (slightly coarser) model: symmetric
+per-channel weights, symmetric per-row activations, integer accumulation, so a row's result never depends on the rows
+beside it. Both fall back to ordinary operators where oneDNN's are missing.
+
+Layers that read the same input (query, key and value; gate and up) become one product, whose parts they hand out: a
+small model spends much of a pass on starting products.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Int8Linear",
+    "JoinedLinear",
     "PackedLinear",
     "can_pack",
     "first_layers",
@@ -33,6 +37,9 @@ __all__ = [
 
 _ROWS_HINT = 5
 """Rows the packed layout is chosen for: a verification pass of a usual draft length."""
+
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Names under which decoder layers keep linear layers that read the same input."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
@@ -52,15 +59,17 @@ class PackedLinear(nn.Module):
     """A linear layer whose weight lies in oneDNN's own blocked order.
 
     Args:
-        linear: The layer to pack; its weight can be freed afterwards.
+        weight: [out, in]; can be freed afterwards.
+        bias: [out] or ``None``.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.out_features, self.in_features = linear.weight.shape
-        self.bias: torch.Tensor | None = linear.bias
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
         # Not a parameter or buffer: torch cannot move or save tensors of this layout.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+        self._doubles_single_rows = _single_rows_differ(self._packed, weight.dtype, self.in_features)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -70,11 +79,42 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
+        if self._doubles_single_rows and x.numel() == self.in_features:
+            both = x.reshape(1, self.in_features).expand(2, -1).contiguous()
+            return self._product(both)[:1].view(*x.shape[:-1], self.out_features)
+        return self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
+
+
+_single_rows: dict[tuple[torch.dtype, int, int], bool] = {}
+_TRIED_OUTPUTS = 200_000  # in bfloat16, one in some ten thousand shows that sums came in another order
+
+
+def _single_rows_differ(packed: torch.Tensor, dtype: torch.dtype, width: int) -> bool:
+    """Whether a single row goes another way through a product of this shape than one among others.
+
+    oneDNN chooses that by shape and dtype, so that random rows show it.
+    """
+    outputs = int(packed.shape[0])
+    key = (dtype, outputs, width)
+    if key not in _single_rows:
+        count = max(4, min(1024, _TRIED_OUTPUTS // max(1, outputs)))
+        rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        product = torch.ops.mkldnn._linear_pointwise
+        _single_rows[key] = not all(
+            torch.equal(
+                product(row, packed, None, "none", [], ""),
+                product(row.expand(2, -1).contiguous(), packed, None, "none", [], "")[:1],
+            )
+            for row in rows.split(1)
+        )
+    return _single_rows[key]
 
 
 class Int8Linear(nn.Module):
@@ -126,6 +166,59 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, int8"
 
 
+class _Join:
+    """One product for several linear layers that read the same input.
+
+    Whichever layer is called first computes it; the others take their parts, and with the last part it is let go.
+    """
+
+    def __init__(self, layer: PackedLinear | Int8Linear, sizes: Sequence[int]) -> None:
+        self.layer, self.sizes = layer, tuple(sizes)
+        self._input: torch.Tensor | None = None
+        self._parts: list[torch.Tensor | None] = []
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if self._input is not x or self._parts[index] is None:
+            self._input, self._parts = x, list(self.layer(x).split(self.sizes, dim=-1))
+        part, self._parts[index] = self._parts[index], None
+        if not any(other is not None for other in self._parts):
+            self._input = None
+        assert part is not None
+        return part
+
+
+class JoinedLinear(nn.Module):
+    """One of several linear layers that are computed as one product (see ``_Join``)."""
+
+    def __init__(self, join: _Join, index: int) -> None:
+        super().__init__()
+        self.join, self.index, self.layer = join, index, join.layer
+        self.in_features, self.out_features = join.layer.in_features, join.sizes[index]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's own weight, [out, in], made anew at every call; for int8 a stand-in without values."""
+        return self._own(self.join.layer.weight)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[out] or ``None``."""
+        bias = self.join.layer.bias
+        return None if bias is None else self._own(bias)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        own: torch.Tensor = tensor.split(self.join.sizes, dim=0)[self.index]
+        return own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], a view of the joined product."""
+        part: torch.Tensor = self.join.part(self.index, x)
+        return part
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, joined"
+
+
 def _prepack_int8(quantised: torch.Tensor) -> torch.Tensor | None:
     """oneDNN's packed form of an int8 weight, or ``None`` where its operators are missing."""
     if quantised.device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -142,19 +235,12 @@ def pack_linears(model: PreTrainedModel) -> bool:
     Returns:
         Whether anything was packed; False where the operators are missing or the model is not on the CPU.
     """
-    return _replace(
-        model,
-        lambda layer: (
-            PackedLinear(layer)
-            if isinstance(layer, nn.Linear) and can_pack(layer.weight.dtype, layer.weight.device)
-            else layer
-        ),
-    )
+    return _replace(model, PackedLinear, lambda weight: can_pack(weight.dtype, weight.device))
 
 
 def quantise_linears(model: PreTrainedModel) -> bool:
     """Replace the linear layers of a model by int8 ones in place: from then on the int8 model is the model."""
-    return _replace(model, lambda layer: Int8Linear(layer.weight, layer.bias))
+    return _replace(model, Int8Linear, lambda _: True)
 
 
 def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -224,19 +310,97 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
     return clone(model)  # type: ignore[return-value]
 
 
-def _replace(model: nn.Module, build: Callable[[nn.Linear | PackedLinear], nn.Module]) -> bool:
-    """Put ``build(layer)`` in the place of every linear layer; shared layers stay shared."""
-    built: dict[int, tuple[nn.Module, nn.Module]] = {}
+_Linear = nn.Linear | PackedLinear | JoinedLinear
+
+
+def _replace(
+    model: nn.Module, kind: type[PackedLinear | Int8Linear], suits: Callable[[torch.Tensor], bool]
+) -> bool:
+    """Put layers of one kind in the place of all linear layers that suit; shared layers stay shared.
+
+    Args:
+        model: Changed in place.
+        kind: What to make of them.
+        suits: Told a layer's weight (of joined layers the joined one).
+    """
+    built: dict[tuple[int, ...], tuple[Sequence[nn.Module], list[nn.Module]]] = {}
     changed = False
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children() would skip a layer's second name
-            # Exactly nn.Linear: a subclass may compute something else.
-            if type(child) is not nn.Linear and not isinstance(child, PackedLinear):
-                continue
-            if id(child) not in built:
-                built[id(child)] = (child, build(child))
-            new = built[id(child)][1]
-            if new is not child:
-                setattr(parent, name, new)
-                changed = True
+        for names in _groups(parent):
+            layers = [parent._modules[name] for name in names]
+            key = tuple(map(id, layers))
+            if key not in built:
+                made = _build(layers, kind, suits)  # type: ignore[arg-type]
+                built[key] = (layers, made)  # type: ignore[assignment]
+            for name, old, new in zip(names, layers, built[key][1], strict=True):
+                if new is not old:
+                    setattr(parent, name, new)
+                    changed = True
     return changed
+
+
+def _groups(parent: nn.Module) -> list[list[str]]:
+    """Names of a module's linear layers, those together that read the same input."""
+    if isinstance(parent, JoinedLinear):
+        return []
+    # named_children() would skip a layer's second name.
+    names = [name for name, child in parent._modules.items() if _is_linear(child)]
+    groups = [
+        [*together]
+        for together in _SAME_INPUT
+        if all(name in names for name in together) and _joinable([parent._modules[name] for name in together])
+    ]
+    taken = {name for group in groups for name in group}
+    return groups + [[name] for name in names if name not in taken]
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    # Exactly nn.Linear: a subclass may compute something else.
+    return type(module) is nn.Linear or (
+        isinstance(module, PackedLinear)
+        or (isinstance(module, JoinedLinear) and isinstance(module.join.layer, PackedLinear))
+    )
+
+
+def _joinable(layers: Sequence[Any]) -> bool:
+    joins = [layer.join if isinstance(layer, JoinedLinear) else None for layer in layers]
+    if any(joins):
+        return all(join is joins[0] for join in joins)
+    if any(isinstance(layer, PackedLinear) for layer in layers) or len({id(layer) for layer in layers}) < len(
+        layers
+    ):
+        return False
+    first = layers[0]
+    return all(
+        layer.in_features == first.in_features
+        and (layer.bias is None) == (first.bias is None)
+        and layer.weight.dtype == first.weight.dtype
+        and layer.weight.device == first.weight.device
+        for layer in layers
+    )
+
+
+def _build(
+    layers: Sequence[_Linear], kind: type[PackedLinear | Int8Linear], suits: Callable[[torch.Tensor], bool]
+) -> list[nn.Module]:
+    """The layers that take the place of these, or these themselves."""
+    first = layers[0]
+    if kind is PackedLinear and not isinstance(first, nn.Linear):
+        return list(layers)
+    sizes: tuple[int, ...] = tuple(layer.out_features for layer in layers)
+    if len(layers) == 1:
+        weight, bias = first.weight, first.bias
+    elif isinstance(first, JoinedLinear):
+        weight, bias = first.join.layer.weight, first.join.layer.bias
+    else:
+        if not suits(first.weight):
+            return list(layers)
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        bias = None if first.bias is None else torch.cat([layer.bias.detach() for layer in layers])  # type: ignore[union-attr]
+    if not suits(weight):
+        return list(layers)
+    new = kind(weight, bias)
+    if len(layers) == 1:
+        return [new]
+    join = _Join(new, sizes)
+    return [JoinedLinear(join, index) for index in range(len(layers))]

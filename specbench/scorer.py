@@ -39,9 +39,11 @@ class Scorer:
         output_device: torch.device | None = None,
     ) -> None:
         self.model = model
-        self.cache: KVCache = make_cache(cache, model.config) if isinstance(cache, str) else cache
-        self.context_limit = context_limit
         weight = cast("torch.Tensor", model.get_input_embeddings().weight)
+        self.cache: KVCache = (
+            make_cache(cache, model.config, weight.dtype) if isinstance(cache, str) else cache
+        )
+        self.context_limit = context_limit
         self.device = weight.device
         self.output_device = output_device or self.device
         self.vocab_size = vocab_size
@@ -70,7 +72,12 @@ class Scorer:
         if drafted and start == 0 and self.cache.prefill_apart:
             behind_context = self._forward(context, 1)
             return torch.cat([behind_context, self._forward(drafted, len(drafted))])[-rows:]
-        return self._forward([*context[start:], *drafted[max(0, start - len(context)) :]], rows)
+        tokens = [*context[start:], *drafted[max(0, start - len(context)) :]]
+        widest = self.cache.widest_pass
+        if widest is None or start == 0 or len(tokens) <= widest:
+            return self._forward(tokens, rows)
+        parts = [tokens[first : first + widest] for first in range(0, len(tokens), widest)]
+        return torch.cat([self._forward(part, len(part)) for part in parts])[-rows:]
 
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens in the cache."""

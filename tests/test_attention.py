@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import tiny_llama
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specbench.attention import FOLDED, fold_attention, folded_attention
+from specbench.attention import FOLDED, LONGEST_PASS, fold_attention, folded_attention, key_block
+from specbench.caches import PreallocatedKVCache
 
 
 class Layer(torch.nn.Module):
@@ -50,15 +50,17 @@ def test_a_position_bias_is_not_lost() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_models_are_switched_only_where_heads_are_shared() -> None:
+def test_only_models_with_sdpa_are_switched() -> None:
     shared = tiny_llama()
     ids = torch.randint(0, 200, (1, 20), generator=torch.Generator().manual_seed(0))
     before = shared(input_ids=ids).logits
     assert fold_attention(shared)
     assert shared.config._attn_implementation == FOLDED
     torch.testing.assert_close(shared(input_ids=ids).logits, before)
-    own_heads = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
-    assert not fold_attention(own_heads)
+    eager = tiny_llama()
+    eager.set_attn_implementation("eager")
+    assert not fold_attention(eager)
+    assert eager.config._attn_implementation == "eager"
 
 
 def test_wide_passes_over_a_cache_get_their_mask() -> None:
@@ -69,3 +71,37 @@ def test_wide_passes_over_a_cache_get_their_mask() -> None:
     cache = model(input_ids=ids[:, :12], use_cache=True).past_key_values
     tail = model(input_ids=ids[:, 12:], past_key_values=cache).logits
     torch.testing.assert_close(tail, whole[:, 12:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_position_comes_out_bitwise_the_same_in_every_pass(groups: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(groups)
+    room, start, block = 1024, 440, key_block(dtype)
+    query = torch.randn(1, 2 * groups, LONGEST_PASS, 64, generator=generator).to(dtype)
+    key, value = (torch.randn(1, 2, room, 64, generator=generator).to(dtype) for _ in range(2))
+
+    def rows(first: int, length: int) -> torch.Tensor:
+        positions = -(-(start + first + length) // block) * block
+        seen = torch.arange(positions)[None, :] <= start + torch.arange(first, first + length)[:, None]
+        keys, values = key[:, :, :positions], value[:, :, :positions]
+        part = query[:, :, first : first + length]
+        return folded_attention(Layer(groups), part, keys, values, seen[None, None], scaling=0.125)[0]
+
+    alone = [rows(i, 1)[:, 0] for i in range(LONGEST_PASS)]
+    for length in (2, 3, 5, 9, 17, 32):
+        together = rows(0, length)
+        assert all(torch.equal(together[:, i], alone[i]) for i in range(length))
+
+
+def test_a_single_query_does_not_see_the_padding() -> None:
+    model = tiny_llama()
+    fold_attention(model)
+    ids = torch.randint(0, 200, (1, 20), generator=torch.Generator().manual_seed(2))
+    whole = model(input_ids=ids).logits
+    cache = PreallocatedKVCache(model.config, block=64)
+    model(input_ids=ids[:, :19], **cache.model_arguments())
+    cache.rollback(12)  # what was rolled back lies behind the end
+    for i in range(12, 20):
+        found = model(input_ids=ids[:, i : i + 1], **cache.model_arguments()).logits
+        torch.testing.assert_close(found, whole[:, i : i + 1], rtol=1e-4, atol=1e-5)

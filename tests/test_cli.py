@@ -663,7 +663,7 @@ def test_a_broken_model_is_one_sentence(cli: Cli, tmp_path: Path, temperature: i
 
 
 @pytest.mark.parametrize(
-    ("own", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    ("own", "spins"), [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
 def test_threads_wait_briefly_unless_told(
     monkeypatch: pytest.MonkeyPatch, own: dict[str, str], spins: str | None

@@ -89,7 +89,7 @@ def _with_and_without_operators(request: pytest.FixtureRequest, monkeypatch: pyt
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
 def test_a_packed_layer_computes_the_same(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
     layer = linear(inputs, outputs, bias, dtype)
-    packed = PackedLinear(layer)
+    packed = PackedLinear(layer.weight, layer.bias)
     for shape in ((1,), (5,), (33,), (1, 7), (2, 3, 4), (0,)):
         x = random_rows(*shape, inputs, dtype=dtype)
         found = packed(x)
@@ -101,7 +101,7 @@ def test_a_packed_layer_computes_the_same(inputs: int, outputs: int, bias: bool,
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_weight_comes_back(dtype: torch.dtype) -> None:
     layer = linear(100, 257, True, dtype)
-    packed = PackedLinear(layer)
+    packed = PackedLinear(layer.weight, layer.bias)
     assert torch.equal(packed.weight, layer.weight)
     assert packed.weight.dtype == dtype
     assert (packed.in_features, packed.out_features) == (100, 257)
@@ -168,6 +168,56 @@ def test_without_the_operators_nothing_is_packed(monkeypatch: pytest.MonkeyPatch
     assert not pack_linears(model)
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
     assert torch.equal(logits(model), expected)
+
+
+class Reading(nn.Module):
+    """Three layers that read one input, as decoder layers name them."""
+
+    def __init__(self, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (linear(64, size, bias, dtype) for size in (64, 32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.v_proj(x), self.q_proj(x), self.k_proj(x)], dim=-1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("replace", [pack_linears, quantise_linears])
+def test_layers_that_read_the_same_input_are_one_product(
+    replace: Callable[[Any], bool], bias: bool, dtype: torch.dtype
+) -> None:
+    if replace is pack_linears and not can_pack(dtype, "cpu"):
+        pytest.skip("no packed layers here")
+    model: Any = Reading(bias, dtype)
+    weights = [layer.weight.clone() for layer in model.children()]
+    inputs = [random_rows(rows, 64, dtype=dtype) for rows in (1, 5, 1)]
+    expected = [model(x) for x in inputs]
+    assert replace(model)
+    join = model.q_proj.join
+    products: list[int] = []
+    join.layer.register_forward_hook(lambda *_: products.append(1))
+    for x, wanted in zip(inputs, expected, strict=True):
+        assert relative_error(model(x).float(), wanted.float()) < 0.02
+    assert len(products) == 3
+    assert join._input is None, "an input is kept beyond its pass"
+    # A layer asked alone, or twice, gives what it gives among the others.
+    assert torch.equal(model.k_proj(inputs[1]), model.k_proj(inputs[1]))
+    assert torch.equal(model.k_proj(inputs[1]), model(inputs[1])[:, -32:])
+    if replace is pack_linears:
+        assert all(torch.equal(a.weight, b) for a, b in zip(model.children(), weights, strict=True))
+        int8: Any = int8_copy(model)
+        assert {type(layer.layer) for layer in int8.children()} == {Int8Linear}
+        assert relative_error(int8(inputs[1]).float(), expected[1].float()) < 0.02
+
+
+def test_layers_that_do_not_fit_together_stay_apart() -> None:
+    model: Any = Reading(True, torch.float32)
+    model.v_proj = linear(64, 32, False)
+    expected = model(random_rows(3, 64))
+    quantise_linears(model)
+    assert {type(layer) for layer in model.children()} == {Int8Linear}
+    assert relative_error(model(random_rows(3, 64)), expected) < 0.02
 
 
 class Sharing(nn.Module):

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from specbench._version import __version__
 from specbench.cli.calibrate import calibrate
+from specbench.cli.check import check
 from specbench.cli.compare import compare
 from specbench.cli.drafters import drafters
 from specbench.cli.generate import generate
@@ -56,7 +57,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, drafters, calibrate, sweep, plot, report, compare, trace):
+for _command in (generate, drafters, calibrate, sweep, plot, report, compare, check, trace):
     app.command(cls=GroupedCommand)(_command)
 
 
@@ -116,13 +117,13 @@ def _prepare_streams() -> None:
 
 
 def _wait_briefly() -> None:
-    """Let OpenMP's threads spin for some 30 µs before they sleep; must come before torch is loaded.
+    """Let OpenMP's threads spin for some 100 µs before they sleep; must come before torch is loaded.
 
     By default they spin for ever where there are as many cores as threads, and as soon as another process wants a
     core, passes take 10 to 40 times as long (docs/log.md). What the user has set stays.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
 def _explain(error: BaseException) -> int:

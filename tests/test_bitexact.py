@@ -1,0 +1,79 @@
+"""Bit-exact passes: had where they are claimed, refused where they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_llama
+from transformers import MistralConfig, MistralForCausalLM
+
+from specbench import packing
+from specbench.bitexact import require_bit_exact, why_not_bit_exact
+from specbench.errors import UsageError
+from specbench.loading import wrap_target
+from specbench.packing import can_pack
+from specbench.scorer import Scorer
+
+
+def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> Scorer:
+    return wrap_target(model, name="tiny", cache=cache, pack=pack).scorer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtype) -> None:
+    if not can_pack(dtype, "cpu"):
+        pytest.skip("no packed layers here")
+    scorer = scorer_of(tiny_llama(dtype=dtype))
+    assert why_not_bit_exact(scorer) is None
+    assert scorer.cache.length == 0
+
+
+def test_every_pass_of_a_walk_gives_the_same_bits() -> None:
+    if not can_pack(torch.bfloat16, "cpu"):
+        pytest.skip("no packed layers here")
+    scorer = scorer_of(tiny_llama(dtype=torch.bfloat16))
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 200, (200,), generator=generator).tolist()
+    scorer.begin()
+    scorer.logits(tokens[:50], rows=1)
+    alone = {end: scorer.logits(tokens[:end], rows=1)[0] for end in range(51, 200)}
+    scorer.begin()
+    scorer.logits(tokens[:50], rows=1)
+    end = 50
+    for width in [1, 7, 2, 31, 3, 9, 32, 5, 40]:  # the last is cut in two
+        found = scorer.logits(tokens[: end + width], rows=width)
+        assert all(torch.equal(found[i], alone[end + i + 1]) for i in range(width)), width
+        scorer.rollback(end + max(1, width // 2))
+        end = scorer.cache.length
+
+
+def test_what_is_not_bit_exact_says_so() -> None:
+    reason = why_not_bit_exact(scorer_of(tiny_llama(), "dynamic"))
+    assert reason is not None
+    assert "preallocated" in reason
+    sliding = MistralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=16,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="sliding window"):
+        require_bit_exact(scorer_of(MistralForCausalLM(sliding).eval()))
+    with pytest.raises(UsageError, match="too short"):
+        require_bit_exact(scorer_of(tiny_llama(context=64)))
+
+
+def test_the_trial_finds_what_depends_on_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_pack(torch.float32, "cpu"):
+        pytest.skip("no packed layers here")
+    scorer = scorer_of(tiny_llama())
+    product = packing.PackedLinear.forward
+
+    def shaky(layer: packing.PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        out = product(layer, x)
+        return out * (1 + 1e-6) if x.shape[-2] == 5 else out
+
+    monkeypatch.setattr(packing.PackedLinear, "forward", shaky)
+    reason = why_not_bit_exact(scorer)
+    assert reason is not None
+    assert "5 tokens" in reason
