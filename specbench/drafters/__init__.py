@@ -67,8 +67,8 @@ DRAFTER_WORDS: tuple[DrafterWord, ...] = (
     ),
     DrafterWord(
         "A+B",
-        "A cascade, such as lookup+self:int8: token by token, lookup or ngram drafts where it knows a continuation of"
-        " two tokens or more, and B (self or a MODEL) where it does not.",
+        "A cascade, such as lookup+self:int8. Token by token, lookup or ngram drafts where it has a match of two tokens"
+        " or more (min=N), and B, self or a MODEL, where it has none.",
         {"passes=N": "an option of A then: most passes of B in a step, while A may go on"},
         "A's and B's, token by token",
     ),
