@@ -504,6 +504,7 @@ class EngineOptions:
         assistants: Whether to load drafter models a second time, for its assisted generation.
         allow_pickle: Load pickled weights if there are no others.
         costs, keep_policy_state: See ``ModelEngine``.
+        bit_exact: Refuse a target whose logits depend on the width of the pass.
     """
 
     target: str
@@ -516,6 +517,7 @@ class EngineOptions:
     allow_pickle: bool = False
     costs: object = None
     keep_policy_state: bool = False
+    bit_exact: bool = False
 
 
 def check_engine(options: EngineOptions, progress: Progress | None = None) -> None:
@@ -555,6 +557,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         UsageError: What cannot be (see ``check_engine``), or a drafter that does not fit the target.
         RunError: The target could not be loaded.
     """
+    from specbench.bitexact import require_bit_exact
     from specbench.loading import load_drafter, load_target, wrap_drafter
     from specbench.models import LoadOptions, load_model, parse_model_spec
 
@@ -563,6 +566,8 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
     target = load_target(
         options.target, options.target_options, cache=options.cache, progress=progress, allow_pickle=pickled
     )
+    if options.bit_exact:
+        require_bit_exact(target.scorer)
     reference = None
     if options.reference or options.assistants:
         reference = load_model(

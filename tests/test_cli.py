@@ -674,3 +674,20 @@ def test_threads_wait_briefly_unless_told(
         monkeypatch.setenv(name, value)
     assert run(["--version"]) == 0
     assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_bit_exact_passes_are_had_or_refused(tiny: Cli) -> None:
+    refused = tiny("--bit-exact", "--cache", "dynamic", "Hi")
+    refused.refused(2, "--cache dynamic", "Leave --cache out")
+    for arguments in ((), ("--cache", "preallocated")):
+        done = tiny("--bit-exact", *arguments, "--drafter", "self:int8", "-n", "20", "--json", "Hi")
+        assert done.code == 0, done.err
+        assert json.loads(done.out)["options"]["bit_exact"] is True
+    assert json.loads(tiny("-n", "3", "--json", "Hi").out)["options"]["bit_exact"] is None
+
+
+def test_bit_exact_passes_are_refused_where_they_are_not(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbench.loading.fold_attention", lambda model: False)
+    tiny("--bit-exact", "-n", "3", "Hi").refused(
+        2, "Bit-exact passes cannot be had here", "Leave --bit-exact out"
+    )

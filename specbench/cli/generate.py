@@ -91,6 +91,7 @@ def generate(
     ] = None,
     ignore_eos: opt.IgnoreEosOption = False,
     cache: opt.CacheOption = "dynamic",
+    bit_exact: opt.BitExactOption = False,
     first_target: opt.FirstTargetOption = True,
     no_residual_adjustment: Annotated[
         bool,
@@ -151,6 +152,7 @@ def generate(
     if any(not item for item in stop or ()):
         raise UsageError("A stop string is empty.", "Give --stop at least one character.")
     rule = _rule(length_policy, egag)
+    cache = opt.cache_for(ctx, cache, bit_exact)
     rule_options: dict[str, Any] = {
         "gamma": gamma,
         "gamma_min": gamma_min,
@@ -187,6 +189,11 @@ def generate(
             target_model = load_target(
                 target, load_options, cache=cache, progress=progress, allow_pickle=allow_pickle
             )
+            if bit_exact:
+                from specbench.bitexact import require_bit_exact
+
+                progress.update("trying passes of several widths", 0, None)
+                require_bit_exact(target_model.scorer)
             proposer = load_drafter(
                 drafter,
                 target_model,
@@ -205,6 +212,7 @@ def generate(
                 sampling,
                 policy=policy,
                 given_costs=costs is not None,
+                bit_exact=bit_exact,
                 max_new_tokens=max_new_tokens,
                 stop=tuple(stop or ()),
                 ignore_eos=ignore_eos,
@@ -271,12 +279,13 @@ class _Job:
         *,
         policy: LengthPolicy,
         given_costs: bool,
+        bit_exact: bool,
         **settings: Any,
     ) -> None:
         self.target, self.drafter = target, drafter
         self.prompt, self.prompt_text = prompt, prompt_text
         self.sampling, self.settings = sampling, settings
-        self.policy, self.given_costs = policy, given_costs
+        self.policy, self.given_costs, self.bit_exact = policy, given_costs, bit_exact
 
     @property
     def max_new_tokens(self) -> int:
@@ -341,6 +350,7 @@ class _Job:
             "seed": self.settings["seed"],
             "first_target": self.settings["first_target"],
             "stop": list(self.settings["stop"]) or None,
+            "bit_exact": self.bit_exact or None,
             "ignore_eos": self.settings["ignore_eos"] or None,
         }
 

@@ -12,6 +12,7 @@ __all__ = [
     "DEFAULT_DRAFTER",
     "DEFAULT_TARGET",
     "AdaptConfidenceOption",
+    "BitExactOption",
     "CacheName",
     "CacheOption",
     "ConfidenceOption",
@@ -46,6 +47,7 @@ __all__ = [
     "TopKOption",
     "TopPOption",
     "TracebackOption",
+    "cache_for",
 ]
 
 DEFAULT_TARGET = "smollm2-135m"
@@ -266,6 +268,15 @@ CacheOption = Annotated[
         rich_help_panel=DECODING,
     ),
 ]
+BitExactOption = Annotated[
+    bool,
+    typer.Option(
+        "--bit-exact",
+        help="Logits bitwise equal in every pass, so that greedy outputs cannot part at ties in any dtype;"
+        " refused where it cannot be had. Uses the preallocated cache.",
+        rich_help_panel=DECODING,
+    ),
+]
 FirstTargetOption = Annotated[
     bool,
     typer.Option(
@@ -345,3 +356,19 @@ PromptFile = Annotated[
         "--prompt-file", metavar="FILE", help="Read the prompt from this file.", rich_help_panel=PROMPT
     ),
 ]
+
+
+def cache_for(ctx: typer.Context, cache: CacheName, bit_exact: bool) -> CacheName:
+    """The kind of cache to use, given what was asked for.
+
+    Raises:
+        UsageError: Bit-exact passes with another cache than the preallocated one.
+    """
+    from specbench.errors import UsageError
+
+    if not bit_exact or cache == "preallocated":
+        return cache
+    source = ctx.get_parameter_source("cache")
+    if source is not None and source.name == "COMMANDLINE":
+        raise UsageError(f"--bit-exact does not go with --cache {cache}.", "Leave --cache out.")
+    return "preallocated"

@@ -174,6 +174,7 @@ def sweep(
     drafter_device_map: opt.DrafterDeviceMapOption = None,
     allow_pickle: opt.PickleOption = False,
     cache: opt.CacheOption = "dynamic",
+    bit_exact: opt.BitExactOption = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -239,6 +240,7 @@ def sweep(
         raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
     if accept_changes and out is None:
         raise UsageError("--accept-changes needs --out.", "Name the folder of the run to go on with.")
+    cache = opt.cache_for(ctx, cache, bit_exact)
     policies = parse_policies(
         [*(length_policy or []), *(["egag"] if egag else [])] or ["fixed"],
         gamma_min=gamma_min,
@@ -287,6 +289,7 @@ def sweep(
         allow_pickle=allow_pickle,
         costs=options.costs,
         keep_policy_state=keep_policy_state,
+        bit_exact=bit_exact,
     )
     sources = _sources(engine_options, named, category or [], limit)
     folder = _folder(out, sources, options, resume=resume, retry_failed=retry_failed)
