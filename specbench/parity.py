@@ -1,4 +1,4 @@
-"""Where two greedy outputs part, and whether arithmetic alone explains it."""
+"""Where two greedy outputs part, and whether arithmetic alone explains it. The rule is explained in docs/check.md."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ import torch
 from specbench.sampling import Sampling
 from specbench.scorer import Scorer
 
-__all__ = ["Difference", "find_difference", "rounding_unit"]
+__all__ = [
+    "Difference",
+    "difference_at",
+    "find_difference",
+    "first_difference",
+    "rounding_unit",
+    "tie_units",
+    "units_below",
+]
 
-_TIE_UNITS = 4.0
-"""Gap of the two best logits, in rounding units, up to which different summation orders can change the argmax."""
+_HALF_UNITS, _FLOAT_UNITS = 8.0, 64.0
 
 
 @dataclass(frozen=True)
@@ -25,10 +32,12 @@ class Difference:
     Attributes:
         position: Index of the first differing token in the output.
         tokens: The two tokens there; ``None`` where an output had ended.
-        logits: The target's two best logits there, after the repetition penalty.
-        gap: Their distance.
-        gap_units: The distance in units of the dtype's rounding at that size.
-        numerical_tie: Whether rounding explains the difference.
+        logits: The target's logits of these two tokens, after the repetition penalty; of its two best ones where an
+            output had ended.
+        gap: How far the worse of them lies below the target's best logit there.
+        gap_units: The gap in units of the dtype's rounding at the size of the best one.
+        numerical_tie: Whether rounding explains the difference: the gap is within ``tie_units``. Never where an output
+            had ended: whether to stop does not depend on rounding.
     """
 
     position: int
@@ -46,35 +55,73 @@ def rounding_unit(value: float, dtype: torch.dtype) -> float:
     return float(2.0 ** math.floor(math.log2(abs(value))) * torch.finfo(dtype).eps)
 
 
+def tie_units(dtype: torch.dtype) -> float:
+    """How many rounding units below the best logit a token may lie for rounding to have preferred it.
+
+    Two passes of different widths over one context sum in different orders. Measured on real models (docs/check.md),
+    that moves the distance of two logits by up to 4 units in bfloat16, where what is rounded at every layer is coarse,
+    and by up to 24 in float32. Twice that and more is allowed.
+    """
+    return _HALF_UNITS if torch.finfo(dtype).bits <= 16 else _FLOAT_UNITS
+
+
+def units_below(value: float, best: float, dtype: torch.dtype) -> float:
+    """How far a logit lies below the best one, in rounding units at the size of the best; always finite."""
+    largest = torch.finfo(torch.float32).max
+    gap = best - value
+    return min(gap / rounding_unit(best, dtype), largest) if math.isfinite(gap) else largest
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """Index of the first token that two outputs do not share; ``None`` if they are the same."""
+    return next((i for i, (a, b) in enumerate(zip_longest(first, second)) if a != b), None)
+
+
+def difference_at(
+    position: int, tokens: tuple[int | None, int | None], scores: torch.Tensor, dtype: torch.dtype
+) -> Difference:
+    """Judge a difference by what the target says there.
+
+    Args:
+        position: Index in the output.
+        tokens: The two tokens; ``None`` where an output had ended.
+        scores: The target's logits behind the common context, after the repetition penalty, float32 [vocab].
+        dtype: What the logits were computed in; its rounding is the unit.
+    """
+    best = float(scores.max())
+    ended = None in tokens
+    if ended:
+        high, low = scores.topk(min(2, len(scores))).values[[0, -1]].tolist()
+    else:
+        high, low = scores[list(tokens)].tolist()
+    largest = torch.finfo(torch.float32).max
+    logits = (max(high, -largest), max(low, -largest))  # -inf has no place in JSON
+    worse = min(logits)
+    units = units_below(worse, best, dtype)
+    gap = min(best - worse, largest)
+    return Difference(position, tokens, logits, gap, units, not ended and units <= tie_units(dtype))
+
+
 def find_difference(
     target: Scorer, prompt: Sequence[int], first: Sequence[int], second: Sequence[int], sampling: Sampling
 ) -> Difference | None:
     """Compare two outputs; ``None`` if they are the same. Uses the target's cache for one pass.
 
     Args:
-        target: Scores the common context once more.
+        target: Scores the common context once more, from an empty cache.
         prompt: Token ids before both outputs.
         first, second: Token ids.
         sampling: Its repetition penalty applies.
     """
-    position = next((i for i, (a, b) in enumerate(zip_longest(first, second)) if a != b), None)
+    position = first_difference(first, second)
     if position is None:
         return None
     target.begin()
     context = [*prompt, *first[:position]]
     logits = target.logits(context, rows=1)
-    best = sampling.scores(logits, context)[0].topk(min(2, logits.shape[-1])).values.tolist()
     target.begin()
-    high, low = best[0], best[-1]
-    units = (high - low) / rounding_unit(high, logits.dtype)
-    return Difference(
-        position=position,
-        tokens=(_at(first, position), _at(second, position)),
-        logits=(high, low),
-        gap=high - low,
-        gap_units=units,
-        numerical_tie=units <= _TIE_UNITS,
-    )
+    tokens = (_at(first, position), _at(second, position))
+    return difference_at(position, tokens, sampling.scores(logits, context)[0], logits.dtype)
 
 
 def _at(tokens: Sequence[int], index: int) -> int | None:

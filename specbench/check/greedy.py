@@ -1,0 +1,215 @@
+"""Greedy outputs: speculative against plain decoding and against ``transformers``' own ``generate``, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from specbench.check.deviation import Columns, clean_rows, deviation
+from specbench.check.invariants import Rules, Violation, check_observation, check_run
+from specbench.check.observe import DecodingSetup, Observation, observe
+from specbench.parity import Difference, difference_at, first_difference, tie_units, units_below
+from specbench.records import Step
+
+__all__ = [
+    "GreedyResult",
+    "Output",
+    "Top",
+    "Verdict",
+    "check_greedy",
+    "compare_outputs",
+    "run_greedy",
+    "verdict_of",
+]
+
+Verdict = Literal["identical", "numerical tie", "wrong"]
+
+_BEST = 16
+
+
+@dataclass(frozen=True)
+class Top:
+    """The largest logits a run saw before a token, after the repetition penalty: ids and values, at most 16."""
+
+    ids: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, scores: torch.Tensor) -> Top:
+        """Of one row, [vocab]."""
+        best = scores.float().topk(min(_BEST, scores.shape[-1]))
+        return cls(tuple(best.indices.tolist()), tuple(best.values.tolist()))
+
+    def allows(self, tokens: Sequence[int | None], dtype: torch.dtype) -> bool:
+        """Whether each of the tokens lies within ``tie_units`` of the best one."""
+        values = dict(zip(self.ids, self.values, strict=True))
+        return all(
+            token in values and units_below(values[token], self.values[0], dtype) <= tie_units(dtype)
+            for token in tokens
+        )
+
+
+@dataclass(frozen=True)
+class Output:
+    """A greedy output and what its run saw.
+
+    Attributes:
+        tokens: The output.
+        tops: Before every token.
+        columns: A part of the logits before every token, float32 [columns]; empty for a reference.
+        violations: Invariants that do not hold.
+        steps, drafted, accepted: Counts of the run.
+    """
+
+    tokens: tuple[int, ...]
+    tops: tuple[Top, ...]
+    columns: tuple[torch.Tensor, ...] = ()
+    violations: tuple[Violation, ...] = ()
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def top(self, position: int) -> Top | None:
+        """What it saw before a token; ``None`` where it had ended."""
+        return self.tops[position] if position < len(self.tops) else None
+
+
+@dataclass(frozen=True)
+class GreedyResult:
+    """What came of one prompt.
+
+    Attributes:
+        prompt: Its id.
+        tokens: Length of the speculative output.
+        steps, drafted, accepted: Counts of the speculative run.
+        against_plain, against_transformers: The first difference; ``None`` where there is none.
+        compared_with_transformers: Whether there was anything to compare with.
+        violations: Of both runs' invariants; the speculative run's first.
+        deviations, plain_deviations: Of the runs' logits from a clean pass, row by row.
+    """
+
+    prompt: str
+    tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+    against_plain: Difference | None
+    against_transformers: Difference | None
+    compared_with_transformers: bool
+    violations: tuple[Violation, ...]
+    deviations: tuple[float, ...]
+    plain_deviations: tuple[float, ...]
+
+
+def verdict_of(difference: Difference | None) -> Verdict:
+    """What a first difference, or none, amounts to."""
+    if difference is None:
+        return "identical"
+    return "numerical tie" if difference.numerical_tie else "wrong"
+
+
+def run_greedy(setup: DecodingSetup, prompt: Sequence[int], *, plain: bool = False) -> Output:
+    """Decode greedily and keep what the run saw."""
+    rules = Rules.of(setup, prompt, greedy=True)
+    tokens: list[int] = []
+    tops: list[Top] = []
+    columns: list[torch.Tensor] = []
+    violations: list[Violation] = []
+    steps = drafted = accepted = 0
+    before: Observation | None = None
+    for seen in observe(setup, prompt, greedy=True, plain=plain):
+        violations += check_observation(seen, before, rules)
+        if isinstance(seen.record, Step):
+            steps += 1
+            drafted += seen.record.gamma
+            accepted += seen.record.accepted
+        for row, context in _rows(seen):
+            tops.append(Top.of(setup.greedy.scores(row.unsqueeze(0), context)[0]))
+            columns.append(Columns.of(len(row)).take(row))
+        tokens += seen.tokens
+        before = seen
+    reason = None if before is None else before.record.finish_reason
+    violations += check_run(tokens, reason, rules)
+    return Output(tuple(tokens), tuple(tops), tuple(columns), tuple(violations), steps, drafted, accepted)
+
+
+def _rows(seen: Observation) -> list[tuple[torch.Tensor, list[int]]]:
+    """Logits before every emitted token, with the context they stand behind."""
+    if not seen.passes:
+        return []
+    rows = seen.passes[-1].logits[: len(seen.tokens)]
+    return [(row, [*seen.context, *seen.tokens[:i]]) for i, row in enumerate(rows)]
+
+
+def check_greedy(
+    setup: DecodingSetup,
+    name: str,
+    prompt: Sequence[int],
+    reference: Output | None,
+    dtype: torch.dtype,
+) -> GreedyResult:
+    """Check one prompt.
+
+    Args:
+        setup: What decodes.
+        name: The prompt's id.
+        prompt: Its token ids.
+        reference: What ``reference_output`` gave; ``None`` to leave it out.
+        dtype: Whose rounding explains a tie.
+    """
+    speculative = run_greedy(setup, prompt)
+    plain = run_greedy(setup, prompt, plain=True)
+    own = _deviations(setup, prompt, speculative)
+    return GreedyResult(
+        prompt=name,
+        tokens=len(speculative.tokens),
+        steps=speculative.steps,
+        drafted=speculative.drafted,
+        accepted=speculative.accepted,
+        against_plain=compare_outputs(setup, prompt, speculative, plain, dtype),
+        against_transformers=None
+        if reference is None
+        else compare_outputs(setup, prompt, speculative, reference, dtype),
+        compared_with_transformers=reference is not None,
+        violations=(*speculative.violations, *plain.violations),
+        deviations=own,
+        plain_deviations=_deviations(setup, prompt, plain),
+    )
+
+
+def _deviations(setup: DecodingSetup, prompt: Sequence[int], output: Output) -> tuple[float, ...]:
+    clean = clean_rows(setup.target, prompt, output.tokens)
+    return tuple(
+        deviation(row, Columns.of(len(other)).take(other))
+        for row, other in zip(output.columns, clean, strict=False)
+    )
+
+
+def compare_outputs(
+    setup: DecodingSetup, prompt: Sequence[int], first: Output, second: Output, dtype: torch.dtype
+) -> Difference | None:
+    """The first difference of two outputs, judged by a clean pass and by what both runs saw there.
+
+    It is a tie only if all three have both tokens within ``tie_units`` of their best logit.
+    """
+    position = first_difference(first.tokens, second.tokens)
+    if position is None:
+        return None
+    context = [*prompt, *first.tokens[:position]]
+    setup.target.begin()
+    logits = setup.target.logits(context, rows=1)
+    setup.target.begin()
+    tokens = tuple(
+        output.tokens[position] if position < len(output.tokens) else None for output in (first, second)
+    )
+    difference = difference_at(
+        position, (tokens[0], tokens[1]), setup.greedy.scores(logits, context)[0], dtype
+    )
+    seen = [output.top(position) for output in (first, second)]
+    explained = difference.numerical_tie and all(
+        top is not None and top.allows(tokens, dtype) for top in seen
+    )
+    return replace(difference, numerical_tie=explained)

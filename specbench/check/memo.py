@@ -1,0 +1,196 @@
+"""Scorers that remember: a context that was fed once is not fed again.
+
+The sampled test decodes a few tokens behind one context some ten thousand times. Only new contexts cost a pass then,
+and a context always has the very same logits, so that p is one distribution and not one per width of pass.
+
+What a scorer computes still depends on what it was *fed*, by whom, and on what was rolled back, never on the context
+it is handed: a decoder that forgets a roll-back or a token gets the logits of the wrong text here as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specbench.caches import KVCache, NoKVCache
+from specbench.check.observe import DecodingSetup
+from specbench.drafters.base import Drafter
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.scorer import Scorer
+
+__all__ = ["MemoScorer", "memoised"]
+
+_MOST_BYTES = 512 << 20
+
+Entry = tuple[int, int]
+"""A token in a cache, and the number of the scorer that fed it."""
+
+
+class _Rows:
+    """Logits by what was fed before them; the least recently used go first when 512 MB are full."""
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self._rows: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
+        self._bytes, self._most = 0, most_bytes
+
+    def get(self, key: tuple[Any, ...]) -> torch.Tensor | None:
+        row = self._rows.get(key)
+        if row is not None:
+            self._rows.move_to_end(key)
+        return row
+
+    def put(self, key: tuple[Any, ...], row: torch.Tensor) -> None:
+        if key not in self._rows:
+            self._bytes += row.nbytes
+        self._rows[key] = row
+        while self._bytes > self._most and len(self._rows) > 1:
+            self._bytes -= self._rows.popitem(last=False)[1].nbytes
+
+
+class _TwoCaches:
+    """A cache as the decoder sees it, and the real one behind it, which is only brought up to date for a real pass."""
+
+    prefill_apart = False
+
+    def __init__(self, real: KVCache) -> None:
+        self.real = real
+        self.seen: list[Entry] = []
+        self.scorers: list[MemoScorer] = []
+        self._keeps = not isinstance(real, NoKVCache)
+        self._fed: list[Entry] = []
+        self._untouched = True  # the real one may hold anything before the first pass
+
+    @property
+    def length(self) -> int:
+        return len(self.seen) if self._keeps else 0
+
+    def rollback(self, length: int) -> None:
+        del self.seen[max(length, 0) :]
+
+    def reset(self) -> None:
+        self.seen.clear()
+
+    def compute(self, entries: Sequence[Entry], rows: int) -> torch.Tensor:
+        """Logits behind the last ``rows`` of ``entries``, by a real pass of the scorer that fed the last one."""
+        scorer = self.scorers[entries[-1][1]].inner
+        tokens = [token for token, _ in entries]
+        if not self._keeps:
+            return scorer.logits(tokens, rows=rows)
+        keep = min(_common(self._fed, entries), len(entries) - rows)
+        self._keep(keep, scorer)
+        for start, end in _segments(entries, keep)[:-1]:  # what others fed before
+            self.scorers[entries[start][1]].inner.logits(tokens[:end], rows=1)
+            self.real.rollback(end)  # of nothing: caches that forget want it between passes
+        logits = scorer.logits(tokens, rows=rows)
+        self._fed = list(entries)
+        return logits
+
+    def _keep(self, length: int, scorer: Scorer) -> None:
+        if self._untouched or length == 0:
+            self._untouched = False
+            self._fed = []
+            scorer.begin()
+            return
+        try:
+            self.real.rollback(length)
+            self._fed = self._fed[:length]
+        except ValueError:  # a window that has given up what would be needed
+            self._fed = []
+            scorer.begin()
+
+
+def _segments(entries: Sequence[Entry], start: int) -> list[tuple[int, int]]:
+    """Begin and end of the runs of one owner each, from ``start`` on."""
+    ends = [i for i in range(start + 1, len(entries)) if entries[i][1] != entries[i - 1][1]]
+    return list(zip([start, *ends], [*ends, len(entries)], strict=True))
+
+
+def _common(first: Sequence[Entry], second: Sequence[Entry]) -> int:
+    """Length of the common beginning."""
+    length = min(len(first), len(second))
+    return next((i for i in range(length) if first[i] != second[i]), length)
+
+
+class MemoScorer:
+    """Stands in for a scorer.
+
+    Args:
+        inner: The scorer.
+        caches: Its cache, shared with the scorers that share the real one.
+        rows: What is remembered.
+    """
+
+    def __init__(self, inner: Scorer, caches: _TwoCaches, rows: _Rows) -> None:
+        self.inner, self.cache, self._rows = inner, caches, rows
+        self.number = len(caches.scorers)
+        caches.scorers.append(self)
+        self.context_limit, self.device = inner.context_limit, inner.device
+        self.vocab_size, self.embeddings = inner.vocab_size, inner.embeddings
+        self.passes = 0
+
+    def begin(self) -> None:
+        self.cache.reset()
+
+    def rollback(self, length: int) -> None:
+        self.cache.rollback(length)
+
+    def logits(
+        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+    ) -> torch.Tensor:
+        """See ``Scorer.logits``."""
+        rows = len(drafted) + 1 if rows is None else rows
+        tokens = [*context, *drafted]
+        held = self.cache.seen
+        if self.cache.length == 0:
+            held.clear()  # without a cache every pass feeds everything
+        held += [(token, self.number) for token in tokens[len(held) :]]
+        return self._behind(held, rows)
+
+    def row(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits behind ``tokens`` if this scorer alone had fed them, [vocab]; the decoder's cache stays as it is."""
+        return self._behind([(token, self.number) for token in tokens], 1)[0]
+
+    def _behind(self, entries: list[Entry], rows: int) -> torch.Tensor:
+        ends = range(len(entries) - rows + 1, len(entries) + 1)
+        keys = [(id(self.cache), self.number, *entries[:end]) for end in ends]
+        found = [self._rows.get(key) for key in keys]
+        missing = next((i for i, row in enumerate(found) if row is None), None)
+        if missing is not None:
+            self.passes += 1
+            fresh = self.cache.compute(entries, rows - missing)
+            found[missing:] = [row.clone() for row in fresh]
+            for key, row in zip(keys[missing:], found[missing:], strict=True):
+                assert row is not None
+                self._rows.put(key, row)
+        return torch.stack([row for row in found if row is not None])
+
+
+def memoised(setup: DecodingSetup) -> tuple[DecodingSetup, MemoScorer]:
+    """The same setup over scorers that remember, and its target."""
+    caches: dict[int, _TwoCaches] = {}
+    rows = _Rows()
+
+    def remember(scorer: Scorer) -> MemoScorer:
+        shared = caches.setdefault(id(scorer.cache), _TwoCaches(scorer.cache))
+        return MemoScorer(scorer, shared, rows)
+
+    target = remember(setup.target)
+
+    def drafter_of(drafter: Drafter) -> Drafter:
+        if isinstance(drafter, ModelDrafter):
+            copied = copy.copy(drafter)
+            copied.scorer = remember(drafter.scorer)  # type: ignore[assignment]
+            return copied
+        if isinstance(drafter, CascadeDrafter):
+            cascade = copy.copy(drafter)
+            cascade.model = drafter_of(drafter.model)  # type: ignore[assignment]
+            return cascade
+        return drafter
+
+    return replace(setup, target=target, drafter=drafter_of(setup.drafter)), target  # type: ignore[arg-type]

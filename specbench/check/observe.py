@@ -1,0 +1,306 @@
+"""Run the decoding loop and keep what it did in every step: what was proposed, fed, drawn and tested, and how long the
+caches were. The loop runs as it always does; what it calls is wrapped.
+"""
+
+from __future__ import annotations
+
+import random as standard_random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from specbench.caches import NoKVCache
+from specbench.decode import decode_steps
+from specbench.drafters.base import Draft, Drafter, NoDraft
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.lengths import FixedLength, LengthPolicy
+from specbench.measure import clock_for
+from specbench.records import Prefill, Step
+from specbench.sampling import Greedy, Randomness, Sampling
+from specbench.scorer import Scorer
+from specbench.text import StopRules
+
+__all__ = [
+    "Decoder",
+    "DecodingSetup",
+    "Drawn",
+    "Observation",
+    "Pass",
+    "Proposal",
+    "Tested",
+    "observe",
+    "scorers_of",
+]
+
+Decoder = Callable[..., Iterator[Prefill | Step]]
+"""Something with the arguments and the records of ``decode_steps``."""
+
+
+@dataclass(frozen=True)
+class DecodingSetup:
+    """What is checked: everything that decides an output, but for the prompt.
+
+    Attributes:
+        target: The model whose output is kept.
+        drafter: What proposes.
+        policy: How much it proposes.
+        sampling: As asked for; greedy runs keep its repetition penalty only.
+        max_new_tokens: Longest output.
+        end_ids: Tokens that end an output.
+        stop: Texts that do; they need the tokenizer.
+        tokenizer: The target's, or ``None``.
+        first_target: See ``decode_steps``.
+        residual_adjustment: See ``decode_steps``.
+        seed: Of every random draw.
+        decoder: The loop; another one in tests of the check itself.
+    """
+
+    target: Scorer
+    drafter: Drafter
+    policy: LengthPolicy = field(default_factory=FixedLength)
+    sampling: Sampling = field(default_factory=Greedy)
+    max_new_tokens: int = 64
+    end_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    tokenizer: Any = None
+    first_target: bool = True
+    residual_adjustment: bool = True
+    seed: int = 0
+    decoder: Decoder = decode_steps
+
+    @property
+    def greedy(self) -> Sampling:
+        """The transforms of greedy decoding."""
+        return Greedy(self.sampling.repetition_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token drawn from a distribution, [vocab], that need not sum to 1."""
+
+    distribution: torch.Tensor
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """Drafts tested in order.
+
+    Attributes:
+        acceptance: The chance each had, float32 [γ].
+        accepted: How many passed before one failed.
+        r: The γ uniform numbers.
+        forced: Whether the outcome was prescribed, to see a place that chance seldom leads to.
+    """
+
+    acceptance: torch.Tensor
+    accepted: int
+    r: tuple[float, ...]
+    forced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A call of the drafter: the context's length, the room it was given, its draft, and what was drawn meanwhile."""
+
+    context: int
+    room: int
+    draft: Draft
+    events: tuple[Drawn | Tested, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A target pass.
+
+    Attributes:
+        context, drafted: The tokens handed to it.
+        cached: Length of the target's cache before it.
+        logits: [rows, vocab].
+    """
+
+    context: tuple[int, ...]
+    drafted: tuple[int, ...]
+    cached: int
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One record of the loop and what happened until it came.
+
+    Attributes:
+        record: ``Prefill`` or ``Step``.
+        context: Prompt and output before it.
+        proposals, passes: Calls of the drafter and of the target.
+        events: Random events that were not the drafter's.
+        target_cache: Length of the target's cache when the record came; ``None`` if it keeps no cache.
+        drafter_caches: The same of each model that drafts.
+    """
+
+    record: Prefill | Step
+    context: tuple[int, ...]
+    proposals: tuple[Proposal, ...]
+    passes: tuple[Pass, ...]
+    events: tuple[Drawn | Tested, ...]
+    target_cache: int | None
+    drafter_caches: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What was emitted."""
+        if isinstance(self.record, Step):
+            return self.record.tokens
+        return () if self.record.token is None else (self.record.token,)
+
+
+@dataclass(slots=True)
+class _Log:
+    """What happened since the last record."""
+
+    proposals: list[Proposal] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    events: list[Drawn | Tested] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.proposals, self.passes, self.events = [], [], []
+
+
+class _WatchedTarget:
+    """The target's scorer, its passes noted."""
+
+    def __init__(self, scorer: Scorer, log: _Log) -> None:
+        self._scorer, self._log = scorer, log
+        self.context_limit = scorer.context_limit
+        self.begin, self.rollback = scorer.begin, scorer.rollback
+
+    def logits(
+        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+    ) -> torch.Tensor:
+        cached = self._scorer.cache.length
+        logits = self._scorer.logits(context, drafted, rows)
+        self._log.passes.append(Pass(tuple(context), tuple(drafted), cached, logits))
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scorer, name)
+
+
+class _WatchedDrafter:
+    """A drafter, its proposals noted. Random events within them are moved there from the log's own."""
+
+    def __init__(self, drafter: Drafter, log: _Log) -> None:
+        self._drafter, self._log = drafter, log
+        self.name = drafter.name
+        self.begin, self.commit, self.rollback = drafter.begin, drafter.commit, drafter.rollback
+
+    def propose(
+        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+    ) -> Draft:
+        before = len(self._log.events)
+        draft = self._drafter.propose(context, room, policy, sampling, random)
+        events = tuple(self._log.events[before:])
+        del self._log.events[before:]
+        self._log.proposals.append(Proposal(len(context), room, draft, events))
+        return draft
+
+
+class _WatchedRandomness(Randomness):
+    """Notes every event. With ``forcing``, every other test has an outcome of our choice among the possible ones.
+
+    What a step emits is computed from its distributions, not from how the dice fell: forcing only leads to rejections
+    at all positions, also where nearly everything is accepted.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str, log: _Log, *, forcing: bool) -> None:
+        super().__init__(seed, device)
+        self._log = log
+        self._choices = standard_random.Random(seed) if forcing else None
+
+    def draw(self, probabilities: torch.Tensor) -> int:
+        token = super().draw(probabilities)
+        self._log.events.append(Drawn(probabilities, token))
+        return token
+
+    def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
+        accepted, r = super().test(acceptance)
+        forced = self._choices is not None and self._choices.random() < 0.5
+        if forced and self._choices is not None:
+            accepted = self._choices.choice(_possible_outcomes(acceptance.tolist()))
+            r = [0.0] * accepted + [1.0] * (len(r) - accepted)
+        self._log.events.append(Tested(acceptance, accepted, tuple(r), forced))
+        return accepted, r
+
+
+def _possible_outcomes(acceptance: Sequence[float]) -> list[int]:
+    """The numbers of accepted drafts that have a chance."""
+    outcomes = []
+    for position, chance in enumerate(acceptance):
+        if chance < 1.0:
+            outcomes.append(position)
+        if not chance > 0.0:
+            return outcomes
+    return [*outcomes, len(acceptance)]
+
+
+def scorers_of(drafter: Drafter) -> list[Scorer]:
+    """The models that a drafter drafts with; none of one that has no model."""
+    if isinstance(drafter, ModelDrafter):
+        return [drafter.scorer]
+    return scorers_of(drafter.model) if isinstance(drafter, CascadeDrafter) else []
+
+
+def observe(
+    setup: DecodingSetup,
+    prompt: Sequence[int],
+    *,
+    greedy: bool,
+    plain: bool = False,
+    forcing: bool = False,
+    seed: int | None = None,
+) -> Iterator[Observation]:
+    """Decode a prompt and yield every record with what happened.
+
+    Args:
+        setup: What decodes.
+        prompt: Token ids.
+        greedy: Decode greedily, whatever the setup's temperature.
+        plain: Without the drafter.
+        forcing: Prescribe half of the outcomes of tests, see ``Tested``.
+        seed: Instead of the setup's.
+    """
+    log = _Log()
+    target = setup.target
+    drafter: Drafter = NoDraft() if plain else setup.drafter
+    records = setup.decoder(
+        prompt,
+        _WatchedTarget(target, log),
+        _WatchedDrafter(drafter, log),
+        policy=FixedLength(1) if plain else setup.policy,
+        sampling=setup.greedy if greedy else setup.sampling,
+        random=_WatchedRandomness(setup.seed if seed is None else seed, target.device, log, forcing=forcing),
+        max_new_tokens=setup.max_new_tokens,
+        stops=StopRules(setup.end_ids, setup.stop, setup.tokenizer),
+        first_target=setup.first_target,
+        residual_adjustment=plain or setup.residual_adjustment,
+        clock=clock_for(str(target.device)),
+    )
+    keeps_cache = not isinstance(target.cache, NoKVCache)
+    models = scorers_of(drafter)
+    context = list(prompt)
+    for record in records:
+        observation = Observation(
+            record,
+            tuple(context),
+            tuple(log.proposals),
+            tuple(log.passes),
+            tuple(log.events),
+            target.cache.length if keeps_cache else None,
+            tuple(scorer.cache.length for scorer in models),
+        )
+        log.clear()
+        context += observation.tokens
+        yield observation

@@ -1,0 +1,255 @@
+"""A check's result as tables for a terminal. The texts of tokens and the ids of prompts are data and are made safe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from specbench.check.greedy import verdict_of
+from specbench.check.results import CheckResult, OutputsResult, Piece
+from specbench.textsafe import terminal_safe, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specbench.check.greedy import Verdict
+    from specbench.check.outputs import Mismatch
+    from specbench.parity import Difference
+
+__all__ = ["show_check", "show_outputs"]
+
+_MOST_SHOWN = 20
+_NARROW = ("checked", "against", "token", "line", "verdict")
+_STYLES = {"identical": "green", "sound": "green", "numerical tie": "yellow", "wrong": "bold red"}
+_SENTENCES = {
+    "identical": "lossless as far as this check sees",
+    "numerical tie": "lossless as far as this check sees; outputs part only where rounding decides",
+    "wrong": "WRONG: this configuration does not keep the target's output",
+}
+
+
+def show_check(result: CheckResult, console: Console, *, dtype: str, piece: Piece | None) -> None:
+    """Print what a check found.
+
+    Args:
+        result: What it found.
+        console: Where to.
+        dtype: Name of the dtype whose rounding is the unit of gaps.
+        piece: A token's own text; ``None`` shows ids alone.
+    """
+    table = _table("checked", "on", "found", "verdict")
+    for row in _rows(result):
+        _add(table, console, row)
+    console.print(table)
+    _show_differences(result, console, dtype, piece)
+    _list(console, "Invariants that do not hold", list(_violations(result)))
+    _list(console, "Distributions that are not the target's", list(_biases(result)))
+    if not result.complete:
+        _line(console, "Interrupted: this is what was checked until then.", "yellow")
+    if result.verdict == "wrong" or result.greedy:
+        _line(console, f"Verdict: {_SENTENCES[result.verdict]}.", _STYLES[result.verdict])
+
+
+def _rows(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
+    on = f"{_count(len(result.greedy), 'prompt')}, {_count(sum(r.tokens for r in result.greedy), 'token')}"
+    yield ("greedy, plain", on, *_comparison(result, "plain"))
+    if result.no_transformers is None:
+        yield ("greedy, transformers", on, *_comparison(result, "transformers"))
+    else:
+        yield ("greedy, transformers", "not compared", result.no_transformers, "–")
+    if (each := result.deviations) is not None:
+        found = f"{_percent(each.largest)} off (plain {_percent(each.plain_largest)})"
+        yield ("logits", _count(each.rows, "row"), found, _sound(each.sound))
+    broken = len(result.violations)
+    found = _count(broken, "violation") if broken else "all invariants hold"
+    yield ("every step", _count(result.steps, "step"), found, _sound(not broken))
+    if result.exact:
+        places = sum(len(case.positions) for case in result.exact)
+        error = f"total variation {result.largest_error:.0e}"
+        sound = _sound(all(case.sound for case in result.exact))
+        yield ("exact distribution", _count(places, "position"), error, sound if places else "–")
+    if result.bias is not None and (result.exact or result.sampled):
+        yield _sampled(result)
+
+
+def _comparison(result: CheckResult, against: str) -> tuple[str, str]:
+    differences = result.differences("plain" if against == "plain" else "transformers")
+    verdicts = [verdict_of(each) for each in differences]
+    parts = [f"{verdicts.count('identical')} identical"]
+    if ties := verdicts.count("numerical tie"):
+        parts.append(_count(ties, "numerical tie"))
+    if wrong := verdicts.count("wrong"):
+        parts.append(f"{wrong} wrong")
+    return ", ".join(parts), result.verdict_against("plain" if against == "plain" else "transformers")
+
+
+def _sampled(result: CheckResult) -> tuple[str, str, str, str]:
+    what = f"sampled, {100 * (result.bias or 0):g}% bias"
+    if not result.sampled:
+        return what, "not sampled", "no context to sample from", "–"
+    outputs = {(test.prompt, test.context): test.runs for test in result.sampled}
+    least = min(test.p_value for test in result.sampled)
+    return (
+        what,
+        _count(sum(outputs.values()), "output"),
+        f"{_count(len(result.sampled), 'test')}, p-values from {least:.2g}",
+        _sound(all(test.sound for test in result.sampled)),
+    )
+
+
+def _show_differences(result: CheckResult, console: Console, dtype: str, piece: Piece | None) -> None:
+    found: list[tuple[str, str, Difference]] = []
+    for each in result.greedy:
+        for against, difference in (
+            ("plain", each.against_plain),
+            ("transformers", each.against_transformers),
+        ):
+            if difference is not None:
+                found.append((each.prompt, against, difference))
+    if not found:
+        return
+    found.sort(key=lambda row: row[2].numerical_tie)  # what is wrong comes first
+    table = _table("prompt", "against", "token", "this, other: logits", f"gap ({dtype} units)", "verdict")
+    for prompt, against, difference in found[:_MOST_SHOWN]:
+        cells = (
+            prompt,
+            against,
+            str(difference.position + 1),
+            _pair(difference.tokens, difference.logits, piece, console),
+            f"{difference.gap:.3g} ({difference.gap_units:.3g})",
+            verdict_of(difference),
+        )
+        _add(table, console, cells)
+    console.print()
+    console.print(table)
+    _more(console, len(found))
+
+
+def _violations(result: CheckResult) -> Iterator[str]:
+    for prompt, violation in result.violations:
+        where = "" if violation.step is None else f", step {violation.step}"
+        yield f"{violation.invariant}: {prompt}{where}: {violation.message}"
+
+
+def _biases(result: CheckResult) -> Iterator[str]:
+    places = [place for case in result.exact for place in case.positions if not place.sound]
+    for place in sorted(places, key=lambda place: -place.error):
+        step = "the first token" if place.step is None else f"step {place.step}, position {place.position}"
+        yield f"exact: {place.prompt}, {step} ({place.kind}): total variation from p {place.error:.3g}"
+    for test in result.sampled:
+        if not test.sound:
+            yield (
+                f"sampled: {test.prompt}, token {test.token}: p-value {test.p_value:.2g} (limit {test.limit:.2g}),"
+                f" about {test.bias:.1%} off in {_count(test.tested, 'output')}"
+            )
+
+
+def show_outputs(result: OutputsResult, console: Console, *, dtype: str, piece: Piece | None) -> None:
+    """Print what a check of outputs from elsewhere found. For the arguments see ``show_check``."""
+    differing = [each for each in result.outputs if each.verdict != "identical"]
+    if differing:
+        table = _table(
+            "line", "id", "token", "this, target's: logits", f"gap ({dtype} units)", "ties, wrong", "verdict"
+        )
+        for each in sorted(differing, key=lambda each: (each.verdict != "wrong", each.line))[:_MOST_SHOWN]:
+            shown = each.first_wrong or each.first
+            cells = (str(each.line), each.id, *_mismatch(shown, piece, console))
+            _add(table, console, (*cells, f"{each.ties}, {each.wrong}", each.verdict))
+        console.print(table)
+        _more(console, len(differing))
+    behind = [
+        f"line {each.line}: it goes on behind the end token at position {each.behind_end + 1}"
+        for each in result.outputs
+        if each.behind_end is not None
+    ]
+    _list(console, "Outputs that do not end", behind)
+    refused = [f"line {each.line}: {each.reason}" for each in result.refused]
+    _list(console, "Lines that cannot be checked", refused)
+    _list(console, "Lines whose scoring failed", [f"line {e.line}: {e.reason}" for e in result.failed])
+    verdicts = [each.verdict for each in result.outputs]
+    counts = (
+        f"{verdicts.count('identical')} identical, {_count(verdicts.count('numerical tie'), 'numerical tie')}"
+    )
+    counts += f", {verdicts.count('wrong')} wrong"
+    tokens = _count(sum(each.tokens for each in result.outputs), "token")
+    line = f"{_count(len(result.outputs), 'output')} with {tokens}: {counts}."
+    _line(console, line, _STYLES[result.verdict] if result.outputs else "")
+    if not result.complete:
+        _line(console, "Interrupted: this is what was checked until then.", "yellow")
+
+
+def _mismatch(found: Mismatch | None, piece: Piece | None, console: Console) -> tuple[str, ...]:
+    if found is None:
+        return ("", "", "")
+    pair = _pair((found.token, found.best), found.logits, piece, console)
+    return str(found.position + 1), pair, f"{found.gap:.3g} ({found.gap_units:.3g})"
+
+
+def _pair(
+    tokens: Sequence[int | None], logits: Sequence[float], piece: Piece | None, console: Console
+) -> str:
+    """Two tokens with their logits, a line each."""
+    lines = [
+        f"{_token(token, piece, console)}: {value:.7g}" for token, value in zip(tokens, logits, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+# -- parts of the picture --------------------------------------------------------------------------
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(Text(name), overflow="fold", no_wrap=name in _NARROW)
+    return table
+
+
+def _add(table: Table, console: Console, cells: Sequence[str]) -> None:
+    *texts, verdict = cells
+    shown = [Text("\n".join(_safe(line, console) for line in text.split("\n"))) for text in texts]
+    table.add_row(*shown, Text(_safe(verdict, console), _STYLES.get(verdict, "")))
+
+
+def _list(console: Console, heading: str, lines: Sequence[str]) -> None:
+    if not lines:
+        return
+    _line(console, f"{heading}:", "bold")
+    for line in lines[:_MOST_SHOWN]:
+        _line(console, f"  {line}")
+    _more(console, len(lines))
+
+
+def _more(console: Console, number: int) -> None:
+    if number > _MOST_SHOWN:
+        _line(console, f"  and {number - _MOST_SHOWN} more (--json lists them)", "dim")
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(_safe(text, console), style), soft_wrap=True)
+
+
+def _safe(text: str, console: Console) -> str:
+    indent = len(text) - len(text.lstrip(" "))
+    return " " * indent + " ".join(terminal_safe(text, console.encoding).split())
+
+
+def _token(token: int | None, piece: Piece | None, console: Console) -> str:
+    if token is None:
+        return "(end)"
+    return str(token) if piece is None else f"{token} '{visible(piece(token), console.encoding)}'"
+
+
+def _sound(sound: bool) -> Verdict | str:
+    return "sound" if sound else "wrong"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

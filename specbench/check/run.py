@@ -1,0 +1,149 @@
+"""Carry a check out, part by part; what is done stays when it breaks off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from specbench.check.chisquare import SIGNIFICANCE, runs_needed
+from specbench.check.deviation import judge_deviations
+from specbench.check.greedy import GreedyResult, Output, check_greedy
+from specbench.check.memo import memoised
+from specbench.check.observe import DecodingSetup
+from specbench.check.results import CheckResult
+from specbench.check.sampled import (
+    CONTEXTS,
+    DEPTH,
+    ExactCase,
+    SampledTest,
+    check_exact,
+    choose_contexts,
+    plan_context,
+    sample_context,
+)
+from specbench.progress import Progress
+
+__all__ = ["Case", "DecodingCheck", "estimated_seconds"]
+
+_DECODINGS = (3.0, 4.0)
+"""Decodings of all prompts, clean passes included, in units of ``transformers``' own; without and with sampling."""
+
+_USUAL_FREEDOM = 24
+_TOKEN_S, _ENTRY_S = 4e-4, 1e-8  # per sampled token, and per token and entry of the vocabulary
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt to check with.
+
+    Attributes:
+        id: Its name.
+        prompt: Token ids.
+        reference: What ``transformers`` answers; ``None`` to leave that out.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    reference: Output | None = None
+
+
+class DecodingCheck:
+    """Checks a configuration. Call ``greedy``, then ``exact`` and ``sampled`` if it samples; ``result`` at any time.
+
+    Args:
+        setup: What is checked.
+        cases: The prompts.
+        bias: The bias that sampling is to find with 95% power.
+        dtype: Whose rounding explains a tie: the logits', or coarser if rounding happens in coarser steps within.
+        no_transformers: Why the cases have no reference; ``None`` if they have.
+
+    Attributes:
+        progress: Told how far it has come; ``None`` for nobody.
+    """
+
+    def __init__(
+        self,
+        setup: DecodingSetup,
+        cases: Sequence[Case],
+        *,
+        bias: float = 0.05,
+        dtype: torch.dtype = torch.float32,
+        no_transformers: str | None = None,
+    ) -> None:
+        self.setup, self.cases, self.bias, self.dtype = setup, tuple(cases), bias, dtype
+        self._no_transformers = no_transformers
+        self.progress: Progress | None = None
+        self._greedy: list[GreedyResult] = []
+        self._exact: list[ExactCase] = []
+        self._sampled: list[SampledTest] = []
+
+    def _tell(self, stage: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress.update(stage, done, total)
+
+    def _tell_sampled(self, before: int, total: int, done: int) -> None:
+        self._tell("sampled outputs", before + done, total)
+
+    def greedy(self) -> None:
+        """Greedy outputs of all prompts."""
+        for done, case in enumerate(self.cases):
+            self._tell("greedy outputs", done, len(self.cases))
+            self._greedy.append(check_greedy(self.setup, case.id, case.prompt, case.reference, self.dtype))
+
+    def exact(self) -> None:
+        """The distribution of every step of a sampled output of each prompt."""
+        for done, case in enumerate(self.cases):
+            self._tell("exact distributions", done, len(self.cases))
+            self._exact.append(check_exact(self.setup, case.id, case.prompt))
+
+    def sampled(self) -> None:
+        """Many short outputs behind the sharpest contexts that ``exact`` has met."""
+        candidates = [candidate for case in self._exact for candidate in case.candidates]
+        chosen = choose_contexts(candidates, self.setup.target.context_limit)
+        if not chosen:
+            return
+        limit = SIGNIFICANCE / (len(chosen) * DEPTH)  # Bonferroni
+        setup, target = memoised(self.setup)
+        plans = []
+        for done, candidate in enumerate(chosen):
+            self._tell("planning the samples", done, len(chosen))
+            plans.append(plan_context(target, setup.sampling, candidate, self.bias, limit))
+        total, before = sum(plan.runs for plan in plans), 0
+        for number, plan in enumerate(plans):
+            setup = replace(setup, seed=self.setup.seed + number)
+            told = partial(self._tell_sampled, before, total)
+            self._sampled += sample_context(setup, target, plan, limit, told)
+            before += plan.runs
+
+    def result(self, *, complete: bool = True) -> CheckResult:
+        """What was found so far."""
+        speculative = [value for each in self._greedy for value in each.deviations]
+        plain = [value for each in self._greedy for value in each.plain_deviations]
+        return CheckResult(
+            greedy=tuple(self._greedy),
+            deviations=judge_deviations(speculative, plain, self.dtype),
+            exact=tuple(self._exact),
+            sampled=tuple(self._sampled),
+            bias=None if self.setup.sampling.greedy else self.bias,
+            no_transformers=self._no_transformers,
+            complete=complete,
+        )
+
+
+def estimated_seconds(plainly_s: float, vocab_size: int, bias: float | None) -> float:
+    """How long a check may take, from how long ``transformers`` takes for its answers. A rough guess, said once.
+
+    Args:
+        plainly_s: Seconds for the answers to all prompts.
+        vocab_size: Width of the logits: what a sampled token costs, once its logits are known, grows with it.
+        bias: What sampling is to find; ``None`` if nothing is sampled.
+    """
+    runs = _DECODINGS[0] if bias is None else _DECODINGS[1]
+    seconds = plainly_s * runs
+    if bias is not None:
+        outputs = CONTEXTS * runs_needed(bias, SIGNIFICANCE / (CONTEXTS * DEPTH), _USUAL_FREEDOM)
+        seconds += outputs * DEPTH * (_TOKEN_S + _ENTRY_S * vocab_size)
+    return seconds

@@ -1,0 +1,395 @@
+"""Sampled outputs: the exact distribution of every step, then many short outputs against the target's own p."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbench.check.chisquare import (
+    Branch,
+    Cells,
+    chi_square,
+    freedom,
+    plan_cells,
+    runs_needed,
+    share,
+)
+from specbench.check.exact import (
+    acceptance_of_all,
+    bias_without_adjustment,
+    emitted,
+    error_limit,
+    total_variation,
+)
+from specbench.check.invariants import Rules, Violation, check_observation, check_run, target_distributions
+from specbench.check.memo import MemoScorer
+from specbench.check.observe import DecodingSetup, Drawn, Observation, Tested, observe
+from specbench.drafters.base import Draft
+from specbench.measure import clock_for
+from specbench.records import Prefill, Step
+from specbench.sampling import Randomness, Sampling
+
+__all__ = [
+    "CONTEXTS",
+    "DEPTH",
+    "Candidate",
+    "ContextPlan",
+    "ExactCase",
+    "ExactPosition",
+    "SampledTest",
+    "check_exact",
+    "choose_contexts",
+    "plan_context",
+    "sample_context",
+]
+
+CONTEXTS = 4
+"""Fixed contexts that are sampled from."""
+
+DEPTH = 3
+"""Tokens sampled behind each of them; the drafts there are two tokens long at most."""
+
+_WORTH = 3.0
+"""A deeper token is tested if that takes no more than so many times the samples of the first one."""
+
+_SIGHT = 0.01
+"""Tokens more probable than this are expected to get cells."""
+
+Position = Literal["first", "corrected", "bonus", "target"]
+
+
+@dataclass(frozen=True)
+class ExactPosition:
+    """A place where the emitted distribution is known whole.
+
+    Attributes:
+        prompt: Id of the prompt.
+        step: Index of the step; ``None`` for the first-target pass.
+        position: In the draft.
+        kind: Where the closing token came from; ``first`` is the first-target token.
+        error: Total variation of what is emitted there from p.
+        limit: What rounding may leave of it.
+    """
+
+    prompt: str
+    step: int | None
+    position: int
+    kind: Position
+    error: float
+    limit: float
+
+    @property
+    def sound(self) -> bool:
+        return self.error < self.limit
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A context that the sampled test may use.
+
+    Attributes:
+        prompt: Id of the prompt.
+        context: Prompt and output so far.
+        emitted: How many of these are output.
+        sharpness: How wrong a decoder without the residual adjustment would be there, as total variation; weighted by
+            the share of p that lies in tokens with cells of their own.
+    """
+
+    prompt: str
+    context: tuple[int, ...]
+    emitted: int
+    sharpness: float
+
+
+@dataclass(frozen=True)
+class ExactCase:
+    """What the exact test of one prompt found.
+
+    Attributes:
+        prompt: Its id.
+        steps: Steps looked at.
+        positions: Where the distribution is known.
+        acceptances: α of every tested draft, as the loop recorded it.
+        candidates: Contexts for the sampled test.
+        violations: Invariants that do not hold.
+    """
+
+    prompt: str
+    steps: int
+    positions: tuple[ExactPosition, ...]
+    acceptances: tuple[float, ...]
+    candidates: tuple[Candidate, ...]
+    violations: tuple[Violation, ...]
+
+    @property
+    def sound(self) -> bool:
+        return all(place.sound for place in self.positions)
+
+
+def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> ExactCase:
+    """Sample one output, and compute from each step's own p, q, chances and draws what it emits.
+
+    Every token that closes a step gives one place: at a rejection the formula of ``specbench.check.exact``, elsewhere
+    the distribution it was drawn from. Half of the rejections are forced, so that all positions come up.
+    """
+    rules = Rules.of(setup, prompt, greedy=False)
+    positions: list[ExactPosition] = []
+    candidates: list[Candidate] = []
+    violations: list[Violation] = []
+    acceptances: list[float] = []
+    output: list[int] = []
+    steps = 0
+    before: Observation | None = None
+    for seen in observe(setup, prompt, greedy=False, forcing=True):
+        violations += check_observation(seen, before, rules)
+        place = _place(seen, name, setup.sampling)
+        if place is not None:
+            positions.append(place)
+        if isinstance(seen.record, Step):
+            steps += 1
+            acceptances += seen.record.expected_acceptance
+            candidate = _candidate(seen, name, len(output), setup.sampling)
+            if candidate is not None:
+                candidates.append(candidate)
+        output += seen.tokens
+        before = seen
+    reason = None if before is None else before.record.finish_reason
+    violations += check_run(output, reason, rules)
+    return ExactCase(name, steps, tuple(positions), tuple(acceptances), tuple(candidates), tuple(violations))
+
+
+def _place(seen: Observation, name: str, sampling: Sampling) -> ExactPosition | None:
+    """The distribution of the token that closes the step, against p."""
+    draws = [event for event in seen.events if isinstance(event, Drawn)]
+    tests = [event for event in seen.events if isinstance(event, Tested)]
+    if len(draws) != 1 or len(seen.passes) != 1 or len(tests) > 1:
+        return None  # an invariant that is complained of elsewhere
+    step = seen.record.index if isinstance(seen.record, Step) else None
+    draft = seen.proposals[0].draft if seen.proposals else Draft()
+    accepted = tests[0].accepted if tests else 0
+    p = target_distributions(seen, sampling)
+    closing = draws[0].distribution.to(p.device)
+    limit = error_limit(draft, p, accepted)
+    if accepted >= len(draft.tokens):
+        kind: Position = (
+            "first" if isinstance(seen.record, Prefill) else "bonus" if draft.tokens else "target"
+        )
+        return ExactPosition(name, step, accepted, kind, total_variation(closing, p[accepted]), limit)
+    acceptance = acceptance_of_all(draft, p, accepted)
+    acceptance[draft.tokens[accepted]] = float(tests[0].acceptance[accepted])  # what was tested, to the bit
+    error = total_variation(emitted(draft, accepted, acceptance, closing), p[accepted])
+    return ExactPosition(name, step, accepted, "corrected", error, limit)
+
+
+def _candidate(seen: Observation, name: str, emitted_before: int, sampling: Sampling) -> Candidate | None:
+    if emitted_before < 1 or not seen.proposals or not seen.passes:
+        return None
+    p = target_distributions(seen, sampling)[:1]
+    draft = seen.proposals[0].draft
+    visible = float(p[0][p[0] >= _SIGHT].sum())
+    sharpness = visible * bias_without_adjustment(draft, p, 0) if draft.tokens else 0.0
+    return Candidate(name, seen.context, emitted_before, sharpness)
+
+
+def choose_contexts(
+    candidates: Sequence[Candidate], room: int | None, count: int = CONTEXTS
+) -> list[Candidate]:
+    """The sharpest contexts, from as many prompts as there are.
+
+    Args:
+        candidates: What the exact test met.
+        room: The target's context limit, ``None`` for none.
+        count: How many at most.
+    """
+    fitting = [c for c in candidates if room is None or len(c.context) + DEPTH <= room]
+    ranked = sorted(fitting, key=lambda c: (-c.sharpness, c.prompt, c.emitted))
+    taken: dict[str, int] = defaultdict(int)
+    rounds = []
+    for candidate in ranked:
+        rounds.append((taken[candidate.prompt], candidate))
+        taken[candidate.prompt] += 1
+    rounds.sort(key=lambda pair: pair[0])  # stable: within a round the sharpest first
+    return [candidate for _, candidate in rounds[:count]]
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """What is sampled behind one context.
+
+    Attributes:
+        candidate: The context.
+        runs: Outputs to sample.
+        depths: Cells of the 1st, 2nd, ... token behind it; empty where a token is not tested.
+    """
+
+    candidate: Candidate
+    runs: int
+    depths: tuple[tuple[Cells, ...], ...]
+
+    @property
+    def tests(self) -> int:
+        """Number of χ² tests."""
+        return sum(bool(cells) for cells in self.depths)
+
+
+def plan_context(
+    target: MemoScorer, sampling: Sampling, candidate: Candidate, bias: float, significance: float
+) -> ContextPlan:
+    """Choose cells and the number of samples from the target's own probabilities, before anything is sampled.
+
+    The first token behind the context decides the number, so that a bias of the stated size is found with 95% power.
+    Deeper ones are tested too where they need at most three times as many, and then all get as many as the neediest.
+    """
+    branches = [Branch((), 1.0, _probabilities(target, sampling, candidate.context))]
+    runs, cells = _settle(branches, bias, significance)
+    depths = [tuple(cells)]
+    needed = runs
+    for _ in range(1, DEPTH):
+        branches = [
+            Branch(tokens, weight, _probabilities(target, sampling, (*candidate.context, *tokens)))
+            for tokens, weight in _reached(cells)
+        ]
+        cells = plan_cells(branches, runs)
+        asks = runs_needed(bias, significance, freedom(cells), share(cells)) if cells else 0
+        worth = bool(cells) and asks <= _WORTH * runs
+        depths.append(tuple(cells) if worth else ())
+        if worth:
+            needed = max(needed, asks)
+    return ContextPlan(candidate, needed, tuple(depths))
+
+
+def _settle(branches: Sequence[Branch], bias: float, significance: float) -> tuple[int, list[Cells]]:
+    """Runs and cells that fit each other: more runs allow for more cells, which need more runs."""
+    runs = runs_needed(bias, significance, 1)
+    while True:
+        cells = plan_cells(branches, runs)
+        asks = runs_needed(bias, significance, max(1, freedom(cells)), share(cells) or 1.0)
+        if asks <= runs:
+            return runs, cells
+        runs = asks
+
+
+def _reached(cells: Sequence[Cells]) -> Iterator[tuple[tuple[int, ...], float]]:
+    """The branches behind the cells, and their probabilities."""
+    for each in cells:
+        for token, probability in zip(each.tokens, each.probabilities, strict=True):
+            yield (*each.branch, token), each.weight * probability
+
+
+def _probabilities(target: MemoScorer, sampling: Sampling, context: Sequence[int]) -> NDArray[np.float64]:
+    p = sampling.probabilities(target.row(context).unsqueeze(0), context)[0].double().cpu().numpy()
+    return np.asarray(p / p.sum(), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class SampledTest:
+    """One χ² test.
+
+    Attributes:
+        prompt: Id of the prompt.
+        context: Tokens of output before the sampled ones.
+        token: Which token of the output, counted from 1.
+        runs: Outputs that were sampled.
+        tested: How many of them fell into tested branches.
+        freedom: Degrees of freedom.
+        p_value: See ``TestOutcome``; 0 where something impossible was sampled.
+        limit: The p-value below which the token counts as biased.
+        bias: Observed total variation over the cells, noise included.
+    """
+
+    prompt: str
+    context: int
+    token: int
+    runs: int
+    tested: int
+    freedom: int
+    p_value: float
+    limit: float
+    bias: float
+
+    @property
+    def sound(self) -> bool:
+        return self.p_value >= self.limit
+
+
+Told = Callable[[int], None]
+
+
+def sample_context(
+    setup: DecodingSetup, target: MemoScorer, plan: ContextPlan, limit: float, told: Told | None = None
+) -> list[SampledTest]:
+    """Decode as often as planned behind one context, and test what came.
+
+    Args:
+        setup: What ``memoised`` made; its end tokens and stop strings are left out of the sampled outputs.
+        target: What it returned beside.
+        plan: For one context.
+        limit: Significance of each test.
+        told: Called behind every output with how many there are; ``None`` for nobody.
+    """
+    context = plan.candidate.context
+    random = Randomness(setup.seed, setup.target.device)
+    clock = clock_for(str(setup.target.device))
+    counts: list[dict[tuple[int, ...], Counter[int]]] = [defaultdict(Counter) for _ in range(DEPTH)]
+    for run in range(plan.runs):
+        tokens: list[int] = []
+        for record in setup.decoder(
+            context,
+            setup.target,
+            setup.drafter,
+            policy=setup.policy,
+            sampling=setup.sampling,
+            random=random,
+            max_new_tokens=DEPTH,
+            first_target=False,
+            residual_adjustment=setup.residual_adjustment,
+            clock=clock,
+        ):
+            if isinstance(record, Step):
+                tokens += record.tokens
+        for depth, token in enumerate(tokens[:DEPTH]):
+            counts[depth][tuple(tokens[:depth])][token] += 1
+        if told is not None:
+            told(run + 1)
+    impossible = _impossible(target, setup.sampling, context, counts)
+    tests = []
+    for depth, cells in enumerate(plan.depths):
+        if not cells:
+            continue
+        outcome = chi_square(cells, counts[depth])
+        tests.append(
+            SampledTest(
+                prompt=plan.candidate.prompt,
+                context=plan.candidate.emitted,
+                token=plan.candidate.emitted + depth + 1,
+                runs=plan.runs,
+                tested=outcome.runs,
+                freedom=outcome.freedom,
+                p_value=0.0 if depth in impossible else outcome.p_value,
+                limit=limit,
+                bias=outcome.bias,
+            )
+        )
+    return tests
+
+
+def _impossible(
+    target: MemoScorer,
+    sampling: Sampling,
+    context: Sequence[int],
+    counts: Sequence[dict[tuple[int, ...], Counter[int]]],
+) -> set[int]:
+    """Depths at which a token came that the transforms rule out."""
+    if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        return set()
+    return {
+        depth
+        for depth, branches in enumerate(counts)
+        for branch, seen in branches.items()
+        if any(_probabilities(target, sampling, (*context, *branch))[token] == 0 for token in seen)
+    }

@@ -1,0 +1,996 @@
+"""The check is itself checked: what is sound passes, and every planted bug is found, by the part that is meant to."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedCache, ScriptedScorer, random_table
+from tiny import tiny_language_model, tiny_llama
+
+import specbench.accept
+import specbench.check.deviation
+import specbench.check.exact
+import specbench.check.invariants
+import specbench.decode
+from specbench.accept import judge
+from specbench.check import chisquare
+from specbench.check.chisquare import Branch, chi_square, freedom, plan_cells, power, runs_needed, share
+from specbench.check.deviation import Columns, clean_rows, deviation, judge_deviations
+from specbench.check.exact import acceptance_of_all, emitted, error_limit, total_variation
+from specbench.check.greedy import Output, Top, check_greedy, compare_outputs, run_greedy, verdict_of
+from specbench.check.invariants import Rules
+from specbench.check.memo import MemoScorer, _Rows, _TwoCaches, memoised
+from specbench.check.observe import DecodingSetup, observe
+from specbench.check.outputs import GivenOutput, Refused, check_output, misfit, read_outputs
+from specbench.check.reference import ReferenceSettings, reference_output
+from specbench.check.results import CheckResult
+from specbench.check.run import Case, DecodingCheck, estimated_seconds
+from specbench.check.sampled import Candidate, check_exact, choose_contexts, plan_context, sample_context
+from specbench.decode import decode_steps
+from specbench.drafters.base import Draft
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.lengths import FixedLength
+from specbench.parity import find_difference, tie_units
+from specbench.records import Prefill, Step
+from specbench.sampling import Greedy, Multinomial, Sampling, TopK
+from specbench.scorer import Scorer
+from specbench.text import StopRules
+
+VOCAB, NEW = 8, 12
+PROMPT = (1, 5, 2, 7, 1, 5, 2)
+TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
+
+DRAFTERS: dict[str, Callable[[ScriptedScorer], Any]] = {
+    "model": lambda target: ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
+    "self": lambda target: SelfDrafter(
+        ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False), "self"
+    ),
+    "lookup": lambda target: LookupDrafter(),
+    "ngram:sample": lambda target: NGramDrafter(sample=True),
+    "cascade": lambda target: CascadeDrafter(
+        NGramDrafter(sample=True), ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model")
+    ),
+}
+
+
+def setup_of(kind: str = "model", **changes: Any) -> DecodingSetup:
+    target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+    made = DecodingSetup(
+        target=target,
+        drafter=DRAFTERS[kind](target),
+        policy=FixedLength(3),
+        sampling=Multinomial(0.9),
+        max_new_tokens=NEW,
+    )
+    return replace(made, **changes)
+
+
+def result_of(setup: DecodingSetup, *, sampled: bool = False, bias: float = 0.2) -> CheckResult:
+    checking = DecodingCheck(setup, [Case("a", PROMPT), Case("b", (3, 3, 6))], bias=bias)
+    checking.greedy()
+    if not setup.sampling.greedy:
+        checking.exact()
+        if sampled:
+            checking.sampled()
+    return checking.result()
+
+
+def violated(result: CheckResult) -> set[str]:
+    return {violation.invariant for _, violation in result.violations}
+
+
+# --- Sound configurations -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("first_target", [True, False])
+def test_sound_configurations_pass(drafter: str, first_target: bool) -> None:
+    result = result_of(setup_of(drafter, first_target=first_target))
+    assert result.violations == []
+    assert result.verdict == "identical"
+    assert result.largest_error < 1e-6
+    kinds = {place.kind for case in result.exact for place in case.positions}
+    assert "corrected" in kinds
+    assert result.deviations is not None
+    assert result.deviations.largest == 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        TopK(3, 1.2),
+        Sampling(0.7, top_p=0.8),
+        Sampling(1.0, min_p=0.2),
+        Multinomial(0.9, repetition_penalty=1.7),
+    ],
+)
+def test_so_they_do_with_every_transform(sampling: Sampling) -> None:
+    for drafter in ("model", "lookup"):
+        result = result_of(setup_of(drafter, sampling=sampling))
+        assert result.verdict == "identical", result.violations
+
+
+def test_sampled_outputs_of_sound_configurations_pass() -> None:
+    for drafter in DRAFTERS:
+        result = result_of(setup_of(drafter, sampling=TopK(6, 0.9)), sampled=True)
+        assert result.verdict == "identical", [test for test in result.sampled if not test.sound]
+        assert len(result.sampled) >= 4
+        assert {test.token - test.context for test in result.sampled} >= {1, 2}
+
+
+def test_ends_are_where_they_should_be() -> None:
+    for end_ids, limit in (((4,), 40), ((), 5), ((2, 3), 40)):
+        setup = setup_of(end_ids=end_ids, max_new_tokens=limit)
+        assert result_of(setup).verdict == "identical"
+    short = setup_of()
+    short.target.context_limit = len(PROMPT) + 4
+    assert result_of(short).verdict == "identical"
+
+
+# --- Planted bugs ---------------------------------------------------------------------------------
+
+
+def with_judge(patch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> None:
+    patch.setattr(specbench.decode, "judge", broken)
+
+
+def test_a_decoder_without_the_residual_adjustment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        return judge(*arguments, **{**options, "residual_adjustment": False})
+
+    with_judge(monkeypatch, broken)
+    for drafter in DRAFTERS:
+        result = result_of(setup_of(drafter))
+        assert result.verdict == "wrong"
+        assert result.largest_error > 1e-3, drafter
+        assert violated(result) == set()
+        assert result.verdict_against("plain") == "identical"  # greedy decoding does not show it
+    assert not all(test.sound for test in result_of(setup_of("model"), sampled=True, bias=0.1).sampled)
+
+
+def test_so_is_the_switch_that_turns_it_off() -> None:
+    result = result_of(setup_of("lookup", residual_adjustment=False))
+    assert result.verdict == "wrong"
+    assert result.largest_error > 1e-3
+    assert violated(result) == set()
+
+
+def swapped(draft: Draft, p: torch.Tensor) -> torch.Tensor:
+    """q over p instead of p over q."""
+    tokens = torch.tensor(draft.tokens).unsqueeze(-1)
+    assert draft.q is not None
+    return (draft.q.gather(-1, tokens) / p[: len(tokens)].gather(-1, tokens)).squeeze(-1).clamp_max(1.0)
+
+
+def test_p_and_q_swapped_in_the_loop_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specbench.accept, "acceptance_probabilities", swapped)
+    result = result_of(setup_of("model"))
+    assert "chance" in violated(result)
+
+
+def test_and_in_the_function_that_everything_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (specbench.accept, specbench.check.exact, specbench.check.invariants):
+        monkeypatch.setattr(module, "acceptance_probabilities", swapped)
+    result = result_of(setup_of("model"))
+    assert violated(result) == set()
+    assert result.largest_error > 1e-3
+
+
+def test_a_residual_without_the_clamp_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(draft: Draft, p: torch.Tensor, i: int) -> torch.Tensor:
+        assert draft.q is not None
+        return (p[i] - draft.q[i]).abs()
+
+    monkeypatch.setattr(specbench.accept, "residual", broken)
+    assert result_of(setup_of("model")).largest_error > 1e-3
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+def test_the_rejected_token_in_place_of_the_corrected_one_is_found(
+    monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    def broken(draft: Draft, *arguments: Any, **options: Any) -> Any:
+        verdict = judge(draft, *arguments, **options)
+        if verdict.closing == "corrected":
+            verdict.tokens[-1] = draft.tokens[verdict.accepted]
+        return verdict
+
+    with_judge(monkeypatch, broken)
+    result = result_of(setup_of(drafter))
+    assert result.verdict_against("plain") == "wrong"
+    assert {"choice", "chance"} <= violated(result)
+
+
+def test_an_output_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        verdict = judge(*arguments, **options)
+        if verdict.closing == "bonus":
+            verdict.tokens.pop()  # the bonus token is lost
+            verdict.tokens.append(verdict.tokens[-1])
+        return verdict
+
+    with_judge(monkeypatch, broken)
+    same = ModelDrafter(ScriptedScorer(TARGET, VOCAB), "same")
+    result = result_of(setup_of(drafter=same, policy=FixedLength(1), sampling=Greedy()))
+    assert result.verdict_against("plain") == "wrong"
+    difference = result.greedy[0].against_plain or result.greedy[1].against_plain
+    assert difference is not None
+    assert difference.gap > 0
+    assert "choice" in violated(result)
+
+
+def decoder_with(**changed: Any) -> Callable[..., Iterator[Prefill | Step]]:
+    """The loop with other options than those it is given."""
+
+    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
+        return decode_steps(*arguments, **{**options, **changed})
+
+    return decoder
+
+
+def test_an_ignored_end_token_is_found() -> None:
+    setup = setup_of(end_ids=(0, 1, 2, 3), decoder=decoder_with(stops=StopRules()))
+    result = result_of(setup)
+    assert violated(result) == {"stop"}
+    messages = [violation.message for _, violation in result.violations]
+    assert any("goes on behind the end token at position" in message for message in messages)
+    assert any("ended by length, and should by nothing" in m or "should by eos" in m for m in messages)
+
+
+def test_a_token_too_many_is_found() -> None:
+    setup = setup_of(decoder=decoder_with(max_new_tokens=NEW + 1))
+    result = result_of(setup)
+    assert "goes on behind the limit of 12 tokens" in str(result.violations)
+    assert violated(result) <= {"stop", "draft"}
+
+
+def test_a_stop_string_that_is_missed_is_found() -> None:
+    class Letters:
+        def decode(self, ids: Sequence[int], **_: Any) -> str:
+            return "".join("abcdefgh"[i] for i in ids)
+
+    plain = run_greedy(setup_of(), PROMPT, plain=True).tokens
+    stop = Letters().decode(plain[3:5])
+    sound = setup_of(stop=(stop,), tokenizer=Letters(), sampling=Greedy())
+    assert result_of(sound).verdict == "identical"
+    assert len(run_greedy(sound, PROMPT).tokens) <= 5
+    result = result_of(replace(sound, decoder=decoder_with(stops=StopRules())))
+    assert "goes on behind a stop string" in str(result.violations)
+
+
+class Proxy:
+    """A target that rolls back to another length than it is told."""
+
+    def __init__(self, scorer: Any, surplus: int) -> None:
+        self._scorer, self._surplus = scorer, surplus
+
+    def rollback(self, length: int) -> None:
+        self._scorer.rollback(length + self._surplus)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scorer, name)
+
+
+@pytest.mark.parametrize("surplus", [1, 2])
+def test_a_rejected_token_left_in_the_cache_is_found(surplus: int) -> None:
+    def decoder(prompt: Any, target: Any, drafter: Any, **options: Any) -> Iterator[Prefill | Step]:
+        return decode_steps(prompt, Proxy(target, surplus), drafter, **options)
+
+    def forgiving(target: ScriptedScorer) -> ScriptedScorer:
+        """Like a real model, it computes on whatever its cache holds."""
+        whole = target.logits
+
+        def logits(context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
+            tokens = [*context, *drafted]
+            if target.cache.length > len(tokens) - len(drafted) - 1:
+                target.cache.rollback(len(tokens) - len(drafted) - 1 + 0)
+                target.cache.entries[-1:] = [(0, target)]  # what was rejected, in the place of what was kept
+            return whole(context, drafted, rows)
+
+        target.logits = logits  # type: ignore[method-assign]
+        return target
+
+    made = setup_of("lookup", decoder=decoder, sampling=Greedy())
+    result = result_of(replace(made, target=forgiving(made.target)))  # type: ignore[arg-type]
+    assert "cache" in violated(result)
+    assert result.verdict == "wrong"
+
+
+def test_the_deviation_of_logits_shows_what_the_tokens_do_not() -> None:
+    """A cache with a wrong token in it, while the argmax stays what it was."""
+
+    def logits(tokens: Sequence[int]) -> torch.Tensor:
+        row = TARGET(tokens).clone()
+        row[int(row.argmax())] += 50.0
+        return row
+
+    class Spoilt(ScriptedScorer):
+        def logits(self, context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
+            found = super().logits(context, drafted, rows)
+            return found + 0.3 * DRAFT([*context]) if len(drafted) else found
+
+    target = Spoilt(logits, VOCAB)
+    setup = setup_of(
+        target=target, drafter=ModelDrafter(ScriptedScorer(logits, VOCAB), "model"), sampling=Greedy()
+    )
+    result = result_of(setup)
+    assert result.verdict_against("plain") == "identical"
+    assert violated(result) == set()
+    assert result.deviations is not None
+    assert not result.deviations.sound
+    assert result.verdict == "wrong"
+
+
+class Discarding(ModelDrafter):
+    """Throws a drafted token away because it was improbable: that changes q."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        if draft.q is not None and float(draft.q[-1, draft.tokens[-1]]) < 0.3:
+            draft.tokens.pop()
+            draft.q = draft.q[:-1] if draft.tokens else None
+        return draft
+
+
+def test_a_dropped_unlikely_draft_is_found() -> None:
+    setup = setup_of(drafter=Discarding(ScriptedScorer(DRAFT, VOCAB), "discarding"), policy=FixedLength(1))
+    result = result_of(setup, sampled=True, bias=0.1)
+    assert violated(result) == {"chance"}
+    assert "thrown away" in str(result.violations)
+    assert not all(test.sound for test in result.sampled)  # and the samples show what it does
+
+
+class Peeking(ModelDrafter):
+    """Says that its tokens came from another distribution than they did."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        if draft.q is not None:
+            draft.q = draft.q.sqrt() / draft.q.sqrt().sum(dim=-1, keepdim=True)
+        return draft
+
+
+def test_a_q_that_is_not_what_was_drawn_from_is_found() -> None:
+    result = result_of(setup_of(drafter=Peeking(ScriptedScorer(DRAFT, VOCAB), "peeking")))
+    assert violated(result) == {"chance"}
+
+
+def test_greedy_decoding_that_draws_is_found() -> None:
+    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
+        for record in decode_steps(*arguments, **options):
+            options["random"].draw(torch.ones(3))
+            yield record
+
+    assert "choice" in violated(result_of(setup_of(sampling=Greedy(), decoder=decoder)))
+
+
+@pytest.mark.parametrize(
+    ("change", "invariant"),
+    [
+        (lambda step: {"accepted": step.accepted + 1}, "count"),
+        (lambda step: {"tested": step.tested + 1}, "count"),
+        (lambda step: {"closing": "bonus" if step.closing != "bonus" else "target"}, "count"),
+        (lambda step: {"position": step.position + 1}, "position"),
+        (lambda step: {"index": step.index + 1}, "position"),
+        (lambda step: {"drafted": (*step.drafted, 0)}, "draft"),
+        (lambda step: {"expected_acceptance": (*step.expected_acceptance, 1.0)}, "count"),
+    ],
+)
+def test_a_record_that_does_not_say_what_was_is_found(
+    change: Callable[[Step], dict[str, Any]], invariant: str
+) -> None:
+    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
+        for record in decode_steps(*arguments, **options):
+            yield replace(record, **change(record)) if isinstance(record, Step) else record
+
+    result = result_of(setup_of(decoder=decoder))
+    assert invariant in violated(result)
+
+
+def test_records_behind_the_end_are_found() -> None:
+    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
+        records = list(decode_steps(*arguments, **options))
+        assert isinstance(records[-1], Step)
+        yield from records
+        yield replace(records[-1], index=records[-1].index + 1)
+
+    assert {"stop", "position"} <= violated(result_of(setup_of(sampling=Greedy(), decoder=decoder)))
+
+
+# --- Exact distributions --------------------------------------------------------------------------
+
+
+def random_distributions(seed: int, rows: int, *, zeros: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(rows, VOCAB, generator=generator)
+    if zeros:
+        weights[torch.rand(rows, VOCAB, generator=generator) < 0.4] = 0.0
+        weights[:, 0] += 0.1
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_the_right_rule_emits_p(zeros: bool) -> None:
+    p, q = random_distributions(1, 6, zeros=zeros), random_distributions(2, 6, zeros=zeros)
+    for certain in (False, True):
+        draft = Draft([int(row.argmax()) for row in q], q=None if certain else q)
+        for i in range(6):
+            closing = specbench.accept.residual(draft, p, i)
+            found = emitted(draft, i, acceptance_of_all(draft, p, i), closing)
+            assert float(found.sum()) == pytest.approx(1.0)
+            assert total_variation(found, p[i]) < 1e-6
+
+
+def test_without_the_adjustment_it_emits_what_the_formula_says() -> None:
+    p, q = random_distributions(3, 1, zeros=False), random_distributions(4, 1, zeros=False)
+    draft = Draft([0], q=q)
+    overlap = torch.minimum(p[0], q[0]).double()
+    expected = overlap + (1 - overlap.sum()) * p[0].double()
+    found = emitted(draft, 0, acceptance_of_all(draft, p, 0), p[0])
+    assert total_variation(found, expected) < 1e-6
+    assert total_variation(found, p[0]) > 0.01
+
+
+def test_a_distribution_without_mass_counts_as_wholly_wrong() -> None:
+    assert total_variation(torch.zeros(3), torch.ones(3)) == 1.0
+
+
+def test_the_limit_allows_for_what_a_float32_softmax_is_off() -> None:
+    p = random_distributions(5, 2, zeros=False)
+    draft = Draft([0, 1], q=1.00002 * p)
+    assert error_limit(Draft([0, 1]), p, 0) == pytest.approx(1e-5, abs=1e-6)
+    assert error_limit(draft, p, 1) == pytest.approx(3e-5, abs=1e-6)
+    assert error_limit(draft, 0.9 * p, 1) == pytest.approx(1.1e-4, abs=1e-6)  # that much is a fault
+    assert error_limit(draft, torch.cat([p, 1.00001 * p[:1]]), 2) == pytest.approx(
+        2e-5, abs=1e-6
+    )  # the bonus
+
+
+def test_forced_rejections_reach_every_position() -> None:
+    """The drafter is the target, so that chance would accept everything."""
+    near = lambda tokens: TARGET(tokens) + 0.01 * DRAFT(tokens)  # noqa: E731
+    setup = setup_of(drafter=ModelDrafter(ScriptedScorer(near, VOCAB), "near"), max_new_tokens=400)
+    case = check_exact(setup, "a", PROMPT)
+    corrected = {place.position for place in case.positions if place.kind == "corrected"}
+    assert corrected == {0, 1, 2}
+    assert max(place.error for place in case.positions) < 1e-6
+    assert case.violations == ()
+
+
+# --- χ² tests -------------------------------------------------------------------------------------
+
+
+def sampled_counts(
+    cells: Sequence[chisquare.Cells], truth: dict[tuple[int, ...], np.ndarray], runs: int, seed: int
+) -> dict[tuple[int, ...], Counter[int]]:
+    """What a model of these distributions would emit, branch by branch."""
+    generator = np.random.default_rng(seed)
+    counts = {}
+    for each in cells:
+        drawn = generator.multinomial(round(runs * each.weight), truth[each.branch])
+        counts[each.branch] = Counter(dict(enumerate(drawn.tolist())))
+    return counts
+
+
+def two_branches(runs: int) -> tuple[list[chisquare.Cells], dict[tuple[int, ...], np.ndarray]]:
+    generator = np.random.default_rng(0)
+    truth = {(i,): generator.dirichlet(np.full(40, 0.4)) for i in range(2)}
+    branches = [Branch((0,), 0.6, truth[0,]), Branch((1,), 0.3, truth[1,])]
+    return plan_cells(branches, runs), truth
+
+
+def shifted(p: np.ndarray, cells: chisquare.Cells, bias: float) -> np.ndarray:
+    """The hardest way to be off by ``bias``: every cell by 2·bias of itself, up or down by turns of equal mass."""
+    parts = [np.array([token]) for token in cells.tokens]
+    rest = np.setdiff1d(np.arange(len(p)), cells.tokens)
+    if len(rest):
+        parts.append(rest)
+    parts.sort(key=lambda part: -float(p[part].sum()))
+    up, down, out = 0.0, 0.0, p.copy()
+    for part in parts:
+        mass = float(p[part].sum())
+        if up <= down:
+            out[part] *= 1 + 2 * bias
+            up += mass
+        else:
+            out[part] *= 1 - 2 * bias
+            down += mass
+    return out / out.sum()
+
+
+def test_cells_cover_a_branch_and_hold_enough() -> None:
+    cells, truth = two_branches(2000)
+    assert 0 < len(cells) <= 2
+    assert share(cells) == pytest.approx(0.9)
+    assert sum(len(each.tokens) for each in cells) <= 24
+    for each in cells:
+        assert sum(each.probabilities) + each.rest == pytest.approx(1.0)
+        assert all(2000 * each.weight * p >= 5 for p in each.probabilities)
+        assert each.rest == 0 or 2000 * each.weight * each.rest >= 5
+        assert list(each.probabilities) == [truth[each.branch][token] for token in each.tokens]
+
+
+def test_a_branch_with_one_possible_token_has_no_cells() -> None:
+    assert plan_cells([Branch((), 1.0, np.array([0.0, 1.0, 0.0]))], 1000) == []
+    (only,) = plan_cells([Branch((), 1.0, np.array([0.25, 0.75, 0.0]))], 1000)
+    assert (only.tokens, only.rest, only.freedom) == ((1, 0), 0.0, 1)
+
+
+def test_a_test_keeps_its_level_and_has_its_power() -> None:
+    bias, level = 0.1, 0.01
+    cells, truth = two_branches(3000)
+    runs = runs_needed(bias, level, freedom(cells), share(cells))
+    assert power(runs, bias, level, freedom(cells), share(cells)) >= 0.95
+    assert power(0.98 * runs, bias, level, freedom(cells), share(cells)) < 0.95
+    off = {each.branch: shifted(truth[each.branch], each, bias) for each in cells}
+    false_alarms = found = 0
+    for seed in range(400):
+        false_alarms += chi_square(cells, sampled_counts(cells, truth, runs, seed)).p_value < level
+        found += chi_square(cells, sampled_counts(cells, off, runs, seed)).p_value < level
+    assert false_alarms <= 12  # 4 expected
+    assert found >= 360  # 380 expected; the shift is not quite even
+
+
+def test_smaller_biases_need_more_runs() -> None:
+    assert runs_needed(0.01, 1e-4, 20) == pytest.approx(25 * runs_needed(0.05, 1e-4, 20), rel=0.01)
+    assert runs_needed(0.05, 1e-4, 20, share=0.5) == pytest.approx(2 * runs_needed(0.05, 1e-4, 20), rel=0.01)
+
+
+def test_what_is_impossible_has_no_chance() -> None:
+    (cells,) = plan_cells([Branch((), 1.0, np.array([0.5, 0.5, 0.0]))], 100)
+    assert chi_square([cells], {(): Counter({0: 50, 1: 50})}).p_value == 1.0
+    assert chi_square([cells], {(): Counter({0: 50, 1: 49, 2: 1})}).p_value == 0.0
+
+
+def test_observed_bias_is_the_total_variation() -> None:
+    (cells,) = plan_cells([Branch((), 1.0, np.array([0.5, 0.3, 0.2]))], 1000)
+    outcome = chi_square([cells], {(): Counter({0: 600, 1: 200, 2: 200})})
+    assert outcome.bias == pytest.approx(0.1)
+    assert outcome.statistic == pytest.approx(100**2 / 500 + 100**2 / 300)
+    assert (outcome.runs, outcome.freedom) == (1000, 2)
+
+
+# --- Sampling with remembered logits --------------------------------------------------------------
+
+
+def test_a_context_is_fed_once() -> None:
+    setup = setup_of("self")
+    assert isinstance(setup.target, ScriptedScorer)
+    memo, target = memoised(setup)
+    for _ in range(3):
+        passes = list(setup.target.passes)
+        for _ in decode_steps(
+            PROMPT, memo.target, memo.drafter, policy=memo.policy, sampling=Greedy(),
+            random=None, max_new_tokens=8, first_target=False,
+        ):  # fmt: skip
+            pass
+    assert passes  # the first time
+    assert setup.target.passes == passes
+    again = target.row(PROMPT)
+    assert torch.equal(again, TARGET(PROMPT))
+    assert setup.target.passes == passes
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_remembered_decoding_is_decoding(drafter: str) -> None:
+    for greedy in (True, False):
+        setup = setup_of(drafter)
+        memo, _ = memoised(setup_of(drafter))
+        for _ in range(2):
+            direct = [each.tokens for each in observe(setup, PROMPT, greedy=greedy)]
+            assert [each.tokens for each in observe(memo, PROMPT, greedy=greedy)] == direct
+
+
+def test_real_caches_are_brought_up_to_date() -> None:
+    """A self-drafter on a real model's cache: what is read depends on who fed what, and on real roll-backs."""
+    model = tiny_llama(seed=3)
+    for cache in ("dynamic", "preallocated", "none"):
+        scorer = Scorer(model, cache)
+        inner = Scorer(tiny_llama(seed=3), scorer.cache)
+        shared = _TwoCaches(scorer.cache)
+        rows = _Rows()
+        target, drafter = MemoScorer(scorer, shared, rows), MemoScorer(inner, shared, rows)
+        context = [5, 6, 7, 8]
+        for drafted in ([1, 2], [1, 3], [4, 2]):
+            shared.reset()
+            target.logits(context)
+            shared.rollback(len(context) - 1)
+            for count in range(len(drafted) + 1):
+                found = drafter.logits(context, drafted[:count], rows=1)
+                whole = clean_row(model, [*context, *drafted[:count]])
+                assert torch.allclose(found[0], whole, atol=1e-4)
+            shared.rollback(len(context) - 1)
+            for row, count in zip(target.logits(context, drafted), range(3), strict=True):
+                assert torch.allclose(row, clean_row(model, [*context, *drafted[:count]]), atol=1e-4)
+
+
+def clean_row(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([list(tokens)])).logits[0, -1]
+
+
+def test_a_forgotten_roll_back_gives_other_logits() -> None:
+    _, target = memoised(setup_of())
+    target.logits([1, 2, 3], [4])
+    target.cache.seen[-2:] = target.cache.seen[-1:]  # one token was not fed, another not taken off
+    found = target.logits([1, 2, 3, 5])[-1]
+    assert torch.equal(found, TARGET([1, 2, 4, 5]))
+    assert not torch.equal(found, TARGET([1, 2, 3, 5]))
+
+
+def test_memory_for_rows_is_bounded() -> None:
+    rows = _Rows(most_bytes=10 * 4 * VOCAB)
+    for i in range(50):
+        rows.put((i,), torch.zeros(VOCAB))
+        assert rows.get((0,)) is not None  # the most used stays
+    assert sum(rows.get((i,)) is not None for i in range(50)) == 10
+
+
+def test_contexts_come_from_several_prompts_the_sharpest_first() -> None:
+    candidates = [Candidate("a", (1,) * n, n, sharpness=n / 10) for n in (2, 3, 4)]
+    candidates.append(Candidate("b", (1,) * 90, 1, sharpness=0.9))
+    candidates.append(Candidate("c", (1,) * 3, 1, sharpness=0.05))
+    chosen = choose_contexts(candidates, room=60, count=3)
+    assert [(each.prompt, each.emitted) for each in chosen] == [("a", 4), ("c", 1), ("a", 3)]
+    assert choose_contexts(candidates, None, 1)[0].prompt == "b"
+
+
+def test_the_number_of_samples_has_the_power_it_claims() -> None:
+    setup, target = memoised(setup_of(sampling=Multinomial(0.9)))
+    plan = plan_context(target, setup.sampling, Candidate("a", PROMPT, 1, 0.1), 0.1, 1e-4)
+    assert plan.depths[0]
+    assert plan.tests >= 2
+    for cells in plan.depths:
+        if cells:
+            assert power(plan.runs, 0.1, 1e-4, freedom(cells), share(cells)) >= 0.95
+
+
+def test_impossible_tokens_are_found_however_few() -> None:
+    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
+        wide = replace(options["sampling"], top_k=0)
+        return decode_steps(*arguments, **{**options, "sampling": wide})
+
+    sampling = Sampling(1.0, top_k=7)  # all but the least probable token
+    setup, target = memoised(setup_of(sampling=sampling, decoder=decoder))
+    plan = plan_context(target, sampling, Candidate("a", PROMPT, 1, 0.1), 0.2, 1e-4)
+    tests = sample_context(setup, target, replace(plan, runs=1500), 1e-4)
+    assert min(test.p_value for test in tests) == 0.0
+
+
+# --- Greedy outputs -------------------------------------------------------------------------------
+
+
+class Row:
+    """A scorer with one row of logits for every context."""
+
+    def __init__(self, values: Sequence[float], dtype: torch.dtype) -> None:
+        self.row = torch.tensor(values, dtype=dtype)
+        self.vocab_size = self.embeddings = len(values)
+        self.context_limit: int | None = None
+
+    def begin(self) -> None: ...
+
+    def rollback(self, length: int) -> None: ...
+
+    def logits(self, context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
+        return self.row.repeat(rows or 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens", "dtype", "tie"),
+    [
+        ((20.0, 19.5, 1.0), (0, 1), torch.bfloat16, True),
+        ((20.0, 19.5, 1.0), (0, 1), torch.float32, False),
+        ((20.0, 20.0 - 5e-5, 1.0), (0, 1), torch.float32, True),
+        ((20.0, 18.5, 1.0), (0, 1), torch.bfloat16, False),
+        # The two best logits tie, but one of the tokens is neither: no tie.
+        ((20.0, 20.0, 1.0), (0, 2), torch.bfloat16, False),
+        # Both tokens tie with each other, far below the best: no tie.
+        ((20.0, 1.0, 1.0), (1, 2), torch.bfloat16, False),
+    ],
+)
+def test_a_tie_needs_both_tokens_near_the_best(
+    values: tuple[float, ...], tokens: tuple[int, int], dtype: torch.dtype, tie: bool
+) -> None:
+    difference = find_difference(Row(values, dtype), [0], [1, tokens[0]], [1, tokens[1]], Greedy())  # type: ignore[arg-type]
+    assert difference is not None
+    assert difference.position == 1
+    assert difference.tokens == tokens
+    assert difference.logits == pytest.approx([values[t] for t in tokens], rel=0.01)
+    assert difference.gap == pytest.approx(max(values) - min(values[t] for t in tokens), rel=0.05)
+    assert difference.numerical_tie is tie
+    assert (difference.gap_units <= tie_units(dtype)) is tie
+
+
+def test_an_output_that_has_ended_is_no_tie() -> None:
+    difference = find_difference(Row((5.0, 5.0), torch.float32), [0], [1], [1, 0], Greedy())  # type: ignore[arg-type]
+    assert difference is not None
+    assert difference.tokens == (None, 0)
+    assert difference.gap == 0
+    assert not difference.numerical_tie
+
+
+def test_a_tie_has_to_be_one_in_the_eyes_of_both_runs() -> None:
+    setup = replace(setup_of(), target=Row((20.0, 19.5, 1.0), torch.bfloat16))  # type: ignore[arg-type]
+    near = Top((1, 0), (20.0, 19.75))
+    far = Top((1, 0), (25.0, 19.0))
+    for second, verdict in ((near, "numerical tie"), (far, "wrong"), (Top((1,), (20.0,)), "wrong")):
+        first = Output((0,), (Top((0, 1), (20.0, 19.5)),))
+        difference = compare_outputs(setup, [2], first, Output((1,), (second,)), torch.bfloat16)
+        assert verdict_of(difference) == verdict
+
+
+def test_transformers_own_answers_are_ours() -> None:
+    model = tiny_language_model(seed=5)
+    end = tuple(model.end_ids)
+    prompt = [10, 20, 30, 40, 50]
+    for penalty, ends in ((1.0, ()), (1.3, end), (1.0, (7, 8, 9, 250))):
+        reference = reference_output(
+            model.model, prompt, ReferenceSettings(24, ends, repetition_penalty=penalty)
+        )
+        scorer = Scorer(model.model)
+        setup = DecodingSetup(
+            target=scorer, drafter=LookupDrafter(), sampling=Greedy(penalty), max_new_tokens=24, end_ids=ends
+        )
+        result = check_greedy(setup, "a", prompt, reference, torch.float32)
+        assert result.against_transformers is None
+        assert result.against_plain is None
+        assert result.violations == ()
+        assert len(reference.tops) == len(reference.tokens)
+        assert [top.ids[0] for top in reference.tops] == list(reference.tokens)
+        assert max(result.deviations) < 1e-5
+
+
+def test_transformers_answers_end_where_ours_do() -> None:
+    model = tiny_language_model(seed=5)
+    prompt = [10, 20, 30]
+    whole = reference_output(model.model, prompt, ReferenceSettings(16))
+    assert len(whole.tokens) == 16
+    text = model.tokenizer.decode(list(whole.tokens[3:6]))
+    cut = reference_output(
+        model.model, prompt, ReferenceSettings(16, stop=(text,), tokenizer=model.tokenizer)
+    )
+    assert len(cut.tokens) < 16
+    assert len(cut.tops) == len(cut.tokens)
+    assert len(reference_output(model.model, prompt, ReferenceSettings(16, context_limit=8)).tokens) == 5
+    assert reference_output(model.model, prompt, ReferenceSettings(16, context_limit=3)).tokens == ()
+
+
+def test_the_models_generation_settings_stay() -> None:
+    model = tiny_language_model(seed=5)
+    own = model.model.generation_config
+    own.temperature = 0.123
+    reference_output(model.model, [1, 2], ReferenceSettings(3))
+    assert model.model.generation_config is own
+
+
+# --- Deviations -----------------------------------------------------------------------------------
+
+
+def test_clean_rows_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = Scorer(tiny_llama(seed=2))
+    prompt, output = [1, 2, 3], list(range(4, 24))
+    whole = torch.stack(list(clean_rows(scorer, prompt, output)))
+    for count in (1, 7):
+        vocab = whole.shape[-1]
+        monkeypatch.setattr(specbench.check.deviation, "_MOST_BYTES", 4 * vocab * count)
+        parts = torch.stack(list(clean_rows(scorer, prompt, output)))
+        assert parts.shape == whole.shape
+        assert torch.allclose(parts, whole, atol=1e-4)
+    assert torch.allclose(whole[4], clean_row(tiny_llama(seed=2), [*prompt, *output[:4]]), atol=1e-4)
+
+
+def test_a_deviation_is_relative_and_knows_no_shift() -> None:
+    row = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(200, generator=torch.Generator().manual_seed(1))
+    assert deviation(row, row) == 0.0
+    assert deviation(row + 7.0, row) == pytest.approx(0.0, abs=1e-6)
+    assert deviation(10 * (row + 0.1 * noise), 10 * row) == pytest.approx(
+        deviation(row + 0.1 * noise, row), rel=1e-4
+    )
+    assert 0.08 < deviation(row + 0.1 * noise, row) < 0.12
+    masked = torch.cat([row, torch.tensor([-math.inf])])
+    assert deviation(masked, masked) == 0.0
+    assert deviation(torch.cat([row, torch.zeros(1)]), masked) == math.inf
+
+
+def test_at_most_4096_columns_are_kept() -> None:
+    for vocab in (1, 8, 4096, 4097, 151936):
+        columns = Columns.of(vocab).take(torch.arange(vocab))
+        assert min(vocab, 2048) <= len(columns) <= 4096
+        assert columns[-1] >= vocab * 0.99 - 1
+
+
+def test_deviations_are_judged_against_plain_decoding() -> None:
+    plain = [0.02, 0.018, 0.035] * 10
+
+    def sound(speculative: Sequence[float], plain: Sequence[float] = plain) -> bool:
+        result = judge_deviations(speculative, plain, torch.bfloat16)
+        assert result is not None
+        return result.sound
+
+    assert sound([0.019, 0.02, 0.04] * 10)
+    assert not sound([*([0.019] * 29), 0.3])  # one row that is far off
+    assert not sound([0.045] * 30)  # all of them a little
+    assert not sound([0.5] * 30, [0.5] * 30)  # plain decoding itself
+    assert sound([0.01] * 30, [0.0] * 30)  # where plain decoding happens to be exact
+    assert judge_deviations([], plain, torch.float32) is None
+    single = judge_deviations([0.01] * 30, [2e-6] * 30, torch.float32)
+    assert single is not None
+    assert not single.sound
+
+
+# --- Outputs of other engines ---------------------------------------------------------------------
+
+
+def greedy_output(tokens: int, setup: DecodingSetup | None = None) -> tuple[int, ...]:
+    return run_greedy(setup or setup_of(max_new_tokens=tokens), PROMPT, plain=True).tokens
+
+
+def given(output: Sequence[int]) -> GivenOutput:
+    return GivenOutput(1, "a", PROMPT, tuple(output))
+
+
+def scripted_target() -> Any:
+    return ScriptedScorer(TARGET, VOCAB)
+
+
+def test_the_targets_own_output_is_identical() -> None:
+    for penalty in (1.0, 1.5):
+        setup = setup_of(max_new_tokens=9, sampling=Multinomial(1.0, repetition_penalty=penalty))
+        output = greedy_output(9, setup)
+        result = check_output(scripted_target(), given(output), PROMPT, Greedy(penalty))
+        assert (result.verdict, result.first, result.tokens) == ("identical", None, 9)
+    target = scripted_target()
+    check_output(target, given(output), PROMPT, Greedy())
+    assert target.passes == [len(PROMPT) + len(output) - 1]  # one pass
+
+
+def test_the_first_token_that_is_not_the_targets_is_named() -> None:
+    output = list(greedy_output(9))
+    context = [*PROMPT, *output[:4]]
+    row = TARGET(context)
+    other = int(row.argsort()[-2])
+    output[4] = other
+    result = check_output(scripted_target(), given(output), PROMPT, Greedy())
+    assert result.verdict == "wrong"
+    assert result.first is not None
+    assert result.first_wrong == result.first
+    assert (result.first.position, result.first.token, result.first.best) == (4, other, int(row.argmax()))
+    assert result.first.gap == pytest.approx(float(row.max() - row[other]))
+    assert result.first.logits == (pytest.approx(float(row[other])), pytest.approx(float(row.max())))
+
+
+def test_ties_are_named_and_do_not_hide_what_is_wrong() -> None:
+    target: Any = Row((20.0, 19.5, 1.0), torch.bfloat16)
+    result = check_output(target, given([0, 1, 0, 1]), [0], Greedy())
+    assert (result.verdict, result.ties, result.wrong) == ("numerical tie", 2, 0)
+    assert result.first is not None
+    assert (result.first.position, result.first.numerical_tie) == (1, True)
+    result = check_output(target, given([0, 1, 2]), [0], Greedy())
+    assert (result.verdict, result.ties, result.wrong) == ("wrong", 1, 1)
+    assert result.first_wrong is not None
+    assert (result.first.position, result.first_wrong.position) == (1, 2)
+    coarse = check_output(Row((20.0, 19.5), torch.float32), given([1]), [0], Greedy(), dtype=torch.bfloat16)  # type: ignore[arg-type]
+    assert coarse.verdict == "numerical tie"
+
+
+def test_two_largest_logits_are_both_the_targets_choice() -> None:
+    target: Any = Row((3.0, 3.0, 1.0), torch.float32)
+    assert check_output(target, given([0, 1]), [0], Greedy()).verdict == "identical"
+
+
+def test_an_output_behind_its_end_is_wrong() -> None:
+    output = greedy_output(9)
+    result = check_output(scripted_target(), given(output), PROMPT, Greedy(), end_ids=[output[3]])
+    assert result.behind_end == output.index(output[3])
+    assert result.verdict == "wrong"
+    last = check_output(scripted_target(), given(output[:4]), PROMPT, Greedy(), end_ids=[output[3]])
+    assert last.behind_end is None or output.index(output[3]) < 3
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "It is not JSON: "),
+        (b"\xff\xfe", "It is not UTF-8."),
+        (b"[1, 2]", "It is not a JSON object."),
+        (b'{"token_ids": [1]}', 'It has no "prompt".'),
+        (b'{"prompt": "a"}', 'It has no "token_ids".'),
+        (b'{"prompt": 5, "token_ids": [1]}', 'Its "prompt" is not a text or a list of token ids.'),
+        (b'{"prompt": " ", "token_ids": [1]}', 'Its "prompt" is empty.'),
+        (b'{"prompt": [], "token_ids": [1]}', 'Its "prompt" is empty.'),
+        (b'{"prompt": "a", "token_ids": []}', 'Its "token_ids" is empty.'),
+        (b'{"prompt": "a", "token_ids": [1, 2.5]}', 'Its "token_ids" is not a list of token ids.'),
+        (b'{"prompt": "a", "token_ids": [true]}', 'Its "token_ids" is not a list of token ids.'),
+        (b'{"prompt": "a", "token_ids": "12"}', 'Its "token_ids" is not a list of token ids.'),
+        (b'{"prompt": "a", "token_ids": [1], "id": [1]}', 'Its "id" is neither'),
+        (b"[" * 100_000, "It is not JSON that can be read."),
+        (b"1" * 10_000, "It is not JSON that can be read."),
+    ],
+)
+def test_bad_lines_are_refused_with_their_number(line: bytes, reason: str) -> None:
+    good = b'{"prompt": "a", "token_ids": [3]}'
+    found = list(read_outputs([good, b"", line, good]))
+    assert [each.line for each in found] == [1, 3, 4]
+    assert isinstance(found[1], Refused)
+    assert found[1].reason.startswith(reason)
+    assert isinstance(found[2], GivenOutput)
+
+
+def test_lines_are_read_as_described() -> None:
+    lines = [
+        b'\xef\xbb\xbf{"id": "x", "prompt": "a", "token_ids": [3], "engine": "other"}\r',
+        b'{"prompt": [1, 2], "token_ids": [3, 4]}',
+        b'{"id": 7, "prompt": [1], "token_ids": [3]}',
+    ]
+    assert list(read_outputs(lines)) == [
+        GivenOutput(1, "x", "a", (3,)),
+        GivenOutput(2, "2", (1, 2), (3, 4)),
+        GivenOutput(3, "7", (1,), (3,)),
+    ]
+    assert len(list(read_outputs([b"", *lines], limit=2))) == 2
+
+
+def test_what_the_target_cannot_score_is_refused() -> None:
+    assert misfit([1], [2, 3], 4, None) is None
+    assert "holds 4, and the target has the tokens 0 to 3" in str(misfit([1], [4], 4, None))
+    assert '"prompt" holds -1' in str(misfit([-1], [1], 4, None))
+    assert misfit([1, 1], [1, 1], 4, 3) is None  # the last token need not be read
+    assert "have 5 tokens, the target's context holds 3" in str(misfit([1, 1], [1, 1, 1], 4, 3))
+
+
+# --- The whole ------------------------------------------------------------------------------------
+
+
+def test_a_check_that_breaks_off_keeps_what_it_has() -> None:
+    checking = DecodingCheck(setup_of(sampling=Greedy()), [Case("a", PROMPT), Case("b", ())])
+    with pytest.raises(Exception, match="The prompt is empty"):
+        checking.greedy()
+    result = checking.result(complete=False)
+    assert [each.prompt for each in result.greedy] == ["a"]
+    assert result.verdict == "identical"
+    assert result.to_dict(None)["complete"] is False
+
+
+def test_the_result_is_ready_for_json() -> None:
+    import json
+
+    for setup in (setup_of(), setup_of("lookup", residual_adjustment=False), setup_of(sampling=Greedy())):
+        result = result_of(setup, sampled=True)
+        fields = json.loads(json.dumps(result.to_dict(str), allow_nan=False))
+        assert fields["verdict"] == result.verdict
+        assert fields["greedy"]["against_plain"]["identical"] == 2
+        assert fields["invariants"]["violations"] == []
+        assert (fields["exact"] is None) == setup.sampling.greedy
+        if not setup.sampling.greedy:
+            assert fields["exact"]["sound"] == setup.residual_adjustment
+            assert fields["sampled"]["tests"]
+
+
+def test_time_is_guessed_from_what_is_asked_for() -> None:
+    greedy, sampled = (estimated_seconds(10, 50_000, bias) for bias in (None, 0.05))
+    assert 10 < greedy < sampled
+    assert estimated_seconds(10, 50_000, 0.01) > 10 * sampled
+
+
+def test_rules_end_outputs_as_the_loop_does() -> None:
+    rules = Rules(prompt=3, sampling=Greedy(), max_new_tokens=5, end_ids=frozenset({9}), context_limit=7)
+    assert rules.finish_reason([1]) is None
+    assert rules.finish_reason([1, 9]) == "eos"
+    assert rules.finish_reason([1, 1, 1, 1]) == "context-limit"
+    assert rules.finish_reason([1] * 5) == "length"
+    assert rules.went_on([1, 9, 1]) == "the end token at position 1 of the output"
+    assert rules.went_on([1] * 5) == "the target's context of 7 tokens"
+    assert rules.went_on([1] * 6) == "the limit of 5 tokens"
+    assert rules.went_on([1, 9]) is None

@@ -1,0 +1,463 @@
+"""`specbench check` in this process, on tiny models: what it prints, what it refuses, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import save_tiny, tiny_llama, tiny_tokenizer
+
+import specbench.check.run
+import specbench.decode
+from specbench.cli import run
+from specbench.decode import decode_steps
+from specbench.generate import encode_prompt
+from specbench.records import Prefill, Step
+
+Check = Callable[..., "Result"]
+
+
+class Result:
+    """What one command did."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def json(self, code: int = 0) -> dict[str, Any]:
+        assert self.code == code, self.err
+        assert self.out.count("\n") == 1
+        return dict(json.loads(self.out))
+
+    def refused(self, *fragments: str) -> None:
+        """Nothing on stdout, and one sentence on stderr that holds the fragments."""
+        assert self.code == 2, self.err
+        assert self.out == ""
+        assert re.fullmatch(r"specbench: [^\n]+\.\n", self.err), self.err
+        for fragment in fragments:
+            assert fragment in self.err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    lines = [
+        {"id": "one", "category": "a", "turns": ["the thing in the end"]},
+        {"id": "two", "category": "b", "turns": ["to and to and to"], "system": "be brief"},
+        {"id": "three", "category": "b", "turns": ["and on"]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str], folder: Path, prompts: Path) -> Check:
+    """`check` with the tiny target, the tiny prompts unless outputs are checked, and ten tokens each."""
+
+    def call(*arguments: object, target: Path | None = None) -> Result:
+        given = [str(argument) for argument in arguments]
+        if "--outputs" not in given:
+            given = ["--prompts", str(prompts), "-n", "10", *given]
+        if "--dtype" not in given:
+            given += ["--dtype", "float32"]
+        capsys.readouterr()
+        code = run(["check", "--target", str(target or folder), *given])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def rows(out: str) -> dict[str, str]:
+    """The table's verdicts by what was checked."""
+    found = {}
+    for line in out.splitlines():
+        cells = re.split(r"\s{2,}", line.strip())
+        if len(cells) == 4:
+            found[cells[0]] = cells[3]
+    return found
+
+
+# --- Configurations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "self:layers=1", "ngram", "none"])
+def test_a_sound_configuration_passes(check: Check, drafter: str) -> None:
+    result = check("--drafter", drafter)
+    assert result.code == 0, result.out + result.err
+    assert f"tiny (float32), drafter {drafter}" in result.out
+    verdicts = rows(result.out)
+    assert verdicts["greedy, plain"] == verdicts["greedy, transformers"] == "identical"
+    assert verdicts["logits"] == verdicts["every step"] == "sound"
+    assert "exact distribution" not in verdicts
+    assert "Verdict: lossless as far as this check sees.\n" in result.out
+    assert "This will take about" in result.err
+
+
+def test_json_has_everything(check: Check) -> None:
+    figures = check("--json", "-t", 0.9, "--top-k", 8, "--bias", 0.3, "--seed", 4).json()
+    assert figures["check"] == "decoding"
+    assert figures["verdict"] == "identical"
+    assert figures["complete"] is True
+    assert (figures["target"], figures["drafter"], figures["dtype"]) == ("tiny", "lookup", "float32")
+    assert figures["options"]["temperature"] == 0.9
+    assert figures["options"]["seed"] == 4
+    assert figures["greedy"]["prompts"] == 3
+    assert figures["greedy"]["tokens"] == 30
+    for against in ("against_plain", "against_transformers"):
+        assert figures["greedy"][against] == {
+            "verdict": "identical",
+            "identical": 3,
+            "ties": 0,
+            "wrong": 0,
+            "differences": [],
+        }
+    assert figures["greedy"]["not_compared"] is None
+    assert figures["logits"]["sound"] is True
+    assert figures["logits"]["rows"] == 30
+    assert figures["exact"]["largest_error"] < 1e-5
+    assert figures["sampled"]["bias"] == 0.3
+    tests = figures["sampled"]["tests"]
+    assert tests
+    assert all(test["p_value"] >= test["limit"] for test in tests)
+    assert figures["invariants"]["violations"] == []
+
+
+def test_it_repeats_with_its_seed(check: Check) -> None:
+    asked = ("--json", "-t", 1, "--top-k", 6, "--bias", 0.3, "--quiet", "--drafter", "self:layers=1")
+    assert check(*asked).out == check(*asked).out
+    assert check(*asked).out != check(*asked, "--seed", 1).out
+
+
+def test_without_the_residual_adjustment_it_is_wrong(check: Check) -> None:
+    asked = ("-t", 1, "--top-k", 8, "--drafter", "self:layers=1", "--no-residual-adjustment", "--bias", 0.3)
+    result = check(*asked)
+    assert result.code == 1
+    verdicts = rows(result.out)
+    assert verdicts["exact distribution"] == "wrong"
+    assert verdicts["greedy, plain"] == "identical"
+    assert verdicts["every step"] == "sound"
+    assert "Verdict: WRONG" in result.out
+    assert "(corrected): total variation from p 0." in result.out
+    figures = check(*asked, "--json").json(code=1)
+    assert figures["verdict"] == "wrong"
+    assert figures["exact"]["sound"] is False
+    assert figures["exact"]["at"]["kind"] == "corrected"
+
+
+def test_what_has_no_effect_is_said(check: Check) -> None:
+    result = check("--no-residual-adjustment", "--top-k", 3)
+    assert result.code == 0
+    assert "--top-k, --no-residual-adjustment have no effect at temperature 0" in result.err
+    quiet = check("--no-residual-adjustment", "--quiet")
+    assert quiet.err == ""
+
+
+def test_options_reach_the_decoding(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def watch(setup: Any, *arguments: Any, **options: Any) -> Any:
+        seen["setup"] = setup
+        return original(setup, *arguments, **options)
+
+    original = specbench.check.run.check_greedy
+    monkeypatch.setattr(specbench.check.run, "check_greedy", watch)
+    result = check(
+        "--length-policy", "confidence", "--confidence", 0.7, "--gamma-max", 3, "--no-first-target", "--ignore-eos",
+        "--repetition-penalty", 1.2, "--stop", "zzz", "--cache", "preallocated", "--limit", 1,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    setup = seen["setup"]
+    assert setup.policy.name == "confidence:threshold=0.7,max=3"
+    assert setup.sampling.repetition_penalty == 1.2
+    assert (setup.first_target, setup.end_ids, setup.stop) == (False, (), ("zzz",))
+    assert type(setup.target.cache).__name__ == "PreallocatedKVCache"
+    assert "1 prompt," in result.out
+
+
+def test_a_drafter_model_is_checked_too(check: Check, tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other", seed=1)
+    result = check("--drafter", other, "--drafter-dtype", "float32", "-t", 0.8, "--top-k", 6, "--bias", 0.3)
+    assert result.code == 0, result.out + result.err
+    assert "drafter other (float32)" in result.out
+    assert rows(result.out)["exact distribution"] == "sound"
+
+
+def test_an_unfit_drafter_model_is_refused_before_anything_takes_time(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    tiny_llama().save_pretrained(other)
+    tiny_tokenizer(special_tokens=("<s>", "</s>", "<pad>")).save_pretrained(other)
+
+    def never(*arguments: Any) -> None:
+        raise AssertionError("transformers was asked")
+
+    monkeypatch.setattr(sys.modules["specbench.cli.check"]._DecodingJob, "_references", never)
+    check("--drafter", other).refused("tokenizer")
+
+
+def test_an_int8_target_is_not_compared_with_transformers(check: Check) -> None:
+    figures = check("--dtype", "int8", "--json", "--drafter", "lookup").json()
+    assert figures["greedy"]["against_transformers"] is None
+    assert figures["greedy"]["not_compared"] == "it has no such int8 model"
+    assert figures["rounding"] == "bfloat16"
+    assert figures["verdict"] == "identical"
+    assert "not compared" in check("--dtype", "int8").out
+
+
+def broken(**changed: Any) -> Callable[..., Iterator[Prefill | Step]]:
+    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
+        return decode_steps(*arguments, **{**options, **changed})
+
+    return decoder
+
+
+def test_a_broken_decoder_ends_with_1_and_says_where(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = specbench.decode.judge
+
+    def off_by_one(draft: Any, logits: Any, *arguments: Any, **options: Any) -> Any:
+        verdict = judge(draft, logits, *arguments, **options)
+        if len(draft.tokens) and verdict.closing != "bonus":
+            verdict.tokens[-1] = int(logits[verdict.accepted].argsort()[-2])
+        return verdict
+
+    monkeypatch.setattr(specbench.decode, "judge", off_by_one)
+    result = check("--drafter", "self:layers=1")
+    assert result.code == 1
+    assert rows(result.out)["greedy, plain"] == "wrong"
+    assert "Invariants that do not hold:" in result.out
+    assert re.search(r"choice: one, step \d+: token \d+ of the step is", result.out)
+    figures = check("--drafter", "self:layers=1", "--json").json(code=1)
+    difference = figures["greedy"]["against_transformers"]["differences"][0]
+    assert difference["verdict"] == "wrong"
+    assert difference["gap"] > 0
+    assert len(difference["texts"]) == 2
+
+
+def test_an_interrupt_loses_nothing(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = specbench.check.run.check_greedy
+    calls = []
+
+    def second_breaks(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments[1])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(specbench.check.run, "check_greedy", second_breaks)
+    result = check()
+    assert result.code == 130
+    assert "1 prompt, 10 tokens" in result.out
+    assert "Interrupted: this is what was checked until then." in result.out
+    calls.clear()
+    figures = json.loads(check("--json").out)
+    assert figures["complete"] is False
+    assert figures["greedy"]["prompts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["--bias", "0"], ["--bias is 0"]),
+        (["--bias", "0.7"], ["--bias is 0.7", "up to 0.5"]),
+        (["--stop", ""], ["stop string is empty"]),
+        (["--egag", "--length-policy", "fixed"], ["--egag and --length-policy"]),
+        (["--length-policy", "egag"], ["reads the drafter's distribution"]),
+        (["--drafter", "self:layers=9"], ["layers"]),
+        (["--limit", "0"], ["--limit"]),
+        (["--category", "nothing"], ["No prompt has the category"]),
+        (["--temperature", "-1"], ["--temperature"]),
+        (["--prompts", "nowhere"], ["There is no prompt set"]),
+        (["--costs", "x.json"], ["has no option --costs"]),
+    ],
+)
+def test_what_cannot_be_is_refused(check: Check, arguments: list[str], fragments: list[str]) -> None:
+    check(*arguments).refused(*fragments)
+
+
+def test_prompts_that_do_not_fit_are_left_out(check: Check, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    tokens = len(encode_prompt(tiny_tokenizer(), "to and to and to", system="be brief"))
+    tiny_llama(context=tokens).save_pretrained(short)
+    tiny_tokenizer().save_pretrained(short)
+    result = check(target=short)
+    assert result.code == 0, result.out + result.err
+    assert "1 prompt leaves no room for an answer in the target's context: left out" in result.err
+    assert "2 prompts," in result.out
+    tinier = tmp_path / "tinier"
+    tiny_llama(context=8).save_pretrained(tinier)
+    tiny_tokenizer().save_pretrained(tinier)
+    check("--quiet", target=tinier).refused("No prompt leaves room")
+
+
+# --- Outputs of other engines ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def outputs(check: Check, tmp_path: Path) -> Callable[..., Path]:
+    """A file of the given lines; what is no bytes becomes JSON."""
+
+    def write(*lines: object) -> Path:
+        path = tmp_path / "outputs.jsonl"
+        path.write_bytes(
+            b"".join(
+                (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
+            )
+        )
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """The target's own greedy output behind "the thing"."""
+    from specbench import autoregressive_generate, load_target
+    from specbench.models import LoadOptions
+
+    target = load_target(str(folder), LoadOptions(dtype="float32"))
+    return list(autoregressive_generate("the thing", target, max_new_tokens=12).token_ids)
+
+
+def test_the_targets_own_outputs_pass(check: Check, outputs: Callable[..., Path], own: list[int]) -> None:
+    result = check("--outputs", outputs({"id": "x", "prompt": "the thing", "token_ids": own}))
+    assert result.code == 0, result.err
+    assert result.out == "1 output with 12 tokens: 1 identical, 0 numerical ties, 0 wrong.\n"
+
+
+def test_a_foreign_token_is_named(check: Check, outputs: Callable[..., Path], own: list[int]) -> None:
+    changed = [*own[:5], (own[5] + 1) % 250, *own[6:]]
+    path = outputs(
+        {"id": "right", "prompt": "the thing", "token_ids": own},
+        {"id": "changed\x1b[31m", "prompt": "the thing", "token_ids": changed},
+    )
+    result = check("--outputs", path)
+    assert result.code == 1
+    assert "\x1b" not in result.out
+    assert "2 outputs with 24 tokens: 1 identical, 0 numerical ties, 1 wrong." in result.out
+    figures = check("--outputs", path, "--json").json(code=1)
+    assert figures["check"] == "outputs"
+    assert figures["verdict"] == "wrong"
+    right, wrong = figures["outputs"]
+    assert (right["verdict"], right["first"]) == ("identical", None)
+    assert (wrong["line"], wrong["verdict"]) == (2, "wrong")
+    assert wrong["first"]["position"] == 5
+    assert (wrong["first"]["token"], wrong["first"]["best"]) == (changed[5], own[5])
+    assert wrong["first"]["gap"] == pytest.approx(wrong["first"]["logits"][1] - wrong["first"]["logits"][0])
+    assert len(wrong["first"]["texts"]) == 2
+
+
+def test_prompts_may_be_token_ids_or_raw_text(
+    check: Check, outputs: Callable[..., Path], own: list[int]
+) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "the thing"}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    assert check("--outputs", outputs({"prompt": list(ids), "token_ids": own})).code == 0
+    path = outputs({"prompt": "the thing", "token_ids": own})
+    assert check("--outputs", path, "--raw").code == 1
+    assert check("--outputs", path, "--system", "be brief").code == 1
+
+
+def test_bad_lines_cost_nothing_but_themselves(
+    check: Check, outputs: Callable[..., Path], own: list[int]
+) -> None:
+    good = {"prompt": "the thing", "token_ids": own}
+    path = outputs(good, b"{", {"prompt": "the thing", "token_ids": [10_000]}, b"", good)
+    result = check("--outputs", path)
+    assert result.code == 2
+    assert "2 lines cannot be checked (2, 3); the others are." in result.err
+    assert "  line 2: It is not JSON: " in result.out
+    assert '  line 3: Its "token_ids" holds 10000, and the target has the tokens 0 to ' in result.out
+    assert "2 outputs with 24 tokens: 2 identical" in result.out
+    figures = check("--outputs", path, "--json", "--quiet").json(code=2)
+    assert [each["line"] for each in figures["refused"]] == [2, 3]
+    assert [each["line"] for each in figures["outputs"]] == [1, 5]
+
+
+def test_an_output_behind_its_end_is_wrong(
+    check: Check, outputs: Callable[..., Path], folder: Path, own: list[int]
+) -> None:
+    end = tiny_tokenizer().eos_token_id
+    path = outputs({"prompt": "the thing", "token_ids": [*own[:3], end, own[4]]})
+    figures = check("--outputs", path, "--json").json(code=1)
+    assert figures["outputs"][0]["behind_end"] == 3
+    assert "line 1: it goes on behind the end token at position 4" in check("--outputs", path).out
+    ignored = check("--outputs", path, "--json", "--ignore-eos").json(code=1)
+    assert ignored["outputs"][0]["behind_end"] is None  # the end token itself is not the target's choice
+
+
+def test_a_line_whose_scoring_fails_does_not_stop_the_others(
+    check: Check, outputs: Callable[..., Path], own: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import specbench.check.outputs as module
+
+    original = module.check_output
+
+    def failing(target: Any, given: Any, *arguments: Any) -> Any:
+        if given.line == 1:
+            raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
+        return original(target, given, *arguments)
+
+    monkeypatch.setattr(module, "check_output", failing)
+    good = {"prompt": "the thing", "token_ids": own}
+    result = check("--outputs", outputs(good, good))
+    assert result.code == 1
+    assert "  line 1: not enough memory" in result.out
+    assert "1 output with 12 tokens: 1 identical" in result.out
+
+
+def test_an_interrupt_keeps_what_is_scored(
+    check: Check, outputs: Callable[..., Path], own: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import specbench.check.outputs as module
+
+    original = module.check_output
+
+    def interrupted(target: Any, given: Any, *arguments: Any) -> Any:
+        if given.line == 2:
+            raise KeyboardInterrupt
+        return original(target, given, *arguments)
+
+    monkeypatch.setattr(module, "check_output", interrupted)
+    good = {"prompt": "the thing", "token_ids": own}
+    result = check("--outputs", outputs(good, good))
+    assert result.code == 130
+    assert "1 output with 12 tokens: 1 identical" in result.out
+    assert "Interrupted" in result.out
+
+
+def test_outputs_come_from_standard_input_too(
+    check: Check, own: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = json.dumps({"prompt": "the thing", "token_ids": own}).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
+    assert check("--outputs", "-").code == 0
+
+
+def test_options_of_decoding_say_nothing_about_given_outputs(
+    check: Check, outputs: Callable[..., Path], own: list[int]
+) -> None:
+    path = outputs({"prompt": "the thing", "token_ids": own})
+    result = check("--outputs", path, "--gamma", 3, "-t", 1)
+    assert result.code == 0
+    assert "--gamma, --temperature have no effect on outputs that were made elsewhere" in result.err
+    assert check("--outputs", path, "--limit", 1).code == 0
+
+
+def test_files_that_are_none_are_refused(check: Check, outputs: Callable[..., Path], tmp_path: Path) -> None:
+    check("--outputs", tmp_path / "missing.jsonl").refused("cannot be read")
+    check("--outputs", tmp_path).refused("cannot be read")
+    check("--outputs", outputs(b"", b"  ")).refused("There are no outputs")
+    check("--outputs", outputs(b"{}"), "--prompts", "chat").refused("brings its own prompts")
