@@ -329,7 +329,7 @@ def _grid(axes: Axes, axis: str = "y") -> None:
 
 
 def _gamma_axis(axes: Axes, values: Sequence[float]) -> None:
-    """Whole γ only, as those measured where they are few."""
+    """Whole γ only, as those measured where they are few; every value lies within it."""
     shown = sorted({round(value) for value in values})
     axes.set_xlabel("γ (tokens drafted per step)")
     # Labels too close to each other would run together.
@@ -339,8 +339,9 @@ def _gamma_axis(axes: Axes, values: Sequence[float]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    span = max(shown) - min(shown) if shown else 0
-    axes.set_xlim(min(shown) - max(0.35, 0.05 * span), max(shown) + max(0.35, 0.05 * span))
+    first, last = min((*shown, *values)), max((*shown, *values))
+    margin = max(0.35, 0.05 * (last - first))
+    axes.set_xlim(first - margin, last + margin)
 
 
 def _dodged(series: Sequence[_Series]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
@@ -355,7 +356,10 @@ def _dodged(series: Sequence[_Series]) -> list[np.ndarray[Any, np.dtype[np.float
 def _draw_series(
     axes: Axes, series: Sequence[_Series], figure_name: str
 ) -> list[tuple[float, float, str, str]]:
-    """Lines with intervals; returns where each ends, with its name and colour."""
+    """Lines with intervals, in axes whose x is set; returns where each ends, with its name and colour.
+
+    A rule stands at the mean γ it came to, on a level across the figure to compare the lengths with.
+    """
     ends = []
     for each, x in zip(series, _dodged(series), strict=True):
         y, low, high = (
@@ -364,14 +368,16 @@ def _draw_series(
         there = np.isfinite(y)
         if not there.any():
             continue
-        style = "--" if each.adapts else "-"
+        if each.adapts:
+            axes.axhline(y[there][-1], color=each.color, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1.6)
         axes.plot(
-            x[there], y[there], linestyle=style, color=each.color, marker=each.marker, markerfacecolor=each.face,
-            markeredgewidth=1.0, zorder=3,
+            x[there], y[there], linestyle="none" if each.adapts else "-", color=each.color, marker=each.marker,
+            markerfacecolor=each.face, markeredgewidth=1.0, zorder=3,
         )  # fmt: skip
         sure = there & ~np.isnan(low) & ~np.isnan(high)
         axes.vlines(x[sure], low[sure], high[sure], color=each.color, linewidth=0.9, alpha=0.75, zorder=2.5)
-        ends.append((float(x[there][-1]), float(y[there][-1]), each.name, each.color))
+        end = axes.get_xlim()[1] if each.adapts else float(x[there][-1])
+        ends.append((end, float(y[there][-1]), each.name, each.color))
     return ends
 
 
@@ -518,8 +524,8 @@ def _speedup(run: _Run) -> Figure:
     series = _with_gamma(run, "speedup")
     figure = _new_figure(3.6)
     axes = figure.subplots()
-    ends = _draw_series(axes, series, "speedup")
     _gamma_axis(axes, [x for each in series for x in each.x])
+    ends = _draw_series(axes, series, "speedup")
     levels = [row for row in tables.records(run.levels) if not math.isnan(row["speedup"])]
     _fit_y(axes, [each.rows for each in series], "speedup", 1.0, *(row["speedup"] for row in levels))
     _mark_cut(axes, series, "speedup")
@@ -543,7 +549,7 @@ def _ratio_name(row: dict[str, Any], name: str) -> str:
 
 def _hollow(series: Sequence[_Series]) -> str:
     return (
-        "Hollow: a rule sets γ; it stands at the mean it drafted."
+        "Hollow, on a dotted level: a rule sets γ; it stands at the mean it drafted."
         if any(each.adapts for each in series)
         else ""
     )
@@ -553,8 +559,8 @@ def _tokens_per_second(run: _Run) -> Figure:
     series = _with_gamma(run, "tokens_per_second")
     figure = _new_figure(3.6)
     axes = figure.subplots()
-    ends = _draw_series(axes, series, "tokens_per_second")
     _gamma_axis(axes, [x for each in series for x in each.x])
+    ends = _draw_series(axes, series, "tokens_per_second")
     levels = [
         row
         for row in tables.records(pd.concat([run.plain, run.levels]))
@@ -586,8 +592,8 @@ def _acceptance(run: _Run) -> Figure:
         (right, "alpha", "α: expected acceptance of a tested draft"),
     )
     for axes, name, title in panels:
-        ends = _draw_series(axes, series, name)
         _gamma_axis(axes, [x for each in series for x in each.x])
+        ends = _draw_series(axes, series, name)
         axes.set_ylim(0.0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_title(title)
@@ -925,11 +931,7 @@ def _generation(run: _Run) -> Figure:
     drafted, accepted = np.asarray(row["steps_drafted"]), np.asarray(row["steps_accepted"])
     first = int(row["new_tokens"]) - int(np.sum(row["steps_emitted"]))
     edges = first + np.concatenate(([0], np.cumsum(row["steps_emitted"])))
-    notes = {
-        name: values
-        for name, values in _notes(row["steps_policy"], len(drafted)).items()
-        if not name.lower().startswith(("gamma", "γ")) and np.isfinite(values).any()
-    }
+    notes = _drawable(_notes(row["steps_policy"], len(drafted)))
     figure = _new_figure(3.8 if notes else 2.7)
     both = figure.subplots(
         2 if notes else 1, 1, sharex=True, squeeze=False, height_ratios=[1.2, 1.0] if notes else None
@@ -976,7 +978,7 @@ def _generation(run: _Run) -> Figure:
 
 
 def _one_generation(run: _Run) -> dict[str, Any]:
-    """The first generation of a rule that took notes, or else of the fastest configuration."""
+    """The first generation of a rule that notes an entropy, or else anything, or else of the fastest configuration."""
     df = run.df
     # As arrays: pandas copies a frame's attributes, here a whole run.json, whenever a column is taken.
     configs, drafted, policies = (df[name].to_numpy() for name in ("config", "steps_drafted", "steps_policy"))
@@ -984,10 +986,11 @@ def _one_generation(run: _Run) -> dict[str, Any]:
     drafting = [int(i) for i in np.flatnonzero(chosen) if np.any(drafted[i])]
     if not drafting:
         raise _NoDataError("nothing was drafted")
-    noting = (i for i in drafting if _notes(policies[i], len(drafted[i])))
+    noting = [i for i in drafting if _drawable(_notes(policies[i], len(drafted[i])))]
+    noting.sort(key=lambda i: not any(name.startswith("H") for name in policies[i]))
     speedups = run.summary.set_index("config")["speedup"].fillna(0.0)
     fastest = speedups.reindex(list(dict.fromkeys(configs[drafting]))).idxmax()
-    place = next(noting, next(i for i in drafting if configs[i] == fastest))
+    place = noting[0] if noting else next(i for i in drafting if configs[i] == fastest)
     return {str(name): df[name].iat[place] for name in df.columns}
 
 
@@ -995,6 +998,22 @@ def _notes(policy: Any, steps: int) -> dict[str, np.ndarray[Any, np.dtype[np.flo
     """What the rule noted in every step."""
     found = {_clean(name): np.asarray(values, dtype=float) for name, values in (policy or {}).items()}
     return {name: values for name, values in found.items() if steps and len(values) == steps}
+
+
+def _drawable(
+    notes: dict[str, np.ndarray[Any, np.dtype[np.float64]]],
+) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+    """Notes that are shares or entropies: γ has an axis of its own, and times and rates have another scale.
+
+    An average without a memory repeats what it is of, and is left out.
+    """
+    others = ("gamma", "γ", "rate", "probe", "drafter_pass_s", "rest_s")
+    found: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    for name, values in notes.items():
+        repeated = any(np.array_equal(values, known, equal_nan=True) for known in found.values())
+        if not name.lower().startswith(others) and np.isfinite(values).any() and not repeated:
+            found[name] = values
+    return found
 
 
 FIGURES: dict[str, tuple[Callable[[_Run], Figure], str]] = {

@@ -41,7 +41,7 @@ from specbench.lengths import (
     read_costs,
 )
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.base import confidence, entropy, normalised_entropy
+from specbench.lengths.base import confidence, entropy, is_free, normalised_entropy
 from specbench.lengths.costs import GivenCosts, MeasuredCosts
 from specbench.lengths.outcomes import best_threshold
 from specbench.records import Prefill, Step, StepTimes
@@ -200,10 +200,41 @@ def test_so_it_is_with_what_was_learnt_before(rule: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", [LookupDrafter, NGramDrafter, lambda: NGramDrafter(sample=True)])
-@pytest.mark.parametrize("rule", ["confidence, adapted", "heuristic", "auto, measured", "auto, given"])
+@pytest.mark.parametrize("rule", RULES)
 def test_so_it_is_with_drafters_without_logits(rule: str, drafter: Callable[[], Any]) -> None:
     found, _ = distribution(RULES[rule], drafter)
     assert gap(found) < 1e-6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_so_it_is_with_a_target_that_drafts_for_itself(rule: str) -> None:
+    def run(replay: Any) -> tuple[int, ...]:
+        target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+        cheaper = ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False)
+        drafter = SelfDrafter(cheaper, "self", UnsteadyClock())
+        tokens, _ = decode(RULES[rule](), drafter, random=replay, target=target, max_new_tokens=NEW)
+        return tuple(tokens)
+
+    assert gap(enumerate_outcomes(run)) < 1e-6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_so_it_is_behind_sampling_transforms(rule: str) -> None:
+    sampling = Sampling(temperature=1.4, top_k=2, repetition_penalty=1.5)
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(NEW):
+        grown: dict[tuple[int, ...], float] = {}
+        for tokens, weight in expected.items():
+            context = [*PROMPT, *tokens]
+            p = sampling.probabilities(TARGET(context).unsqueeze(0), context)[0].double()
+            grown |= {(*tokens, t): weight * float(p[t] / p.sum()) for t in range(VOCAB) if p[t] > 0}
+        expected = grown
+
+    def run(replay: Any) -> tuple[int, ...]:
+        return tuple(decode(RULES[rule](), random=replay, sampling=sampling, max_new_tokens=NEW)[0])
+
+    found = enumerate_outcomes(run)
+    assert max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in {*found, *expected}) < 1e-6
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -212,12 +243,20 @@ def test_throwing_an_improbable_draft_away_would_show(rule: str) -> None:
     assert gap(found) > 1e-3
 
 
-def test_so_would_looking_at_the_token_before_it_is_counted_as_drafted() -> None:
-    class Mistaken(ConfidenceLength):
-        """Asks itself about the token that was just drawn, and takes it back."""
+@pytest.mark.parametrize("rule", ["confidence", "confidence, adapted", "auto, given"])
+def test_so_would_taking_a_token_back_that_the_rule_stops_behind(rule: str) -> None:
+    """These rules stop because of the token's own value. (An entropy says nothing of it.)"""
 
-        def another(self, draft: Draft) -> bool:
-            going_on = super().another(draft)
+    class Mistaken(KeptState):
+        def __init__(self, policy: LengthPolicy) -> None:
+            super().__init__(policy)
+            self.another = self.take_back
+
+        def reset(self) -> None:
+            self.policy.reset()
+
+        def take_back(self, draft: Draft) -> bool:
+            going_on = self.policy.another(draft)
             if draft.tokens and not going_on:
                 del draft.tokens[-1], draft.logits[-1]
             return going_on
@@ -229,7 +268,7 @@ def test_so_would_looking_at_the_token_before_it_is_counted_as_drafted() -> None
             return draft
 
     found, _ = distribution(
-        lambda: Mistaken(0.6), lambda: Cutting(ScriptedScorer(DRAFT, VOCAB), "cutting"), 3
+        lambda: Mistaken(RULES[rule]()), lambda: Cutting(ScriptedScorer(DRAFT, VOCAB), "cutting"), 3
     )
     assert gap(found) > 1e-3
 
@@ -1120,3 +1159,75 @@ def test_a_rule_that_has_nothing_to_read_is_refused() -> None:
             check_policy(word, "ngram:sample")
     for word in ("auto", "fixed", "confidence", "heuristic"):
         check_policy(word, "ngram")
+
+
+# -- drafts that cost a pass for some of their tokens only -------------------------------------------
+
+
+def mixed(kinds: str, ahead: bool = False, passes: int | None = None) -> Draft:
+    """A draft of a cascade: f is a free token with evidence 3/4, m one of the model's with confidence 0.6."""
+    made = Draft([1] * len(kinds), evidence=[0.75 if kind == "f" else math.nan for kind in kinds], passes=0)
+    made.passes = kinds.count("m") if passes is None else passes
+    if "m" in kinds:
+        rows = {"m": logits_of(0.4, 0.6), "f": logits_of(0.0, 1.0)}
+        made.logits = [rows[kind] for kind in kinds]
+    if ahead:
+        made.evidence.append(0.75)
+    return made
+
+
+def test_confidence_of_a_mixed_draft() -> None:
+    made = mixed("fmf")
+    assert [confidence(made, i) for i in range(3)] == pytest.approx([0.75, 0.6, 0.75])
+    assert [is_free(made, i) for i in range(4)] == [True, False, True, False]
+    assert is_free(mixed("m", ahead=True), 1)
+    assert not is_free(Draft([], evidence=[0.5]), 0), "lookup alone is timed like any drafter"
+
+
+def test_auto_counts_passes_and_not_tokens() -> None:
+    costs = MeasuredCosts()
+    for kinds, draft_s in (("mm", 0.4), ("fff", 0.001), ("ffm", 0.2), ("mff", 0.2), ("", 0.0)):
+        costs.observe(
+            a_step(len(kinds), len(kinds), draft_s=draft_s, verify_s=1.0), True, kinds.count("m")
+        )
+    assert costs.draft_s == pytest.approx(0.2)
+    assert costs.timings == 3
+    assert costs.samples(4) == 3
+
+
+def test_auto_takes_free_tokens_where_the_model_does_not_pay() -> None:
+    policy = AutoLength(8, GivenCosts(0.9, {1: 1.0, 9: 1.05}))
+    for index in range(60):
+        limit = policy.begin(20)
+        made = mixed("")
+        if policy.another(made):
+            made.tokens, made.logits, made.passes = [1], [logits_of(0.4, 0.6)], 1
+            made.evidence.append(math.nan)
+        policy.observe(a_step(len(made.tokens), 0, index=index, draft_s=0.9, verify_s=1.0))
+    assert policy.begin(20) == 8
+    assert not policy.another(mixed("")), "a pass of the model does not pay"
+    assert policy.another(mixed("", ahead=True))
+    assert policy.another(mixed("f", ahead=True))
+    assert not policy.another(mixed("f"))
+    assert limit > 0
+
+
+def test_auto_tells_matches_from_probabilities() -> None:
+    """Matches that are always right, and a model that is always wrong with the same certainty."""
+    policy = AutoLength(8, GivenCosts(0.2, {1: 1.0, 9: 1.05}))
+    for index in range(40):
+        policy.begin(20)
+        kinds = "f" if index % 2 else "m"
+        made = mixed(kinds)
+        made.evidence = [0.6 if kinds == "f" else math.nan]
+        policy.another(made)
+        policy.observe(a_step(1, int(kinds == "f"), index=index, draft_s=0.2, verify_s=1.0))
+    policy.begin(20)
+    free = mixed("", ahead=True)
+    policy.another(free)
+    policy._read(mixed("f"), 1)
+    survives = policy._survival
+    policy.begin(20)
+    policy._read(mixed("m"), 1)
+    assert survives > 0.8
+    assert policy._survival < 0.4

@@ -107,6 +107,13 @@ class TestContent:
         assert len(hollow) == 1
         assert hollow[0].get_xdata().item() == pytest.approx(summary.loc["egag", "mean_gamma"], abs=0.3)
         assert hollow[0].get_ydata().item() == pytest.approx(summary.loc["egag", "speedup"])
+        across = [line for line in axes.lines if list(line.get_ydata()) == [hollow[0].get_ydata().item()] * 2]
+        assert [line.get_color() for line in across] == [hollow[0].get_color()], "a level to compare with"
+
+    def test_every_rule_lies_within_the_axis_of_gamma(self) -> None:
+        axes = Figure().subplots()
+        plots._gamma_axis(axes, [0.4, 1, 2, 9.4])
+        assert axes.get_xlim()[0] < 0.4 < 9.4 < axes.get_xlim()[1]
 
     def test_bars_add_up_to_the_time_per_token(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
         axes = drawn.figures["time"].axes[1]  # self:int8
@@ -162,6 +169,39 @@ class TestContent:
         assert drafted.edges[-1] == row["new_tokens"]
         assert lower.lines[0].get_ydata().tolist() == row["steps_policy"]["H_norm"].tolist()
         assert lower.get_ylabel() == "entropy / log V"
+
+    def test_an_entropy_is_shown_before_what_other_rules_note(self, df: pd.DataFrame) -> None:
+        def with_notes(config: str, kept: pd.DataFrame) -> pd.DataFrame:
+            changed = kept.copy()
+            changed["steps_policy"] = [
+                {name: np.full(len(steps), value) for name, value in notes.items()}
+                if each == config
+                else policy
+                for each, steps, policy in zip(
+                    kept["config"], kept["steps_drafted"], kept["steps_policy"], strict=True
+                )
+            ]
+            return changed
+
+        notes = {"rate": 20.0, "survival": 0.5, "probe": 0.0, "drafter_pass_s": 0.03, "rest_s": 0.1}
+        figure = plots.draw_figures(with_notes("self:int8-g2", df), ["generation"]).figures["generation"]
+        assert "H_norm" in texts(figure)
+        without = with_notes("self:int8-g2", df[df["config"] != "egag"])
+        figure = plots.draw_figures(without, ["generation"]).figures["generation"]
+        assert "survival" in texts(figure)
+        assert not [name for name in notes if name != "survival" and name in texts(figure)]
+        assert len(figure.axes[1].lines) == 1
+        assert "self:int8 γ=2" in texts(figure)
+
+    def test_an_average_without_a_memory_is_not_drawn_twice(self, df: pd.DataFrame) -> None:
+        same = df.copy()
+        same["steps_policy"] = [
+            {**policy, "H_bar": policy["H_norm"]} if "H_norm" in policy else policy
+            for policy in df["steps_policy"]
+        ]
+        figure = plots.draw_figures(same, ["generation"]).figures["generation"]
+        assert len(figure.axes[1].lines) == 1
+        assert len(plots.draw_figures(df, ["generation"]).figures["generation"].axes[1].lines) == 2
 
     def test_without_notes_the_fastest_configuration_is_shown(self, tiny: Path) -> None:
         df = load_results(tiny)

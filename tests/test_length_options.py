@@ -1,0 +1,513 @@
+"""Draft-length rules as the commands take them: how they are written, what is refused, what results say of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_engine import describe, make_sweep
+from test_lengths import UnsteadyClock
+from tiny import save_tiny, tiny_language_model, tiny_tokenizer
+
+import specbench.drafters.model
+import specbench.generate
+from specbench.cli import run
+from specbench.engine import ModelEngine, Outcome
+from specbench.errors import UsageError
+from specbench.generate import autoregressive_generate
+from specbench.grid import Config, SweepOptions, build_configs, parse_policies
+from specbench.lengths import (
+    POLICY_WORDS,
+    applies,
+    build_policy,
+    load_costs,
+    parse_costs,
+    policy_names,
+    read_costs,
+    read_policy,
+)
+from specbench.loading import load_drafter, wrap_drafter, wrap_target
+from specbench.runs import changes
+from specbench.store import load_results, read_run
+from specbench.sweep import _figures
+
+PROMPT = [5, 17, 200, 33, 5, 17, 200]
+READING = ("egag", "entropy-bound", "svip")
+DRAFTERS = ("lookup", "ngram", "ngram:sample", "self:int8", "self:layers=1", "small")
+
+
+# -- the notation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("auto", {}),
+        (" egag : scale = 0.5 , max = 12 ", {"egag_scale": 0.5, "gamma_max": 12}),
+        ("confidence:adapt,threshold=0.25", {"adapt_confidence": True, "confidence": 0.25}),
+        ("entropy-bound:lambda=0.3", {"entropy_lambda": 0.3}),
+        ("svip:threshold=1", {"svip_threshold": 1.0}),
+        ("heuristic:gamma=2,min=2", {"gamma": 2, "gamma_min": 2}),
+        ("fixed:gamma=3", {"gamma": 3}),
+    ],
+)
+def test_options_stand_behind_a_colon(spec: str, options: dict[str, Any]) -> None:
+    policy, found = read_policy(spec)
+    assert found == options
+    assert build_policy(spec).name == build_policy(policy.word, **options).name
+
+
+def test_every_option_of_every_rule_can_be_written_and_read() -> None:
+    for policy in POLICY_WORDS:
+        for option in policy.options:
+            if option.key is not None:
+                value = {int: "=2" if option.key == "min" else "=7", float: "=0.15", bool: ""}[option.kind]
+                spec = f"{policy.word}:{option.key}{value}"
+                assert build_policy(spec).name == spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("egag:gamma=3", "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=N, scale=N."),
+        ("auto:costs=x", "auto has no option 'costs'. Options of auto: max=N."),
+        ("egag:scale", "The option 'scale' of egag needs a value."),
+        ("egag:scale=much", "The option 'scale' of egag is 'much', which is no number."),
+        ("egag:max=2.5", "The option 'max' of egag is '2.5', which is no whole number."),
+        ("confidence:adapt=yes", "The option 'adapt' of confidence takes no value."),
+        ("egag:scale=1,scale=2", "given twice"),
+        ("egag:", "An option is empty"),
+        ("egag:scale=nan", "The scale of EGAG is nan."),
+        ("eager:scale=1", "There is no draft-length rule 'eager'."),
+    ],
+)
+def test_what_cannot_be_read_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        build_policy(spec)
+    assert message in f"{caught.value} {caught.value.hint}"
+
+
+def test_a_specs_own_options_come_first() -> None:
+    assert build_policy("egag:max=12", gamma_max=4, gamma_min=2).name == "egag:min=2,max=12"
+
+
+def test_shared_options_go_to_the_rules_that_take_them() -> None:
+    specs = ["fixed", "auto", "egag", "egag:max=4", "svip"]
+    assert parse_policies(specs, gamma_max=10, egag_scale=0.5, confidence=None, adapt_confidence=False) == (
+        "fixed", "auto:max=10", "egag:max=10,scale=0.5", "egag:max=4,scale=0.5", "svip:max=10",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "message"),
+    [
+        (["auto", "svip"], {"egag_scale": 0.5}, "The draft-length rule auto has no option --egag-scale."),
+        (["fixed:gamma=3"], {}, "The lengths of the rule fixed are those of --gamma. Give --gamma 3."),
+        (["egag", "auto", "egag:scale=0.3"], {}, "The draft-length rule egag is given twice."),
+        (["fixed", "fixed"], {}, "The draft-length rule fixed is given twice."),
+        (["egag"], {"gamma_max": 0}, "The longest draft is 0 tokens."),
+    ],
+)
+def test_rules_of_a_sweep_that_cannot_be(specs: list[str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_policies(specs, **options)
+    assert message in f"{caught.value} {caught.value.hint}"
+
+
+# -- the grid ----------------------------------------------------------------------------------------
+
+
+def test_the_grid_has_a_row_for_each_rule_that_applies() -> None:
+    options = SweepOptions(gammas=(2, 4), policies=("fixed", "egag:scale=0.5", "auto"))
+    configs = build_configs(options, ["lookup", "small"])
+    assert [(config.id, config.label, config.gamma, config.policy) for config in configs] == [
+        ("plain", "plain", None, "none"),
+        ("lookup@2", "lookup γ=2", 2, "fixed"),
+        ("lookup@4", "lookup γ=4", 4, "fixed"),
+        ("lookup@auto", "lookup auto", None, "auto"),
+        ("small@2", "small γ=2", 2, "fixed"),
+        ("small@4", "small γ=4", 4, "fixed"),
+        ("small@egag:scale=0.5", "small egag:scale=0.5", None, "egag:scale=0.5"),
+        ("small@auto", "small auto", None, "auto"),
+    ]
+    assert not [d for d in ("lookup:n=2", "ngram:sample", "none") if applies("svip", d)]
+    assert all(applies("svip", d) for d in ("self:int8", "org/model", "small (int8)"))
+
+
+def test_a_run_from_before_these_options_can_be_gone_on_with() -> None:
+    old, new = describe(make_sweep()), describe(make_sweep())
+    del old["options"]["costs"], old["options"]["keep_policy_state"]
+    assert changes(old, new) == []
+    kept = describe(make_sweep(keep_policy_state=True))
+    assert changes(old, kept) == ["option keep_policy_state: False → True"]
+
+
+# -- the engine: every rule with every drafter ---------------------------------------------------------
+
+
+def make_engine(**options: Any) -> ModelEngine:
+    target = wrap_target(tiny_language_model().model, tiny_tokenizer(), name="tiny", pack=False)
+    drafters = {name: load_drafter(name, target) for name in DRAFTERS[:-1]}
+    drafters["small"] = wrap_drafter(tiny_language_model(seed=1, layers=1), target)
+    return ModelEngine(target, drafters, **options)
+
+
+@pytest.fixture(scope="module")
+def engine() -> ModelEngine:
+    return make_engine()
+
+
+def decode(engine: ModelEngine, config: Config, **changed: Any) -> Outcome:
+    settings = {"prompt": PROMPT, "max_new_tokens": 24, "ignore_eos": True, "seed": 3, **changed}
+    return engine.generate(config, **settings)
+
+
+def config_of(drafter: str, rule: str, temperature: float = 0.0) -> Config:
+    options = SweepOptions(policies=(rule,), gammas=(3,), temperatures=(temperature,))
+    return build_configs(options, [drafter])[1]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("rule", [*policy_names(), "confidence:adapt", "egag:beta=0.5,scale=1"])
+def test_greedy_outputs_are_those_of_plain_decoding(engine: ModelEngine, drafter: str, rule: str) -> None:
+    if not applies(rule, drafter):
+        assert len(build_configs(SweepOptions(policies=(rule,)), [drafter])) == 1
+        return
+    expected = autoregressive_generate(PROMPT, engine.target, max_new_tokens=24, ignore_eos=True).token_ids
+    outcome = decode(engine, config_of(drafter, rule))
+    assert outcome.token_ids == expected
+    assert drafter == "ngram:sample" or sum(step.gamma for step in outcome.steps) > 0
+
+
+def test_notes_of_every_step_stand_in_the_results(engine: ModelEngine) -> None:
+    outcome = decode(engine, config_of("small", "egag:scale=1,beta=0.5"))
+    notes = _figures(outcome)["steps"]["policy"]
+    assert set(notes) == {"H_norm", "H_ema", "gamma"}
+    drafted = [step.gamma for step in outcome.steps]
+    average = None
+    for h, smooth, gamma, length in zip(*notes.values(), drafted, strict=True):
+        if h is None:
+            assert length == 0  # no room
+            continue
+        average = h if average is None else 0.5 * average + 0.5 * h
+        assert smooth == pytest.approx(average, abs=1e-8)
+        assert gamma == length
+
+
+# -- costs -------------------------------------------------------------------------------------------
+
+
+class Ticks:
+    """A clock that moves on by the same time at every look, without any rounding."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        self.time += 2**-10
+        return self.time
+
+
+def row_of(outcome: Outcome) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(_figures(outcome))))
+
+
+def test_a_result_holds_the_times_that_auto_took(
+    engine: ModelEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampled generation whose γ hung on the clock can be repeated with a line of the results."""
+    seeds = iter(range(1, 100))
+    monkeypatch.setattr(specbench.generate, "clock_for", lambda device: UnsteadyClock(next(seeds), 30))
+    config = config_of("small", "auto", temperature=1.0)
+
+    def lengths(outcome: Outcome) -> list[int]:
+        return [step.gamma for step in outcome.steps]
+
+    outcome = decode(engine, config, max_new_tokens=60)
+    others = [decode(engine, config, max_new_tokens=60) for _ in range(6)]
+    assert any(lengths(other) != lengths(outcome) for other in others), "these clocks never mattered"
+    row = row_of(outcome)
+    assert len(row["steps"]["policy"]["rest_s"]) == len(outcome.steps)
+    (tmp_path / "line.json").write_text(json.dumps(row))
+    again = ModelEngine(engine.target, engine.drafters, costs=load_costs(tmp_path / "line.json"))
+    repeated = decode(again, config, max_new_tokens=60)
+    assert repeated.token_ids == outcome.token_ids
+    assert lengths(repeated) == lengths(outcome)
+
+
+def test_given_costs_are_those_of_the_drafter(engine: ModelEngine) -> None:
+    costs = {
+        "target_pass_s": {"1": 1.0, "17": 1.01},
+        "drafter_pass_s": {"small": 50.0, "self:layers=1": 1e-6},
+    }
+    given = ModelEngine(engine.target, engine.drafters, costs=costs)
+    slow, fast = (decode(given, config_of(name, "auto")) for name in ("small", "self:layers=1"))
+    assert sum(step.gamma for step in slow.steps) <= 2  # a look now and then
+    assert sum(step.gamma for step in fast.steps) > 20
+    assert set(fast.steps[0].policy) == {"rate", "survival", "probe"}
+    with pytest.raises(UsageError, match="not of lookup"):
+        decode(given, config_of("lookup", "auto"))
+    assert decode(given, config_of("lookup", "fixed")).token_ids == fast.token_ids
+
+
+@pytest.mark.parametrize("found", [{}, {"steps": {}}, {"steps": {"policy": {}}}, {"steps": 3}, [1]])
+def test_a_line_without_costs_has_none(tmp_path: Path, found: Any) -> None:
+    (tmp_path / "line.json").write_text(json.dumps(found))
+    with pytest.raises(UsageError, match="not of the form expected"):
+        read_costs(tmp_path / "line.json")
+
+
+# -- from one prompt to the next ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["auto", "egag:beta=0.9,scale=1", "heuristic", "entropy-bound"])
+def test_nothing_is_carried_to_the_next_prompt_unless_asked(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Ticks()
+    for module in (specbench.generate, specbench.drafters.model):
+        monkeypatch.setattr(module, "clock_for", lambda device: clock)
+
+    def courses(**options: Any) -> list[Any]:
+        engine, config = make_engine(**options), config_of("small", rule)
+        outcomes = [decode(engine, config, prompt=prompt) for prompt in (PROMPT, [9, 8, 7], PROMPT)]
+        return [[(step.drafted, step.policy) for step in outcome.steps] for outcome in outcomes]
+
+    first, _, third = courses()
+    assert first == third
+    kept = courses(keep_policy_state=True)
+    assert kept[0] == first
+    assert kept[2] != first
+    assert all("rest_s" in policy for course in kept for _, policy in course) == (rule == "auto")
+
+
+def test_the_state_of_one_configuration_is_not_that_of_another() -> None:
+    engine = make_engine(keep_policy_state=True)
+    for _ in range(3):
+        decode(engine, config_of("self:int8", "heuristic"))
+    fresh = decode(make_engine(), config_of("self:layers=1", "heuristic"))
+    assert [s.gamma for s in decode(engine, config_of("self:layers=1", "heuristic")).steps] == [
+        s.gamma for s in fresh.steps
+    ]
+
+
+# -- the commands ------------------------------------------------------------------------------------
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny(folder / "target")
+    save_tiny(folder / "small", seed=1, layers=1)
+    return folder
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], models: Path
+) -> Call:
+    monkeypatch.chdir(tmp_path)
+    line = {"id": "a", "category": "chat", "turns": ["Hello there, one two one two"]}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(line) + "\n")
+
+    def run_it(command: str, *arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        shared = ["--target", models / "target", "--dtype", "float32", "-n", 16]
+        if command == "sweep":
+            shared += ["-p", "./mine.jsonl", "-r", 1, "--warmup", 0, "--quiet", "--ignore-eos"]
+        words = [str(argument) for argument in (command, *shared, *arguments)]
+        monkeypatch.setattr(sys, "argv", ["specbench", *words])
+        return run(words), *capsys.readouterr()
+
+    return run_it
+
+
+def refused(result: tuple[int, str, str], *fragments: str) -> None:
+    """One sentence with its hint, and exit code 2."""
+    code, out, err = result
+    assert (code, out) == (2, ""), err
+    assert re.fullmatch(r"specbench: [^\n]+\.\n", err), err
+    for fragment in fragments:
+        assert fragment in err
+
+
+def figures(result: tuple[int, str, str]) -> dict[str, Any]:
+    assert result[0] == 0, result[2]
+    return dict(json.loads(result[1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((), "fixed:gamma=5"),
+        (("--gamma", 3), "fixed:gamma=3"),
+        (("--length-policy", "fixed:gamma=2"), "fixed:gamma=2"),
+        (("--egag",), "egag"),
+        (("--egag", "--gamma-min", 2, "--gamma-max", 9, "--egag-ema-beta", 0.5, "--egag-scale", 0.25),
+         "egag:min=2,max=9,beta=0.5,scale=0.25"),
+        (("--length-policy", "egag:scale=0.25"), "egag:scale=0.25"),
+        (("--length-policy", "confidence", "--confidence", 0.2, "--adapt-confidence"),
+         "confidence:threshold=0.2,adapt"),
+        (("--length-policy", "entropy-bound", "--entropy-lambda", 0.4), "entropy-bound:lambda=0.4"),
+        (("--length-policy", "svip", "--svip-threshold", 0.5, "--gamma-max", 6), "svip:threshold=0.5,max=6"),
+        (("--length-policy", "heuristic", "-g", 2), "heuristic:gamma=2"),
+        (("--length-policy", "auto", "--gamma-max", 4), "auto:max=4"),
+    ],
+)  # fmt: skip
+def test_generate_with_each_rule(call: Call, arguments: tuple[object, ...], name: str) -> None:
+    plain = figures(call("generate", "the thing", "--drafter", "none", "--json"))
+    found = figures(call("generate", "the thing", "--drafter", "self:layers=1", "--json", *arguments))
+    assert found["options"]["length_policy"] == name
+    assert found["options"]["gamma"] == (int(name[-1]) if name.startswith("fixed") else None)
+    assert found["token_ids"] == plain["token_ids"]
+    assert (found["costs"] is not None) == name.startswith("auto")
+    longest = re.search(r"(?:max|fixed:gamma)=(\d+)", name)
+    assert max(found["gammas"]) <= (int(longest[1]) if longest else 40)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (("--length-policy", "auto", "--gamma", 3), ("rule auto has no option --gamma", "belongs to fixed, heuristic")),
+        (("--gamma-max", 3), ("rule fixed has no option --gamma-max", "It belongs to auto, egag, confidence,")),
+        (("--egag", "--length-policy", "egag"), ("--egag and --length-policy are both given",)),
+        (("--egag",), ("rule egag reads the drafter's distribution, and lookup has none", "Choose auto, fixed,")),
+        (("--length-policy", "svip:max=3", "--drafter", "ngram"), ("rule svip reads", "and ngram has none")),
+        (("--length-policy", "best"), ("no draft-length rule 'best'", "Choose auto, fixed, egag")),
+        (("--length-policy", "heuristic", "--costs", "x.json"), ("heuristic has no option --costs", "belongs to auto")),
+        (("--length-policy", "auto", "--costs", "x.json"), ("The costs cannot be read",)),
+        (("--length-policy", "auto", "--costs", "mine.jsonl"), ("not of the form expected",)),
+        (("--length-policy", "confidence", "--confidence", 1.5), ("The confidence threshold is 1.5",)),
+    ],
+)  # fmt: skip
+def test_generate_refuses_what_the_rule_does_not_read(
+    call: Call, arguments: tuple[object, ...], fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*_: object, **__: object) -> None:
+        raise AssertionError("weights are loaded before the options are checked")
+
+    monkeypatch.setattr("specbench.loading.load_target", unwanted)
+    refused(call("generate", "the thing", "--drafter", "lookup", *arguments), *fragments)
+
+
+def test_the_summary_and_the_trace_name_the_rule(call: Call) -> None:
+    arguments = ("the thing", "--drafter", "self:layers=1", "--egag", "--egag-scale", 1)
+    code, _, err = call("generate", *arguments, "--debug")
+    assert code == 0
+    mean = sum(found := figures(call("generate", *arguments, "--json"))["gammas"]) / len(found)
+    assert f"drafter self:layers=1, γ by egag:scale=1.0, {mean:.1f} on average\n" in err
+    assert "length_policy egag:scale=1.0" in err
+    assert re.search(r"policy +H_norm 0\.\d+  H_ema 0\.\d+  gamma \d", err)
+    assert "γ 5\n" in call("generate", "the thing", "--drafter", "self:layers=1")[2]
+
+
+def test_without_a_drafter_no_rule_has_an_effect(call: Call) -> None:
+    code, _, err = call("generate", "the thing", "--drafter", "none", "--egag", "--egag-scale", 0.5)
+    assert code == 0
+    assert "--egag, --egag-scale have no effect with the drafter none." in err
+    figure = figures(call("generate", "hm", "--drafter", "none", "--length-policy", "auto", "--json"))
+    assert figure["costs"] is None
+
+
+def test_generate_gives_its_costs_and_takes_them_back(call: Call, tmp_path: Path, models: Path) -> None:
+    sampled = ("the thing", "--drafter", models / "small", "--length-policy", "auto", "-t", 1, "--json")
+    first = figures(call("generate", *sampled))
+    (tmp_path / "first.json").write_text(json.dumps(first))
+    again = figures(call("generate", *sampled, "--costs", "first.json"))
+    assert again["options"]["costs"] == "given"
+    assert first["options"]["costs"] is None
+    assert (again["token_ids"], again["gammas"]) == (first["token_ids"], first["gammas"])
+    assert again["costs"] == first["costs"]
+    parse_costs(first["costs"])
+
+
+def test_a_sweep_of_rules_from_its_measurement_to_its_report(
+    call: Call, tmp_path: Path, models: Path
+) -> None:
+    code, out, err = call(
+        "sweep", "--drafter", "lookup", "--drafter", models / "small", "--gamma", 2,
+        *(word for rule in policy_names() for word in ("--length-policy", rule)),
+        "--length-policy", "egag:scale=0.9", "-o", "run",
+    )  # fmt: skip
+    assert code == 0, err
+    for rule in ("egag", "entropy-bound", "svip", "egag:scale=0.9"):
+        assert f"note: {rule} is left out with lookup: it reads the drafter's distribution" in err
+    frame = load_results(tmp_path / "run")
+    assert (frame["status"] == "ok").all()
+    assert set(frame["label"]) == {
+        "plain", "lookup γ=2", "small (int8) γ=2",
+        *(f"lookup {rule}" for rule in ("auto", "confidence", "heuristic")),
+        *(f"small (int8) {rule}" for rule in (*policy_names(), "egag:scale=0.9") if rule != "fixed"),
+    }  # fmt: skip
+    assert frame["token_ids"].map(tuple).nunique() == 1
+    assert frame.set_index("config")["gamma"].isna().sum() == len(frame) - 2
+    described = read_run(tmp_path / "run")
+    assert described["options"]["policies"] == [*policy_names(), "egag:scale=0.9"]
+    assert described["costs"]["target_pass_s"].keys() == {"1", "2", "3"}
+    notes = frame.set_index("config")["steps_policy"]
+    assert {"H_norm", "H_ema", "gamma"} == set(notes["small (int8)@egag"])
+    assert {"rate", "survival", "probe", "drafter_pass_s", "rest_s"} == set(notes["lookup@auto"])
+    assert "small (int8) auto" in out
+    # Everything that reads results can do without a γ.
+    for arguments in (
+        ("plot", "run"),
+        ("report", "run"),
+        ("compare", "run", "--a", "lookup@auto", "--b", "lookup@2"),
+    ):
+        assert run(list(arguments)) == 0, arguments
+    assert "small (int8) auto" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_the_costs_of_a_sweep_are_those_of_another(call: Call, tmp_path: Path, models: Path) -> None:
+    drafters = ("--drafter", "lookup", "--drafter", models / "small")
+    assert call("sweep", *drafters, "--length-policy", "auto", "-o", "one")[0] == 0
+    one = read_run(tmp_path / "one")
+    assert list(one["costs"]["target_pass_s"]) == [str(n) for n in range(1, 18)]
+    assert one["options"]["costs"] is None
+    sampled = ("--length-policy", "auto", "-t", 1, "--costs", "one/run.json")
+    for name in ("two", "three"):
+        code, _, err = call("sweep", *drafters, *sampled, "-o", name)
+        assert code == 0, err
+    two, three = (load_results(tmp_path / name).set_index("config") for name in ("two", "three"))
+    assert read_run(tmp_path / "two")["options"]["costs"] == {
+        name: one["costs"][name] for name in ("target_pass_s", "drafter_pass_s")
+    }
+    for config in ("lookup@auto,t=1", "small (int8)@auto,t=1"):
+        assert tuple(two["token_ids"][config]) == tuple(three["token_ids"][config])
+        assert list(two["steps_drafted"][config]) == list(three["steps_drafted"][config])
+    refused(
+        call("sweep", "--drafter", "ngram", *sampled, "-o", "four"),
+        "The costs are of lookup, small (int8), not of ngram",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (("--length-policy", "auto", "--gamma", "2"), ("--gamma are those of the rule fixed", "or leave --gamma out")),
+        (("--length-policy", "heuristic", "--gamma", "2"), ("write --length-policy heuristic:gamma=N",)),
+        (("--length-policy", "fixed:gamma=2"), ("Give --gamma 2.",)),
+        (("--length-policy", "auto", "--length-policy", "auto:max=16"), ("rule auto is given twice",)),
+        (("--egag",), ("rule egag reads the drafter's distribution, and lookup has none",)),
+        (("--length-policy", "fixed", "--gamma-max", 4), ("rule fixed has no option --gamma-max",)),
+        (("--costs", "mine.jsonl"), ("--costs is for the rule auto", "Add --length-policy auto")),
+        (("--length-policy", "auto", "--costs", "mine.jsonl"), ("not of the form expected",)),
+        (("--length-policy", "auto", "--costs", "none.json"), ("The costs cannot be read",)),
+    ],
+)  # fmt: skip
+def test_a_sweep_refuses_what_its_rules_do_not_read(
+    call: Call, arguments: tuple[object, ...], fragments: tuple[str, ...]
+) -> None:
+    refused(call("sweep", "--drafter", "lookup", *arguments), *fragments)
+
+
+def test_a_dry_run_names_the_rules(call: Call) -> None:
+    code, out, err = call("sweep", "--dry-run", "--drafter", "self:int8", "--egag", "--length-policy", "auto")
+    assert code == 0, err
+    assert "3 configurations: plain, self:int8 auto, self:int8 egag\n" in out
