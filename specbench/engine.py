@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specbench.drafters import drafter_word
+from specbench.drafters import drafter_word, model_part, split_cascade
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.grid import LOOKUP_TOKENS, Config
 from specbench.records import Step
@@ -379,6 +379,7 @@ class ModelEngine:
         return assistant.model
 
     def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:
+        from specbench.drafters.cascade import CascadeDrafter
         from specbench.lengths import FixedLength
         from specbench.sampling import Greedy, Randomness
 
@@ -386,8 +387,9 @@ class ModelEngine:
         room = scorer.context_limit or _COST_CONTEXT + max(widths)
         length = max(1, min(_COST_CONTEXT, room - max(widths)))
         context = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
-        usable = {
-            name: drafter
+        # Of a cascade a pass of its model: its other tokens cost none.
+        usable: dict[str, Drafter] = {
+            name: drafter.model if isinstance(drafter, CascadeDrafter) else drafter
             for name, drafter in self.drafters.items()
             if not isinstance(drafter, SpecbenchError)
         }
@@ -542,7 +544,8 @@ def check_engine(options: EngineOptions, progress: Progress | None = None) -> No
         )
     for spec in options.drafters:
         check_drafter(spec, options.target, progress=progress)
-        if drafter_word(spec) == "ngram" and "keep" in split_spec(spec)[1]:
+        front = (split_cascade(spec) or (spec,))[0]
+        if drafter_word(front) == "ngram" and "keep" in split_spec(front)[1]:
             raise UsageError(
                 "ngram:keep carries counts from one generation to the next, so a sweep would measure how well it"
                 " remembers its own answers.",
@@ -558,7 +561,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         RunError: The target could not be loaded.
     """
     from specbench.bitexact import require_bit_exact
-    from specbench.loading import load_drafter, load_target, wrap_drafter
+    from specbench.loading import join_cascade, load_drafter, load_target, wrap_drafter
     from specbench.models import LoadOptions, load_model, parse_model_spec
 
     check_engine(options, progress)
@@ -582,14 +585,17 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         model: LanguageModel | None = None
         name = spec
         try:
-            if drafter_word(spec) is not None:
+            cascade, own = split_cascade(spec), model_part(spec)
+            if drafter_word(own) is not None:
                 drafter = load_drafter(spec, target)
             else:
-                name = parse_model_spec(spec).name
-                model = load_model(spec, drafter_options, progress=progress, allow_pickle=pickled)
+                name = parse_model_spec(own).name
+                model = load_model(own, drafter_options, progress=progress, allow_pickle=pickled)
                 drafter = wrap_drafter(
                     model, target, cache=options.cache, int8=drafter_options.dtype == "auto"
                 )
+                if cascade is not None:
+                    drafter = join_cascade(cascade[0], drafter)
             name = drafter.name
         except RunError as error:
             drafter = error
@@ -598,7 +604,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         drafters[name] = drafter
         if model is not None:
             fingerprints[name] = model.fingerprint
-            if options.assistants:
+            if options.assistants and split_cascade(spec) is None:
                 try:
                     assistants[name] = load_model(
                         spec, drafter_options, progress=progress, allow_pickle=pickled, tokenizer=False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.drafters import drafter_word
+from specbench.drafters import drafter_word, model_part, split_cascade
 from specbench.grid import Config, Sweep, turns_of
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ def drafter_label(spec: str) -> str:
     """What a drafter is called before it is loaded, without its path."""
     from specbench.models import parse_model_spec
 
-    return spec if drafter_word(spec) is not None else parse_model_spec(spec).name
+    cascade, own = split_cascade(spec), model_part(spec)
+    label = own if drafter_word(own) is not None else parse_model_spec(own).name
+    return label if cascade is None else f"{cascade[0]}+{label}"
 
 
 # -- from a stored run -----------------------------------------------------------------------------
@@ -225,9 +227,10 @@ def _bytes_per_number(options: LoadOptions | None) -> int:
 
 
 def _drafter_bytes(spec: str, target: int, options: LoadOptions | None, progress: Progress | None) -> int:
+    spec = model_part(spec)
     word = drafter_word(spec)
-    if word == "self":
-        return target if "int8" in spec else 0  # the first layers share the target's weights
+    if word == "self":  # unquantised layers share the target's weights; a calibrated form may be int8
+        return target if "int8" in spec or "calibrated" in spec else 0
     if word is not None:
         return 0
     from specbench.models import resolve_device

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from specbench.drafters import split_cascade
 from specbench.errors import UsageError
 from specbench.store import Key
 
@@ -233,7 +234,7 @@ def _configs_at(
         grid.append(("transformers", own, f"{own} generate", "none", None, "none"))
     if options.assisted:
         grid.append(("assisted", f"{own}:lookup", f"{own} prompt lookup", "lookup", LOOKUP_TOKENS, own))
-        models = [name for name in drafters if name in fingerprints]
+        models = [name for name in drafters if name in fingerprints and split_cascade(name) is None]
         grid += [("assisted", f"{own}:{name}", f"{own} assisted, {name}", name, None, own) for name in models]
     end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
     for kind, identifier, label, drafter, gamma, policy in grid:

@@ -1187,9 +1187,7 @@ def test_confidence_of_a_mixed_draft() -> None:
 def test_auto_counts_passes_and_not_tokens() -> None:
     costs = MeasuredCosts()
     for kinds, draft_s in (("mm", 0.4), ("fff", 0.001), ("ffm", 0.2), ("mff", 0.2), ("", 0.0)):
-        costs.observe(
-            a_step(len(kinds), len(kinds), draft_s=draft_s, verify_s=1.0), True, kinds.count("m")
-        )
+        costs.observe(a_step(len(kinds), len(kinds), draft_s=draft_s, verify_s=1.0), True, kinds.count("m"))
     assert costs.draft_s == pytest.approx(0.2)
     assert costs.timings == 3
     assert costs.samples(4) == 3

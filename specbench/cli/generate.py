@@ -357,7 +357,7 @@ class _Job:
 
 def _without_effect(ctx: typer.Context, drafter: str, sampling: Sampling) -> list[str]:
     """What was asked for and changes nothing."""
-    from specbench.drafters import drafter_word
+    from specbench.drafters import drafter_word, model_part
 
     def given(*names: str) -> str:
         sources = {name: ctx.get_parameter_source(name) for name in names}
@@ -366,7 +366,7 @@ def _without_effect(ctx: typer.Context, drafter: str, sampling: Sampling) -> lis
         return f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect" if listed else ""
 
     lines = []
-    word = drafter_word(drafter)
+    word = drafter_word(model_part(drafter))
     if sampling.greedy and (what := given("top_k", "top_p", "min_p", "seed")):
         lines.append(f"{what} at temperature 0: the most probable token is taken.")
     if word == "none" and (what := given(*_LENGTH_OPTIONS, "first_target")):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.base import Rule, confidence, written
+from specbench.lengths.base import Rule, confidence, is_free, written
 from specbench.lengths.costs import Costs, MeasuredCosts
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class AutoLength(Rule):
         # Chance that a draft is accepted: of its own log-odds with the drafter, and of those of the draft before it.
         # The priors lie between what two pairs of models showed.
         self._drafted = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
+        self._matched = OnlineLogistic((1.0, 1.0), (1.0, 0.3))  # of tokens without logits, by their evidence
         self._upcoming = OnlineLogistic((1.4, 0.3), (1.0, 0.2))
         self.reset()
 
@@ -71,6 +72,7 @@ class AutoLength(Rule):
     def reset(self) -> None:
         self._costs.reset()
         self._drafted.reset()
+        self._matched.reset()
         self._upcoming.reset()
         self._tokens = self._passes = 0.0
         self._widths: dict[int, float] = {}
@@ -87,6 +89,7 @@ class AutoLength(Rule):
         self._log_odds: list[float] = []
         self._survival = 1.0
         self._probing = False
+        self._paused = False
         self._exactly: int | None = None
 
     # -- deciding ----------------------------------------------------------------------------------
@@ -97,13 +100,14 @@ class AutoLength(Rule):
         if (
             self._costs.timings > 0
             and self._limit > 0
-            and not self._worth(0, self._upcoming.chance(self._last))
+            and not self._worth(0, self._upcoming.chance(self._last), self._draft_s)
         ):
             self._probing = self._costs.timings < _TIMINGS or self._credit >= self._probe_s
-            self._limit = int(self._probing)
+            self._paused = not self._probing  # but for tokens that come without a pass
+            self._limit = 1 if self._probing else self._limit
         elif (tried := self._untimed_length()) is not None:
             self._exactly = self._limit = tried
-        self._asked = self._limit > 0
+        self._asked = self._limit > 0 and not self._paused
         return self._limit
 
     def _untimed_length(self) -> int | None:
@@ -120,22 +124,28 @@ class AutoLength(Rule):
         self._draft = draft
         k = len(draft.tokens)
         self._read(draft, k)
+        free = is_free(draft, k)
         if draft.evidence is not None and k < len(draft.evidence):
-            chance = self._drafted.chance(log_odds(draft.evidence[k]))
+            chance = self._curve(draft, k).chance(log_odds(draft.evidence[k]))
         elif k == 0:
-            return True
+            return not self._paused
         else:
             chance = self._upcoming.chance(self._log_odds[-1])
+        if free:
+            return self._worth(k, chance, 0.0)
         forced = self._probing or self._exactly is not None or self._costs.timings == 0
-        return forced or self._worth(k, chance)
+        return not self._paused and (forced or self._worth(k, chance, self._draft_s))
 
-    def _worth(self, k: int, chance: float) -> bool:
-        """Whether drafts behind the ``k`` there are, each accepted with ``chance``, earn more than their time."""
+    def _worth(self, k: int, chance: float, pass_s: float) -> bool:
+        """Whether drafts behind the ``k`` there are, each accepted with ``chance``, earn more than their time.
+
+        What comes behind the next draft is taken to cost as much as that: the rule is asked again.
+        """
         survival, tokens = self._survival, 0.0
         for j in range(1, self._limit - k + 1):
             survival *= chance
             tokens += survival
-            if tokens > self._rate * (j * self._draft_s + self._verify_s[k + 1 + j] - self._verify_s[k + 1]):
+            if tokens > self._rate * (j * pass_s + self._verify_s[k + 1 + j] - self._verify_s[k + 1]):
                 return True
         return False
 
@@ -143,19 +153,26 @@ class AutoLength(Rule):
         """Have the log-odds of the first ``count`` drafts, and the chance that they survive."""
         for i in range(len(self._log_odds), count):
             self._log_odds.append(log_odds(confidence(draft, i)))
-            self._survival *= self._drafted.chance(self._log_odds[i])
+            self._survival *= self._curve(draft, i).chance(self._log_odds[i])
+
+    def _curve(self, draft: Draft, i: int) -> OnlineLogistic:
+        """What tells the chance of draft ``i``: evidence and probabilities are not on one scale."""
+        return self._matched if is_free(draft, i) else self._drafted
 
     # -- learning ----------------------------------------------------------------------------------
 
     def observe(self, step: Step) -> None:
         self._step += 1
-        self._costs.observe(step, self._asked)
+        counted = None if self._draft is None else self._draft.passes
+        passes = step.gamma if counted is None else counted
+        self._costs.observe(step, self._asked, passes)
         if self._draft is not None:
             self._read(self._draft, step.tested)  # the last one may not have been asked about
             for i in range(step.tested):
                 accepted = i < step.accepted
-                self._upcoming.learn(self._last, accepted)
-                self._drafted.learn(self._log_odds[i], accepted)
+                if not is_free(self._draft, i):  # it is asked of tokens that cost a pass
+                    self._upcoming.learn(self._last, accepted)
+                self._curve(self._draft, i).learn(self._log_odds[i], accepted)
                 self._last = self._log_odds[i]
         if not self._asked:
             self._credit = min(self._credit + _PROBING * self._verify_s[1], self._probe_s)
@@ -164,7 +181,7 @@ class AutoLength(Rule):
         self._asked = True
         self._start_step()
         self._tokens = _MEMORY * self._tokens + len(step.tokens)
-        self._passes = _MEMORY * self._passes + step.gamma
+        self._passes = _MEMORY * self._passes + passes
         self._widths = {n: _MEMORY * count for n, count in self._widths.items()}
         self._widths[step.gamma + 1] = self._widths.get(step.gamma + 1, 0.0) + 1
         self._weigh()

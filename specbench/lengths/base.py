@@ -27,6 +27,7 @@ __all__ = [
     "Rule",
     "confidence",
     "entropy",
+    "is_free",
     "normalised_entropy",
     "written",
 ]
@@ -175,14 +176,21 @@ def normalised_entropy(logits: torch.Tensor) -> float:
     return entropy(logits) / math.log(logits.shape[-1]) if logits.shape[-1] > 1 else 0.0
 
 
+def is_free(draft: Draft, i: int) -> bool:
+    """Whether draft ``i`` came, or would come, without a pass of the model that a cascade asks otherwise."""
+    evidence = draft.evidence
+    counted = draft.passes is not None and evidence is not None
+    return counted and i < len(evidence) and not math.isnan(evidence[i])  # type: ignore[arg-type, index]
+
+
 def confidence(draft: Draft, i: int) -> float:
     """How sure the drafter was of draft ``i``.
 
     Returns:
-        The token's probability in the untempered softmax; from a drafter without logits what it offers in ``evidence``,
-        or 1 if it offers nothing.
+        The token's probability in the untempered softmax; of a token that comes without logits what the drafter offers
+        in ``evidence``, or 1 if it offers nothing.
     """
-    if draft.logits is not None:
+    if draft.logits is not None and not is_free(draft, i):
         logits = draft.logits[i].float()
         return float((logits[draft.tokens[i]] - logits.logsumexp(dim=-1)).exp())
     return draft.evidence[i] if draft.evidence is not None else 1.0

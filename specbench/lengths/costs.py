@@ -72,11 +72,12 @@ class Costs(Protocol):
         """Forget what was measured."""
         ...
 
-    def observe(self, step: Step, caught_up: bool) -> None:
+    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
         """Measure a finished step.
 
         Args:
             step: The step.
+            passes: How many passes of a model its draft took; ``None``: one per token.
             caught_up: Whether the drafter had read the context but for the last step's end. Otherwise its first pass
                 read more than usual, and the time of the draft is no more than a bound.
         """
@@ -116,7 +117,7 @@ class GivenCosts:
     def reset(self) -> None:
         """Nothing was measured."""
 
-    def observe(self, step: Step, caught_up: bool) -> None:
+    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
         """Nothing is measured."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,8 +174,8 @@ class MeasuredCosts:
             for n in range(widest + 1)
         ]
 
-    def observe(self, step: Step, caught_up: bool) -> None:
-        draft_s, verify_s = self._sample(step, caught_up)
+    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
+        draft_s, verify_s = self._sample(step, caught_up, step.gamma if passes is None else passes)
         self._samples.append((draft_s, verify_s))
         if draft_s is not None:
             self._drafts.append(draft_s)
@@ -182,7 +183,7 @@ class MeasuredCosts:
             self._steps.setdefault(step.gamma + 1, deque(maxlen=_STEPS)).append(verify_s)
             self._fit()
 
-    def _sample(self, step: Step, caught_up: bool) -> tuple[float | None, float | None]:
+    def _sample(self, step: Step, caught_up: bool, passes: int) -> tuple[float | None, float | None]:
         """Seconds per drafter's pass, and seconds of the rest of the step; ``None`` for what the step does not tell."""
         if self._history is not None:
             place = len(self._samples)
@@ -192,9 +193,7 @@ class MeasuredCosts:
             return None, None
         times = step.times
         verify_s = times.total_s - times.draft_s
-        passes = step.gamma - (
-            times.draft_prefill_s > 0
-        )  # the pass that read the prompt gave the first token too
+        passes -= times.draft_prefill_s > 0  # the pass that read the prompt gave the first token too
         if passes < 1:
             return None, verify_s
         draft_s = max(0.0, times.draft_s - times.draft_prefill_s) / passes
