@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from parts import Parts, busy_core
 
-from specbench.compare import compare_configs, ratio_text
+from specbench.compare import compare_configs
 from specbench.engine import Costs, Engine, EngineOptions, ModelEngine, Outcome, load_engine
 from specbench.environment import describe_environment
 from specbench.errors import RunError
@@ -37,6 +37,7 @@ from specbench.runs import describe_run
 from specbench.stats import Estimate
 from specbench.store import RunStore, load_results
 from specbench.sweep import CellDone, Event, run_sweep
+from specbench.tables import ratio_text
 
 if TYPE_CHECKING:
     import torch

@@ -303,11 +303,12 @@ def failures(frame: DataFrame) -> Iterator[RunWarning]:
         )
 
 
-def review(frame: DataFrame) -> list[RunWarning]:
+def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarning]:
     """Everything that is doubtful about one stored run.
 
     Args:
         frame: From ``load_results`` of a single run.
+        summary: Its ``specbench.tables.summary_frame``, where that is there already.
     """
     ok = frame[frame["status"] == "ok"]
     if ok.empty:
@@ -315,7 +316,7 @@ def review(frame: DataFrame) -> list[RunWarning]:
     run = frame.attrs["run"]
     disturbances = Counter(name for names in frame["warnings"] for name in set(names))
     found = [few_prompts(ok["prompt"].nunique()), *disturbed(len(frame), disturbances)]
-    speedups = _speedups(frame)
+    speedups = _speedups(frame, summary)
     found.append(wide_intervals({label: ratio for label, kind, ratio in speedups if kind != "transformers"}))
     found += [baseline_too_slow(ratio) for _, kind, ratio in speedups if kind == "transformers"]
     labels = {config["id"]: config["label"] for config in run["configs"]}
@@ -326,12 +327,12 @@ def review(frame: DataFrame) -> list[RunWarning]:
     return [warning for warning in found if warning is not None] + list(failures(frame))
 
 
-def _speedups(frame: DataFrame) -> list[tuple[str, str, Interval]]:
+def _speedups(frame: DataFrame, summary: DataFrame | None) -> list[tuple[str, str, Interval]]:
     """Label, kind and speedup over plain decoding of every other configuration."""
-    from specbench.tables import summary_frame
+    from specbench.tables import records, summary_frame
 
     return [
         (row["label"], row["kind"], Interval(row["speedup"], row["speedup_low"], row["speedup_high"]))
-        for row in summary_frame(frame).to_dict("records")
+        for row in records(summary_frame(frame) if summary is None else summary)
         if row["config"] != row["baseline"] and row["speedup_low"] == row["speedup_low"]
     ]

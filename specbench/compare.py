@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from specbench import stats
 from specbench.errors import UsageError
-from specbench.tables import paired_runs
-from specbench.textsafe import terminal_safe
+from specbench.tables import (
+    decimals,
+    markdown_row,
+    markdown_text,
+    one_line,
+    paired_runs,
+    ratio_text,
+    spelled_out,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,10 +35,6 @@ __all__ = [
     "Row",
     "compare_configs",
     "compare_runs",
-    "decimals",
-    "markdown_row",
-    "markdown_text",
-    "ratio_text",
     "render_terminal",
     "side_by_side",
     "to_json",
@@ -133,10 +136,10 @@ def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
     pairs = side_by_side(df, first["id"], second["id"])
     if pairs.empty:
         raise UsageError(
-            f"{_clean(first['label'])} and {_clean(second['label'])} have no finished generation in common.",
+            f"{one_line(first['label'])} and {one_line(second['label'])} have no finished generation in common.",
             "Go on with the sweep.",
         )
-    labels = _clean(first["label"]), _clean(second["label"])
+    labels = one_line(first["label"]), one_line(second["label"])
     rows = []
     for category, mine in _by_category(pairs):
         prompts, repeats = mine["prompt"].to_numpy(), mine["repeat"].to_numpy()
@@ -234,7 +237,7 @@ def compare_runs(
             )
         )
         rows += found
-        missing += [] if found else [_clean(config_a["label"])]
+        missing += [] if found else [one_line(config_a["label"])]
     if not rows:
         what = "prompt" if not prompts else "finished generation"
         raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
@@ -247,7 +250,7 @@ def compare_runs(
         *_missing_notes(missing, _unmatched(run_a, run_b, matches) if a is b is None else [], names),
         *_interval_notes(rows),
     ]
-    return Compared(_clean(names[0]), _clean(names[1]), measure, rows, notes)
+    return Compared(one_line(names[0]), one_line(names[1]), measure, rows, notes)
 
 
 def _rows(
@@ -256,9 +259,9 @@ def _rows(
     """All prompts, then each category. A turn that only one has finished is left out, for both to be alike."""
     turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
     ours, theirs = ours.merge(turns), theirs.merge(turns)
-    label = _clean(config_a["label"])
+    label = one_line(config_a["label"])
     if config_a["id"] != config_b["id"] and config_a["label"] != config_b["label"]:
-        label = f"{label} / {_clean(config_b['label'])}"
+        label = f"{label} / {one_line(config_b['label'])}"
     if ours.empty:
         return
     for category, mine in _by_category(ours):
@@ -303,7 +306,7 @@ def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]
     categories = list(dict.fromkeys(rows["category"]))
     if len(categories) > 1:
         for category in categories:
-            yield _clean(category), rows[rows["category"] == category]
+            yield one_line(category), rows[rows["category"] == category]
 
 
 # --- What can be compared -------------------------------------------------------------------------
@@ -315,7 +318,7 @@ def _config(run: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
         for config in run["configs"]:
             if config.get(field) == name:
                 return dict(config)
-    known = ", ".join(repr(_clean(config["id"])) for config in run["configs"])
+    known = ", ".join(repr(one_line(config["id"])) for config in run["configs"])
     raise UsageError(f"There is no configuration {name!r} in {where}.", f"It has {known}.")
 
 
@@ -352,7 +355,7 @@ def _unmatched(
 ) -> list[tuple[int, str]]:
     """Configurations that only one run has: 0 for A or 1 for B, and the label."""
     return [
-        (side, _clean(config["label"]))
+        (side, one_line(config["label"]))
         for side, run in enumerate((run_a, run_b))
         for config in run["configs"]
         if config["id"] != config["baseline"] and config["id"] not in {pair[side]["id"] for pair in matches}
@@ -386,7 +389,7 @@ def _differing_targets(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> st
     differ = a["fingerprint"] != b["fingerprint"] if known else a.get("name") != b.get("name")
     if not differ and a.get("dtype") == b.get("dtype"):
         return ""
-    shown = [f"{_clean(each.get('name'))}, {_clean(each.get('dtype'))}" for each in (a, b)]
+    shown = [f"{one_line(each.get('name'))}, {one_line(each.get('dtype'))}" for each in (a, b)]
     if shown[0] == shown[1]:
         return f"both are called {shown[0]}, but their weights differ"
     return " / ".join(shown)
@@ -449,7 +452,7 @@ def _difference_notes(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> Ite
         for run in (run_a, run_b)
     ]
     pairs += [
-        (f"weights of {_clean(name)}", weights[0][name], weights[1][name])
+        (f"weights of {one_line(name)}", weights[0][name], weights[1][name])
         for name in weights[0]
         if name in weights[1]
     ]
@@ -466,7 +469,7 @@ def _missing_notes(
     for side, name in enumerate(names):
         only = [label for where, label in unmatched if where == side]
         if only:
-            yield f"Only in {'AB'[side]} ({_clean(name)}): {_listed(only)}."
+            yield f"Only in {'AB'[side]} ({one_line(name)}): {_listed(only)}."
 
 
 def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
@@ -486,10 +489,10 @@ def _differ(a: Any, b: Any) -> bool:
 
 def _shown(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(map(_clean, value)) or "none"
+        return ", ".join(map(one_line, value)) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "unknown" if value is None else _clean(value)[:60]
+    return "unknown" if value is None else one_line(value)[:60]
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -501,34 +504,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _clean(text: object) -> str:
-    return " ".join(terminal_safe(str(text)).split())
-
-
 # --- Text -----------------------------------------------------------------------------------------
-
-
-def ratio_text(ratio: stats.Estimate, times: str = "×") -> str:
-    """A ratio with its interval, as ``2.10× [1.93, 2.31]``; an end that is not 1 is never rounded to 1."""
-    if math.isnan(ratio.value):
-        return "–"
-    if ratio.low is None or ratio.high is None:
-        return f"{decimals(ratio.value, 2)}{times} [no interval]"
-    digits = 2
-    while digits < 4 and any(end != 1.0 and round(end, digits) == 1.0 for end in (ratio.low, ratio.high)):
-        digits += 1
-    mark = "*" if ratio.basis == "repeats" else ""
-    value, low, high = (decimals(each, digits) for each in (ratio.value, ratio.low, ratio.high))
-    return f"{value}{times} [{low}, {high}]{mark}"
-
-
-def decimals(value: float, digits: int = 2) -> str:
-    """A figure with so many digits behind the point, fewer from 10 on, and no exponent."""
-    if math.isinf(value):
-        return "∞"
-    rounded = float(f"{value:.{digits}e}")  # 9.999 is shown as 10.0, and so has two digits in front
-    before = 1 if rounded < 1 else int(math.log10(rounded)) + 1
-    return f"{value:.{max(0, digits + 1 - before)}f}"
 
 
 def _headings(compared: Compared, *, by_category: bool) -> list[str]:
@@ -539,7 +515,7 @@ def _headings(compared: Compared, *, by_category: bool) -> list[str]:
 
 def _cells(row: Row, compared: Compared, *, by_category: bool) -> list[str]:
     if compared.measure == "speed":
-        sides = ["–" if math.isnan(each.value) else decimals(each.value, 2) for each in (row.a, row.b)]
+        sides = [decimals(each.value) for each in (row.a, row.b)]
     else:
         sides = [ratio_text(each, "") for each in (row.a, row.b)]
     names = [row.label, *([row.category or "all"] if by_category else [])]
@@ -557,7 +533,7 @@ def render_terminal(compared: Compared, console: Console, *, categories: bool) -
     from rich.text import Text
 
     def say(text: str, style: str = "") -> None:
-        console.print(Text(_encodable(text, console), style=style))
+        console.print(Text(spelled_out(text, console.encoding), style=style))
 
     say(f"A  {compared.a}")
     say(f"B  {compared.b}\n")
@@ -606,25 +582,18 @@ def _table(compared: Compared, rows: Sequence[Row], console: Console) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_edge=False)
     for i in kept:
         table.add_column(
-            Text(_encodable(headings[i], console)),
+            Text(spelled_out(headings[i], console.encoding)),
             justify="left" if i in (0, len(headings) - 1) else "right",
             no_wrap=i != 0,
             overflow="fold",
         )
     for row, line in zip(rows, cells, strict=True):
-        shown = [Text(_encodable(line[i], console)) for i in kept]  # as Text: markup in a name stays as it is
+        shown = [
+            Text(spelled_out(line[i], console.encoding)) for i in kept
+        ]  # as Text: markup in a name stays as it is
         shown[-1].stylize(_STYLES[row.verdict])
         table.add_row(*shown)
     return table
-
-
-def _encodable(text: str, console: Console) -> str:
-    """Signs that the console lacks are spelled out."""
-    if console.encoding.lower().startswith("utf"):
-        return text
-    for sign, word in {"γ": "gamma", "–": "-", "∞": "inf", "×": "x"}.items():
-        text = text.replace(sign, word)
-    return terminal_safe(text, console.encoding)
 
 
 def to_markdown(compared: Compared) -> str:
@@ -639,23 +608,6 @@ def to_markdown(compared: Compared) -> str:
         *(f"- {markdown_text(note)}" for note in compared.notes),
     ]
     return "\n".join(lines) + "\n"
-
-
-def markdown_row(cells: Sequence[str]) -> str:
-    """A line of a Markdown table."""
-    return "| " + " | ".join(map(markdown_text, cells)) + " |"
-
-
-_MARKDOWN = {ord(sign): f"\\{sign}" for sign in "\\`*_{}[]|#~$"} | {
-    ord("<"): "&lt;",
-    ord(">"): "&gt;",
-    ord("&"): "&amp;",
-}
-
-
-def markdown_text(text: str) -> str:
-    """Text that Markdown shows as it is: no markup, no HTML, no way out of its cell or line."""
-    return _clean(text).translate(_MARKDOWN)
 
 
 def to_json(compared: Compared, fail_below: float | None = None) -> dict[str, Any]:

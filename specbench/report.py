@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specbench import stats, tables
 from specbench.advice import RunWarning, review
-from specbench.compare import decimals, markdown_row, markdown_text, ratio_text, side_by_side
+from specbench.compare import side_by_side
 from specbench.errors import RunError, UsageError
 from specbench.plots import FIGURES, draw_figures, save_figure
 from specbench.store import load_results, write_text
-from specbench.textsafe import terminal_safe
+from specbench.tables import decimals, markdown_row, markdown_text, one_line, ratio_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,9 +136,9 @@ def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
     summary, categories = tables.summary_frame(df, steps), tables.category_frame(df)
     pictures, missing = _pictures(df, plots)
     return Report(
-        name=_clean(name),
+        name=one_line(name),
         answers=_answers(df, summary, categories),
-        warnings=_warnings(df, run),
+        warnings=_warnings(df, run, summary),
         summary=summary,
         categories=categories,
         positions=tables.position_frame(df, steps),
@@ -239,7 +239,7 @@ def _details(
     if top is not best:
         yield f"{_described(top)} measures more, {ratio_text(_estimate(top))}, but cannot be told from plain decoding."
     if basis == "prompts" and len(measured) > 1:
-        ties = [_clean(row["label"]) for row in measured if row is not best and _tied(df, best, row)]
+        ties = [one_line(row["label"]) for row in measured if row is not best and _tied(df, best, row)]
         if ties:
             more = f" and {len(ties) - _TIES} more" if len(ties) > _TIES else ""
             yield f"These cannot be told from it: {', '.join(ties[:_TIES])}{more}."
@@ -259,7 +259,7 @@ def _tied(df: pd.DataFrame, best: Mapping[str, Any], other: Mapping[str, Any]) -
 
 def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     shown = [
-        f"{_clean(row['label'])} {ratio_text(_estimate(row))}"
+        f"{one_line(row['label'])} {ratio_text(_estimate(row))}"
         for row in rows
         if not math.isnan(row["speedup"])
     ]
@@ -272,7 +272,7 @@ def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) ->
     mine = [cell for cell in cells if cell["config"] == best["config"] and not math.isnan(cell["speedup"])]
     if len(mine) < 2:
         return ""
-    named = {cell["category"]: f"{_clean(cell['category'])} {ratio_text(_estimate(cell))}" for cell in mine}
+    named = {cell["category"]: f"{one_line(cell['category'])} {ratio_text(_estimate(cell))}" for cell in mine}
     if len(mine) <= _FEW:
         return f"; {', '.join(named.values())}"
     ranked = sorted(mine, key=lambda cell: float(cell["speedup"]))
@@ -280,10 +280,10 @@ def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) ->
 
 
 def _described(row: Mapping[str, Any]) -> str:
-    drafter = _clean(row["drafter"])
+    drafter = one_line(row["drafter"])
     if row["policy"] == "fixed" and not math.isnan(row["gamma"]):
         return f"γ = {row['gamma']:g} with {drafter}"
-    return f"the rule {_clean(row['policy'])} with {drafter}"
+    return f"the rule {one_line(row['policy'])} with {drafter}"
 
 
 def _estimate(row: Mapping[str, Any], name: str = "speedup") -> stats.Estimate:
@@ -306,7 +306,7 @@ def _speed(row: Mapping[str, Any]) -> str:
 # --- What is doubtful, how and on what it was measured ----------------------------------------------
 
 
-def _warnings(df: pd.DataFrame, run: Mapping[str, Any]) -> list[RunWarning]:
+def _warnings(df: pd.DataFrame, run: Mapping[str, Any], summary: pd.DataFrame) -> list[RunWarning]:
     """The gravest first."""
     planned = (
         run.get("repeats", 1) * len(run["configs"]) * sum(each.get("turns", 1) for each in run["prompts"])
@@ -336,12 +336,12 @@ def _warnings(df: pd.DataFrame, run: Mapping[str, Any]) -> list[RunWarning]:
         for problem in df.attrs.get("problems", ())
     ]
     grave = {"error": 0, "warning": 1, "info": 2}
-    return sorted([*found, *review(df)], key=lambda warning: grave[warning.severity])
+    return sorted([*found, *review(df, summary)], key=lambda warning: grave[warning.severity])
 
 
 def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
     done = df[df["status"] == "ok"]
-    categories = list(dict.fromkeys(done["category"].dropna().map(_clean)))
+    categories = list(dict.fromkeys(done["category"].dropna().map(one_line)))
     repeats, configs = done["repeat"].nunique(), done["config"].nunique()
     temperatures = sorted(done["temperature"].dropna().unique())
     length = f"up to {run['max_new_tokens']} tokens" if run.get("max_new_tokens") else "their natural length"
@@ -406,7 +406,7 @@ def _costs(run: Mapping[str, Any]) -> list[list[str]]:
         return []
     lines = [(f"target, {_count(n, 'token')}", seconds, f"v({n})") for n, seconds in sorted(passes.items())]
     lines += [
-        (f"drafter {_clean(name)}, 1 token", float(seconds), "c")
+        (f"drafter {one_line(name)}, 1 token", float(seconds), "c")
         for name, seconds in (costs.get("drafter_pass_s") or {}).items()
         if seconds is not None
     ]
@@ -427,11 +427,11 @@ def _facts(run: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     models = [(what, _shown(run["target"].get(name))) for name, what in _TARGET.items()]
     drafters = {config.get("drafter"): config.get("drafter_fingerprint") for config in run["configs"]}
     models += [
-        ("drafter", _clean(name) + (f", fingerprint {_clean(weights)}" if weights else ""))
+        ("drafter", one_line(name) + (f", fingerprint {one_line(weights)}" if weights else ""))
         for name, weights in drafters.items()
         if name not in (None, "none")
     ]
-    command = shlex.join(["specbench", *map(_clean, run.get("command") or ())])
+    command = shlex.join(["specbench", *map(one_line, run.get("command") or ())])
     made = [
         ("command", command),
         ("begun", _shown(run.get("created"))),
@@ -449,8 +449,8 @@ def _facts(run: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(map(_clean, value)) or "none"
-    return "–" if value is None else _clean(value)
+        return ", ".join(map(one_line, value)) or "none"
+    return "–" if value is None else one_line(value)
 
 
 def _share(value: float) -> str:
@@ -459,10 +459,6 @@ def _share(value: float) -> str:
 
 def _count(number: int, what: str, plural: str | None = None) -> str:
     return f"{number} {what if number == 1 else plural or what + 's'}"
-
-
-def _clean(text: object) -> str:
-    return " ".join(terminal_safe(str(text)).split())
 
 
 def _sentence(text: str) -> str:
@@ -650,8 +646,8 @@ def _warnings_html(warnings: Sequence[RunWarning]) -> _Html:
         return _Html("")
     items = []
     for each in warnings:
-        severity, advice = _tag("strong", f"{_sentence(each.severity)}: "), _tag("em", _clean(each.advice))
-        items.append(_tag("li", severity, _clean(each.message), " ", advice, class_=each.severity))
+        severity, advice = _tag("strong", f"{_sentence(each.severity)}: "), _tag("em", one_line(each.advice))
+        items.append(_tag("li", severity, one_line(each.message), " ", advice, class_=each.severity))
     return _tag("ul", *items, class_="warnings", aria_label="Warnings")
 
 

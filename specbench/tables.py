@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -32,13 +32,19 @@ __all__ = [
     "Steps",
     "accepted_frame",
     "category_frame",
+    "decimals",
+    "markdown_row",
+    "markdown_text",
     "notes",
+    "one_line",
     "paired_runs",
     "position_frame",
+    "ratio_text",
     "records",
     "render_terminal",
     "run_of",
     "sheet_of",
+    "spelled_out",
     "step_arrays",
     "summary_frame",
     "terminal_table",
@@ -76,7 +82,7 @@ def run_of(df: pd.DataFrame) -> dict[str, Any]:
         UsageError: The rows come from several runs, whose speeds have nothing in common.
     """
     if "run_id" in df and df["run_id"].nunique() > 1:
-        targets = sorted({_one_line(str(name)) for name in df["target"].unique()})
+        targets = sorted({one_line(str(name)) for name in df["target"].unique()})
         what = f"with {len(targets)} targets ({', '.join(targets)})" if len(targets) > 1 else "of one target"
         raise UsageError(
             f"These results mix {df['run_id'].nunique()} runs {what}.",
@@ -628,7 +634,7 @@ def notes(frame: pd.DataFrame) -> list[str]:
             out.append(f"{row['label']}: {row['failures']} {runs} failed and count nowhere else.")
     without = frame[(frame["kind"] != "plain") & frame["speedup"].isna()]
     out += [f"{label}: no generation of its baseline to compare with." for label in without["label"]]
-    return [_one_line(note) for note in out]
+    return [one_line(note) for note in out]
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -658,14 +664,15 @@ class _Column:
     text: Callable[[Mapping[str, Any]], str]
 
 
-def _number(value: float, digits: int = 3) -> str:
-    """Three digits that count, and no exponent."""
+def decimals(value: float, digits: int = 2) -> str:
+    """A figure with so many digits behind the point, fewer from 10 on, and no exponent."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
         return "∞"
-    before = 1 if value < 1 else int(math.log10(value)) + 1
-    return f"{value:.{max(0, digits - before)}f}"
+    rounded = float(f"{value:.{digits}e}")  # 9.999 is shown as 10.0, and so has two digits in front
+    before = 1 if rounded < 1 else int(math.log10(rounded)) + 1
+    return f"{value:.{max(0, digits + 1 - before)}f}"
 
 
 def _percent(value: float) -> str:
@@ -682,15 +689,33 @@ def _bytes(value: float) -> str:
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 
 
-def _ratio_text(row: Mapping[str, Any], name: str) -> str:
-    """A ratio and its interval; without one it says so."""
-    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    if math.isnan(value):
+def ratio_text(ratio: stats.Estimate, times: str = "×") -> str:
+    """A ratio with its interval, as ``2.10× [1.93, 2.31]``; without one it says so.
+
+    An end that is not 1 is never shown as 1: on which side it lies is the verdict.
+    """
+    if math.isnan(ratio.value):
         return "–"
-    if math.isnan(low) or math.isnan(high):
-        return f"{_number(value)} [no interval]"
-    mark = "*" if row.get("speedup_basis") == "repeats" else ""
-    return f"{_number(value)} [{_number(low)}, {_number(high)}]{mark}"
+    if ratio.low is None or ratio.high is None:
+        return f"{decimals(ratio.value)}{times} [no interval]"
+    ends = (ratio.low, ratio.high)
+    digits = 2
+    while digits < 9 and any(end != 1.0 and float(f"{end:.{digits}f}") == 1.0 for end in ends):
+        digits += 1
+    mark = "*" if ratio.basis == "repeats" else ""
+    value, low, high = (decimals(each, digits) for each in (ratio.value, *ends))
+    return f"{value}{times} [{low}, {high}]{mark}"
+
+
+def _ratio_text(row: Mapping[str, Any], name: str) -> str:
+    """``ratio_text`` of a figure of a frame."""
+    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    known = not math.isnan(low) and not math.isnan(high)
+    basis: Literal["prompts", "repeats"] = "repeats" if row.get("speedup_basis") == "repeats" else "prompts"
+    estimate = (
+        stats.Estimate(value, low, high, 0, basis) if known else stats.Estimate(value, None, None, 0, None)
+    )
+    return ratio_text(estimate, "")
 
 
 def _speedup_text(name: str) -> Callable[[Mapping[str, Any]], str]:
@@ -710,21 +735,21 @@ def _count(value: float) -> str:
 
 
 def _milliseconds(value: float) -> str:
-    return _number(1000.0 * value)
+    return decimals(1000.0 * value)
 
 
 _SUMMARY_COLUMNS = [
     _Column("configuration", "label", 0, lambda row: str(row["label"])),
-    _Column("tokens/s", "tokens_per_second", 1, _as(_number, "tokens_per_second")),
+    _Column("tokens/s", "tokens_per_second", 1, _as(decimals, "tokens_per_second")),
     _Column("speedup", "speedup", 0, _speedup_text("speedup")),
     _Column("verdict", "verdict", 11, lambda row: row["verdict"] if isinstance(row["verdict"], str) else "–"),
     _Column("with TTFT", "speedup_total", 14, _speedup_text("speedup_total")),
     _Column("pooled", "pooled_speedup", 15, _speedup_text("pooled_speedup")),
-    _Column("tokens/step", "tokens_per_step", 4, _as(_number, "tokens_per_step")),
+    _Column("tokens/step", "tokens_per_step", 4, _as(decimals, "tokens_per_step")),
     _Column("accepted", "acceptance_rate", 5, _as(_percent, "acceptance_rate")),
     _Column("of tested", "acceptance_tested", 16, _as(_percent, "acceptance_tested")),
-    _Column("α", "alpha", 6, _as(_number, "alpha")),
-    _Column("mean γ", "mean_gamma", 12, _as(_number, "mean_gamma")),
+    _Column("α", "alpha", 6, _as(decimals, "alpha")),
+    _Column("mean γ", "mean_gamma", 12, _as(decimals, "mean_gamma")),
     _Column("predicted", "predicted_speedup", 8, lambda row: _ratio_text(row, "predicted_speedup")),
     _Column(
         "predicted (i.i.d.)",
@@ -747,13 +772,13 @@ _POSITION_COLUMNS = [
     _Column("accepted", "accepted", 1, _as(_count, "accepted")),
     _Column("accepted/tested", "rate", 0, _as(_percent, "rate")),
     _Column("accepted/drafted", "rate_of_drafted", 0, _as(_percent, "rate_of_drafted")),
-    _Column("α", "alpha", 1, _as(_number, "alpha")),
+    _Column("α", "alpha", 1, _as(decimals, "alpha")),
 ]
 
 
 def _plain_sheet(frame: pd.DataFrame, columns: Sequence[_Column]) -> Sheet:
     lines = records(frame)
-    rows = [[_one_line(column.text(line)) for column in columns] for line in lines]
+    rows = [[one_line(column.text(line)) for column in columns] for line in lines]
     values = [[line[column.key] for column in columns] for line in lines]
     return Sheet(
         [column.heading for column in columns], rows, values, [column.rank for column in columns], []
@@ -777,17 +802,18 @@ def _category_sheet(frame: pd.DataFrame) -> Sheet:
     for config, label in labels.items():
         found = [cells.get((config, category)) for category in categories]
         rows.append(
-            [_one_line(label), *("–" if row is None else _ratio_text(row, "speedup") for row in found)]
+            [one_line(label), *("–" if row is None else _ratio_text(row, "speedup") for row in found)]
         )
         values.append([label, *(_NAN if row is None else row["speedup"] for row in found)])
     said = ["Speedup over plain decoding, geometric mean over the category's prompts, with its 95% interval."]
     if (frame["speedup_basis"] == "repeats").any():
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
-    headings = ["configuration", *map(_one_line, categories)]
+    headings = ["configuration", *map(one_line, categories)]
     return Sheet(headings, rows, values, [0] * len(headings), said)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: object) -> str:
+    """Text of whatever origin as one printable line."""
     return " ".join(terminal_safe(str(text)).split())
 
 
@@ -829,36 +855,42 @@ def to_markdown(frame: pd.DataFrame) -> str:
     """A frame as a Markdown table with its notes below, all of its columns in it."""
     sheet = sheet_of(frame)
     lines = [
-        _markdown_row(sheet.headings),
-        _markdown_row(["---", *("---:" for _ in sheet.headings[1:])], escape=False),
-        *map(_markdown_row, sheet.rows),
+        markdown_row(sheet.headings),
+        f"| --- | {' | '.join('---:' for _ in sheet.headings[1:])} |",
+        *map(markdown_row, sheet.rows),
     ]
     if sheet.notes:
-        lines += ["", *(f"- {_markdown_text(note)}" for note in sheet.notes)]
+        lines += ["", *(f"- {markdown_text(note)}" for note in sheet.notes)]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(cells: Iterable[str], *, escape: bool = True) -> str:
-    return "| " + " | ".join(_markdown_text(cell) if escape else cell for cell in cells) + " |"
+def markdown_row(cells: Iterable[str]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(map(markdown_text, cells))} |"
 
 
 _MARKDOWN = str.maketrans({each: "\\" + each for each in "\\`*_{}[]|#~$"})
 
 
-def _markdown_text(text: str) -> str:
-    """Text that Markdown shows as it is: no markup, no HTML, no way out of its cell."""
-    return html.escape(text.translate(_MARKDOWN), quote=False)
+def markdown_text(text: str) -> str:
+    """Text that Markdown shows as it is: no markup, no HTML, no way out of its cell or line."""
+    return html.escape(one_line(text).translate(_MARKDOWN), quote=False)
+
+
+def spelled_out(text: str, encoding: str) -> str:
+    """Text for a console: signs that its encoding lacks become words."""
+    if encoding.lower().startswith("utf"):
+        return text
+    for sign, word in {"γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x"}.items():
+        text = text.replace(sign, word)
+    return terminal_safe(text, encoding)
 
 
 def _encoded(sheet: Sheet, encoding: str) -> Sheet:
     """Signs that the console lacks are spelled out."""
-    if encoding.lower().startswith("utf"):
-        return sheet
 
     def said(text: str) -> str:
-        for sign, word in {"γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x"}.items():
-            text = text.replace(sign, word)
-        return terminal_safe(text, encoding)
+        return spelled_out(text, encoding)
 
     return dataclasses.replace(
         sheet,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from specbench.compare import (
     Row,
     compare_configs,
     compare_runs,
-    markdown_text,
-    ratio_text,
     render_terminal,
     to_json,
     to_markdown,
 )
 from specbench.errors import RunError, UsageError
 from specbench.store import load_results
+from specbench.tables import markdown_text, ratio_text
 
 PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
 PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
@@ -335,6 +335,8 @@ def test_only_an_interval_over_prompts_wholly_below_fails(row: Row, fails: bool)
         ((2.1, 1.93, 2.314), "2.10× [1.93, 2.31]"),
         ((0.998, 0.996, 0.9991), "0.998× [0.996, 0.999]"),
         ((1.0, 1.0, 1.0), "1.00× [1.00, 1.00]"),
+        ((1.0021, 1.00004, 1.0043), "1.00210× [1.00004, 1.00430]"),
+        ((0.97, 0.94, 0.99999), "0.97000× [0.94000, 0.99999]"),
         ((12.34, 9.876, 1234.0), "12.3× [9.88, 1234]"),
         ((1.5, 0.2, math.inf), "1.50× [0.20, ∞]"),
         ((1.5, None, None), "1.50× [no interval]"),
@@ -438,6 +440,14 @@ def test_json_has_null_where_there_is_nothing(tmp_path: Path) -> None:
         0.9,
         [],
     )
+
+
+def test_every_field_of_the_json_is_documented(tmp_path: Path) -> None:
+    df = load_results(write_exact(tmp_path / "run", {"plain": PLAIN, "d@1": times(1.2)}))
+    data = to_json(compare_configs(df, "d@1", "plain"), 0.9)
+    text = (Path(__file__).parents[1] / "docs" / "results-format.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"`(\w+)`", text.partition("compare --json")[2]))
+    assert {*data, *data["rows"][0]} <= documented
 
 
 # --- Command --------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from exact_runs import write_exact
 from synthetic_runs import DRAFTERS, write_run
 
 from specbench import report as module
+from specbench import tables
+from specbench.advice import review
 from specbench.cli.report import report as command
 from specbench.errors import RunError, UsageError
 from specbench.plots import FIGURES
@@ -188,6 +190,16 @@ class TestWarnings:
     def test_a_finished_run_does_not(self, tmp_path: Path) -> None:
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)})
         assert not {"unfinished", "changed", "lines"} & {each.id for each in report.warnings}
+
+    def test_a_summary_that_is_there_already_is_not_made_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        df = load_results(write_exact(tmp_path / "run", {"plain": PLAIN, "d@2": times(1.1, spread=0.4)}))
+        summary = tables.summary_frame(df)
+        alone = review(df)
+        assert "wide-intervals" in [each.id for each in alone]
+        monkeypatch.setattr(tables, "summary_frame", lambda _: pytest.fail("there is a summary"))
+        assert review(df, summary) == alone
 
     def test_changes_and_damaged_lines_are_told_with_advice(self, tmp_path: Path) -> None:
         folder = write_exact(

@@ -438,7 +438,9 @@ class TestRendering:
         [
             (0.012345, "0.01"),
             (0.5, "0.50"),
-            (9.999, "10.00"),
+            (9.994, "9.99"),
+            (9.999, "10.0"),
+            (99.97, "100"),
             (12.34, "12.3"),
             (123.4, "123"),
             (math.inf, "∞"),
@@ -446,7 +448,7 @@ class TestRendering:
         ],
     )
     def test_numbers(self, value: float, text: str) -> None:
-        assert tables._number(value) == text
+        assert tables.decimals(value) == text
 
     @pytest.mark.parametrize(
         ("value", "text"), [(0.999, "99.9%"), (1.0, "100%"), (0.0, "0%"), (0.003, "0.3%"), (0.456, "46%")]

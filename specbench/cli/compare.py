@@ -22,7 +22,7 @@ _FEW = 4  # configurations up to which the categories of each are shown without 
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="A [B]", help="Two folders of runs, or one with --a and --b."),
+        typer.Argument(metavar="RESULTS...", help="Two folders of runs, A and B, or one with --a and --b."),
     ],
     a: Annotated[
         str | None,
@@ -89,7 +89,7 @@ def compare(
         )
     below = compared.below(fail_below)
     if below:
-        from specbench.compare import ratio_text
+        from specbench.tables import ratio_text
 
         slow = "; ".join(f"{row.label}: {ratio_text(row.ratio)}" for row in below)
         raise RunError(f"Below {fail_below:g} with its whole interval: {slow}.")

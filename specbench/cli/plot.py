@@ -21,7 +21,7 @@ def plot(
     results: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RESULTS", help="Folders of runs, or folders with runs in them; each run apart."
+            metavar="RESULTS...", help="Folders of runs, or folders with runs in them; each run apart."
         ),
     ],
     image_format: Annotated[

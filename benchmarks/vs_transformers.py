@@ -1,0 +1,374 @@
+"""How fast is specbench beside `transformers`' own decoding: same models, prompts and number of tokens, in turn?
+
+    python benchmarks/vs_transformers.py --setting lookup@5 --setting self:int8@5         # the built-in model
+    python benchmarks/vs_transformers.py --target FOLDER --assistant SMALL --setting SMALL@5 --setting self:int8@auto
+    python benchmarks/vs_transformers.py ... --resume vs.jsonl --minutes 6                # in parts
+
+For every prompt, in a fresh random order: `generate`; its assisted generation with --assistant, with its defaults and
+with 5 tokens in every step and no threshold; its prompt lookup; specbench plain, with its defaults and with every
+--setting, written DRAFTER@γ or DRAFTER@RULE; and other decoders with --peer (see peers.py). Greedy, every output as
+long as asked for. Timed is the whole call, with the prompt; speeds behind the first emission are given beside it.
+Outputs are compared with those of `generate`: identical, parted at a numerical tie, or different. Ratios are geometric
+means over prompts with 95% intervals. Ends with one line of JSON; exit code 1 if an output (of a peer apart) differs
+otherwise than by a tie, 3 if prompts are left to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import parts
+import torch
+from peers import PEERS, Taken, check_peer, load_peer
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from specbench import stats
+from specbench.cli.options import DEFAULT_DRAFTER, DEFAULT_TARGET
+from specbench.environment import describe_environment
+from specbench.generate import GenerationRun, encode_prompt
+from specbench.lengths import build_policy, check_policy
+from specbench.loading import Target, load_drafter, load_target
+from specbench.metrics import time_split
+from specbench.models import LoadOptions, load_model
+from specbench.parity import find_difference
+from specbench.progress import quiet_transformers
+from specbench.prompts import Prompt, load_prompts
+from specbench.sampling import Greedy
+from specbench.tables import ratio_text
+
+GENERATE, ASSISTED, ASSISTED_5, LOOKUP = (
+    "generate", "assisted, defaults", "assisted, 5 and no threshold", "prompt lookup",
+)  # fmt: skip
+PLAIN, DEFAULT = "specbench plain", f"{DEFAULT_DRAFTER}@fixed"
+WARMUP_TOKENS = 12
+
+
+Way = Callable[[list[int], int], Taken]
+"""Decodes a prompt: token ids, and how many tokens to add."""
+
+
+# --- The ways -------------------------------------------------------------------------------------
+
+
+class _Watch(StoppingCriteria):
+    """Never stops; ``generate`` calls it behind every emission, and it notes the time."""
+
+    def __init__(self) -> None:
+        self.first_at = self.last_at = 0.0
+        self.first_length = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:  # noqa: ARG002
+        self.last_at = time.perf_counter()
+        if not self.first_length:
+            self.first_at, self.first_length = self.last_at, input_ids.shape[1]
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def transformers_way(
+    model: PreTrainedModel,
+    pad: int,
+    assistant: PreTrainedModel | None = None,
+    assistant_settings: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> Way:
+    """``generate``, with an assistant if one is given, whose settings are made anew for every call: it adapts them."""
+
+    def run(prompt: list[int], count: int) -> Taken:
+        # What a call leaves unset would come from the model's own file.
+        model.generation_config = GenerationConfig()
+        if assistant is not None:
+            assistant.generation_config = GenerationConfig(**(assistant_settings or {}))
+        settings = GenerationConfig(
+            do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=pad
+        )
+        ids = torch.tensor([prompt])
+        watch = _Watch()
+        given = dict(extra) if assistant is None else {**extra, "assistant_model": assistant}
+        began = time.perf_counter()
+        output = model.generate(  # type: ignore[operator]
+            inputs=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=settings,
+            stopping_criteria=StoppingCriteriaList([watch]),
+            **given,
+        )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        ended = time.perf_counter()
+        return Taken(tokens, ended - began, watch.last_at - watch.first_at, watch.first_length - len(prompt))
+
+    return run
+
+
+def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions) -> tuple[str, Way]:
+    """specbench with a drafter and a draft-length rule, and its name."""
+    proposer = load_drafter(drafter, target, options)
+    policy = build_policy(f"fixed:gamma={rule}" if rule.isdecimal() else rule)
+
+    def run(prompt: list[int], count: int) -> Taken:
+        began = time.perf_counter()
+        run = GenerationRun(prompt, target, proposer, policy=policy, max_new_tokens=count, ignore_eos=True)
+        for _ in run:
+            pass
+        ended = time.perf_counter()
+        result = run.result()
+        split = time_split(result.prefill, result.steps)
+        return Taken(list(result.token_ids), ended - began, split.decode_s, 1)
+
+    return f"specbench {proposer.name}@{rule}", run
+
+
+def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], Target]:
+    """Everything that is to be timed, by name, and the target that judges outputs; peers convert into ``folder``."""
+    options = LoadOptions(dtype=given.dtype, device="cpu")
+    target = load_target(given.target, options)
+    model = load_model(given.target, options, tokenizer=False)
+    pad = next(iter(model.end_ids), 0)
+    ways = {GENERATE: transformers_way(model.model, pad)}
+    if given.assistant is not None:
+        assistant = load_model(given.assistant, LoadOptions(device="cpu"), tokenizer=False).model
+        without = {
+            "num_assistant_tokens": 5,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+        ways[ASSISTED] = transformers_way(model.model, pad, assistant)
+        ways[ASSISTED_5] = transformers_way(model.model, pad, assistant, without)
+    ways[LOOKUP] = transformers_way(model.model, pad, prompt_lookup_num_tokens=10)
+    _, ways[PLAIN] = specbench_way(target, "none", "1", options)
+    drafter_options = LoadOptions(dtype=given.drafter_dtype, device="cpu")
+    for setting in dict.fromkeys([DEFAULT, *given.setting]):
+        drafter, _, rule = setting.rpartition("@")
+        name, way = specbench_way(target, drafter, rule, drafter_options)
+        ways[name] = way
+    for peer in given.peer:
+        model.tokenizer = target.tokenizer
+        ways[peer.partition("=")[0]] = load_peer(peer, model, folder, torch.get_num_threads())
+    return ways, target
+
+
+# --- Measuring ------------------------------------------------------------------------------------
+
+
+def measure(
+    ways: Mapping[str, Way], target: Target, prompt: list[int], tokens: int, place: str
+) -> dict[str, dict[str, Any]]:
+    """Decode one prompt in all ways, one after another in an order that ``place`` fixes.
+
+    Returns:
+        By name: ``seconds``, ``tokens``, ``decode_s`` and ``decoded`` (tokens behind the first emission),
+        ``agreement`` with `generate` ("identical", "tie" or "differs") and the place of the first difference.
+    """
+    order = list(ways)
+    random.Random(place).shuffle(order)
+    taken = {}
+    for name in order:
+        with quiet_transformers():
+            taken[name] = ways[name](prompt, tokens)
+    rows = {}
+    for name, mine in taken.items():
+        difference = find_difference(target.scorer, prompt, mine.tokens, taken[GENERATE].tokens, Greedy())
+        agreement = "identical" if difference is None else "tie" if difference.numerical_tie else "differs"
+        rows[name] = {
+            "seconds": mine.seconds,
+            "tokens": len(mine.tokens),
+            "decode_s": mine.decode_s,
+            "decoded": len(mine.tokens) - mine.first,
+            "agreement": agreement,
+            "position": None if difference is None else difference.position,
+        }
+    return rows
+
+
+def summary(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per way, in the order in which they were loaded."""
+    names = list(dict.fromkeys(name for part in done for name in part["names"]))
+    prompts, repeats = ([part[what] for part in done] for what in ("prompt", "repeat"))
+
+    def speeds(name: str, tokens: str, seconds: str) -> list[float]:
+        rows = [part["rows"].get(name) for part in done]
+        return [row[tokens] / row[seconds] if row and row[seconds] > 0 else math.nan for row in rows]
+
+    total = {name: speeds(name, "tokens", "seconds") for name in names}
+    decode = {name: speeds(name, "decoded", "decode_s") for name in names}
+
+    def over(speed: Mapping[str, list[float]], name: str, base: str) -> stats.Estimate:
+        ratios = [mine / other for mine, other in zip(speed[name], speed[base], strict=True)]
+        return stats.geometric_mean(ratios, prompts, repeats)
+
+    assisted = [name for name in (ASSISTED, ASSISTED_5) if name in names]
+    best = max(assisted, key=lambda name: over(total, name, GENERATE).value, default=None)
+    lines = []
+    for name in names:
+        agreements = [part["rows"][name]["agreement"] for part in done if name in part["rows"]]
+        lines.append(
+            {
+                "name": name,
+                "tokens_per_second": stats.geometric_mean(total[name], prompts, repeats),
+                "over_generate": over(total, name, GENERATE),
+                "decode_tokens_per_second": stats.geometric_mean(decode[name], prompts, repeats),
+                "decode_over_generate": over(decode, name, GENERATE),
+                "over_best_assisted": None if best is None else over(total, name, best),
+                **{kind: agreements.count(kind) for kind in ("identical", "tie", "differs")},
+            }
+        )
+    return lines
+
+
+def show(lines: Sequence[Mapping[str, Any]]) -> None:
+    """The table."""
+    width = max(len(line["name"]) for line in lines)
+    print(f"\n{'':{width}} {'tokens/s':>9} {'over generate':>20} {'behind the first':>20} {'over assisted':>20}"
+          "  identical/tie/differs")  # fmt: skip
+    for line in lines:
+        ratios = (line["over_generate"], line["decode_over_generate"], line["over_best_assisted"])
+        texts = ["" if ratio is None else ratio_text(ratio, "") for ratio in ratios]
+        print(
+            f"{line['name']:{width}} {line['tokens_per_second'].value:9.2f} "
+            + " ".join(f"{text:>20}" for text in texts)
+            + f"  {line['identical']}/{line['tie']}/{line['differs']}"
+        )
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default=DEFAULT_TARGET)
+    parser.add_argument("--assistant", help="a small model, for assisted generation")
+    parser.add_argument("--setting", action="append", default=[], metavar="DRAFTER@RULE",
+                        help="of specbench, repeatable: lookup@5, self:int8@auto, FOLDER@egag:max=8")  # fmt: skip
+    parser.add_argument("--peer", action="append", default=[], type=check_peer, metavar="PEER",
+                        help=f"another decoder that is installed, repeatable: {', '.join(PEERS)}")  # fmt: skip
+    parser.add_argument("--dtype", default="auto", help="of the target, here and there")
+    parser.add_argument("--drafter-dtype", default="auto", help="of specbench's drafter models; auto is int8")
+    parser.add_argument("--prompts", nargs="+", default=["all"], help="sets or files")
+    parser.add_argument("--limit", type=int, default=12, help="prompts, in turn from the categories")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep what is done there, and go on with it"
+    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; --resume goes on")
+    given = parser.parse_args(arguments)
+    for setting in given.setting:
+        drafter, _, rule = setting.rpartition("@")
+        if not drafter:
+            parser.error(f"{setting!r} is no setting: write DRAFTER@γ or DRAFTER@RULE")
+        if not rule.isdecimal():
+            check_policy(rule, drafter)
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code."""
+    given = parse(arguments)
+    until = time.monotonic() + 60 * given.minutes
+    kept = (
+        "target",
+        "assistant",
+        "setting",
+        "peer",
+        "dtype",
+        "drafter_dtype",
+        "prompts",
+        "limit",
+        "tokens",
+        "seed",
+    )
+    # By name: a path is nobody else's business.
+    settings = {name: _without_folders(getattr(given, name)) for name in kept}
+    settings["peer"] = others = [peer.partition("=")[0] for peer in given.peer]
+    progress = parts.Parts(given.resume, settings)
+    prompts = load_prompts(given.prompts, limit=given.limit)
+    jobs = [(prompt, repeat) for repeat in range(given.repeats) for prompt in prompts]
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    with tempfile.TemporaryDirectory() as place:
+        if len(progress.done) < len(jobs):
+            _run(given, progress, jobs, Path(place), until)
+    done = progress.done[: len(jobs)]
+    if not done:
+        return 3
+    lines = summary(done)
+    show(lines)
+    complete = len(done) == len(jobs)
+    print(
+        json.dumps(
+            {
+                "benchmark": "vs_transformers",
+                **settings,
+                "repeats": given.repeats,
+                "complete": complete,
+                "prompts_done": len({part["prompt"] for part in done}),
+                **versions,
+                "cpu": describe_environment()["cpu"],
+                "threads": torch.get_num_threads(),
+                "rows": [{key: _plain(value) for key, value in line.items()} for line in lines],
+            }
+        )
+    )
+    if any(line["differs"] for line in lines if line["name"] not in others):
+        return 1
+    return 0 if complete else 3
+
+
+def _run(
+    given: argparse.Namespace,
+    progress: parts.Parts,
+    jobs: Sequence[tuple[Prompt, int]],
+    folder: Path,
+    until: float,
+) -> None:
+    """The jobs that are missing, as far as the time reaches."""
+    ways, target = load_ways(given, folder)
+    assert target.tokenizer is not None
+    encoded = {p.id: encode_prompt(target.tokenizer, p.turns[0], system=p.system) for p, _ in jobs}
+    if time.monotonic() < until:
+        for way in ways.values():
+            with quiet_transformers():
+                way(next(iter(encoded.values())), WARMUP_TOKENS)
+    longest = 0.0
+    for number in range(len(progress.done), len(jobs)):
+        prompt, repeat = jobs[number]
+        began = time.monotonic()
+        if began + longest > until:
+            return
+        rows = measure(ways, target, encoded[prompt.id], given.tokens, f"{given.seed}/{prompt.id}/{repeat}")
+        progress.add({"prompt": prompt.id, "repeat": repeat, "names": list(ways), "rows": rows})
+        took = time.monotonic() - began
+        longest = max(longest, took)
+        speeds = ", ".join(f"{name} {rows[name]['tokens'] / rows[name]['seconds']:.1f}" for name in ways)
+        left = took * (len(jobs) - number - 1) / 60
+        print(
+            f"{number + 1:3} {prompt.id}: {speeds} tokens/s  [{took:.0f} s, {left:.0f} min left]",
+            flush=True,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """An estimate as [value, low, high]."""
+    if isinstance(value, stats.Estimate):
+        ends = (value.value, value.low, value.high)
+        return [None if end is None or not math.isfinite(end) else round(end, 4) for end in ends]
+    return value
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return Path(value).name if isinstance(value, str) and value.startswith((".", "/", "~")) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

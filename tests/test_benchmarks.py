@@ -1,0 +1,274 @@
+"""The benchmark scripts on tiny and scripted models: they run, go on where they stopped, and their figures fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_engine import TARGET, ScriptedEngine
+from tiny import save_tiny
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import aa
+import overhead
+import parts
+import vs_transformers
+
+from specbench.drafters.base import NoDraft
+from specbench.engine import Outcome
+from specbench.grid import Config
+from specbench.lengths import FixedLength
+from specbench.prompts import load_prompts
+from specbench.sampling import Greedy, Randomness
+from specbench.store import load_results
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The line of JSON that a benchmark ends with."""
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a smaller model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    return save_tiny(folder / "target"), save_tiny(folder / "small", seed=1, layers=1)
+
+
+# --- Parts ----------------------------------------------------------------------------------------
+
+
+def test_parts_are_kept_and_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "parts.jsonl"
+    parts.Parts(file, {"seed": 1}).add({"n": 1})
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write('{"n": 2')
+    again = parts.Parts(file, {"seed": 1})
+    assert again.done == [{"n": 1}]
+    again.add({"n": 3})
+    assert parts.Parts(file, {"seed": 1}).done == [{"n": 1}, {"n": 3}]
+
+
+def test_parts_of_other_settings_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "parts.jsonl"
+    parts.Parts(file, {"seed": 1})
+    with pytest.raises(SystemExit, match="other settings"):
+        parts.Parts(file, {"seed": 2})
+
+
+def test_the_busy_process_ends_with_its_block() -> None:
+    import psutil
+
+    mine = psutil.Process()
+    before = set(mine.children())
+    with parts.busy_core():
+        (child,) = set(mine.children()) - before
+        assert child.is_running()
+    assert not child.is_running()
+
+
+# --- A/A ------------------------------------------------------------------------------------------
+
+
+class SlowedEngine(ScriptedEngine):
+    """The configuration that is slowed decodes for longer by a share, and all times vary from prompt to prompt."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def generate(
+        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+    ) -> Outcome:
+        outcome = super().generate(
+            config, prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed
+        )
+        noise = 1.0 + 0.03 * math.sin(len(self.calls) + sum(prompt))
+        slower = 1.0 + self.share if config.id == aa.SLOWED else 1.0
+        return replace(outcome, decode_s=outcome.decode_s * noise * slower)
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.1, "slower"), (0.0, "cannot tell"), (-0.1, "faster")])
+def test_a_slowed_configuration_is_found_and_itself_is_not(
+    tmp_path: Path, share: float, verdict: str
+) -> None:
+    given = aa.parse(["--tokens", "9"])
+    sweep = aa.make_sweep(0, load_prompts(["all"]), given)
+    judged = aa.run_one(sweep, SlowedEngine(share), TARGET, tmp_path)
+    assert judged["itself"]["low"] < 1.0 < judged["itself"]["high"]
+    assert judged["slowed"]["verdict"] == verdict
+    assert judged["slowed"]["ratio"] == pytest.approx(1 / (1 + share), rel=0.02)
+    assert judged["failed"] == 0
+    shown = aa.line_of(0, judged)
+    assert "covers 1" in shown
+    assert verdict in shown
+    results = load_results(tmp_path)
+    assert len(results) == 8 * 3 * 4
+    assert set(results["new_tokens"]) == {9}
+
+
+def test_sweeps_differ_in_prompts_and_order() -> None:
+    given = aa.parse([])
+    prompts = load_prompts(["all"])
+    first, again, second = (aa.make_sweep(number, prompts, given) for number in (0, 0, 1))
+    assert first.plan() == again.plan()
+    assert [prompt.id for prompt in first.prompts] != [prompt.id for prompt in second.prompts]
+
+
+def test_a_sweep_that_ran_out_of_time_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = aa.make_sweep(
+        0, load_prompts(["all"]), aa.parse(["--tokens", "5", "--limit", "2", "--repeats", "2"])
+    )
+    engine = SlowedEngine(0.1)
+    looks = itertools.count(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(aa, "time", SimpleNamespace(monotonic=lambda: next(looks)))
+        with pytest.raises(aa._TimeUpError):
+            aa.run_one(sweep, engine, TARGET, tmp_path, until=9)  # looks at the clock behind each generation
+    assert len(engine.calls) == 10
+    aa.run_one(sweep, engine, TARGET, tmp_path)
+    assert len(load_results(tmp_path)) == 16
+    assert len(engine.calls) == 16 + 4 + 4  # the warm-ups of a process are its own
+
+
+def test_the_pause_is_a_share_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(t=0.0)
+
+    def tick() -> float:
+        clock.t += 0.0001  # waiting awake takes time as well
+        return float(clock.t)
+
+    def sleep(seconds: float) -> None:
+        clock.t += seconds
+
+    monkeypatch.setattr(aa, "time", SimpleNamespace(perf_counter=tick, sleep=sleep))
+    slowed = aa.Slowed(NoDraft(), 0.1)
+    slowed.begin([1])
+    slowed.propose([1], 4, FixedLength(2), Greedy(), Randomness(0))
+    began = clock.t
+    clock.t += 5.0
+    slowed.rollback(1)
+    assert clock.t - began == pytest.approx(5.5, abs=0.002)
+
+
+def test_aa_runs_and_goes_on_from_its_file(
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    common = ["--target", str(models[0]), "--limit", "2", "--tokens", "5", "--repeats", "1",
+              "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
+    assert aa.main([*common, "--sweeps", "1"]) in (0, 1)
+    first = last_json(capsys)
+    assert first["sweeps"] == 1
+    assert first["failed_generations"] == 0
+    assert aa.main([*common, "--sweeps", "2"]) in (0, 1)
+    second = last_json(capsys)
+    assert (second["sweeps"], second["complete"]) == (2, True)
+    assert second["mean_slowed"] < 1.2
+    monkeypatch.setattr(aa, "load", lambda _: pytest.fail("everything is measured already"))
+    assert aa.main([*common, "--sweeps", "2"]) in (0, 1)
+    assert last_json(capsys) == second
+    assert [path.name for path in tmp_path.iterdir()] == ["aa.jsonl"]
+
+
+# --- Overhead -------------------------------------------------------------------------------------
+
+
+def test_overhead_measures_steps_that_accept_what_they_should(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--gammas", "0", "2", "--vocabularies", "300", "--contexts", "20", "60", "--seconds", "0.02"]
+    assert overhead.main(arguments) == 0
+    result = last_json(capsys)
+    lines = {(line["mode"], line["gamma"]): line for line in result["steps"]}
+    assert set(lines) == {(mode, gamma) for mode in ("greedy", "sampling") for gamma in (0, 2)}
+    for (mode, gamma), line in lines.items():
+        tokens = line["step_us"] / line["token_us"]
+        assert 1.0 - 0.02 <= tokens <= gamma + 1.02
+        if mode == "greedy":  # target and drafter agree on every argmax
+            assert tokens == pytest.approx(gamma + 1, rel=0.02)
+        assert line["floor_us"] > 0
+    growth = {(line["drafter"], line["mode"]) for line in result["growth"]}
+    assert ("model", "greedy, penalty") in growth
+    assert all(len(line["step_us"]) == 2 for line in result["growth"])
+
+
+# --- Beside transformers --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compared(models: tuple[Path, Path], tmp_path: Path) -> list[str]:
+    target, small = map(str, models)
+    return ["--target", target, "--assistant", small, "--dtype", "float32", "--limit", "2", "--tokens", "8",
+           "--drafter-dtype", "float32", "--setting", f"{small}@3", "--setting", "lookup@heuristic",
+           "--resume", str(tmp_path / "vs.jsonl")]  # fmt: skip
+
+
+def test_all_ways_give_the_same_tokens_and_ratios_to_generate(
+    compared: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert vs_transformers.main(compared) == 0
+    result = last_json(capsys)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(rows) == {
+        "generate", "assisted, defaults", "assisted, 5 and no threshold", "prompt lookup",
+        "specbench plain", "specbench lookup@fixed", "specbench lookup@heuristic", "specbench small (float32)@3",
+    }  # fmt: skip
+    assert all((row["identical"], row["tie"], row["differs"]) == (2, 0, 0) for row in rows.values())
+    assert rows["generate"]["over_generate"] == [1.0, 1.0, 1.0]
+    best = max(rows["assisted, defaults"]["over_generate"][0],
+               rows["assisted, 5 and no threshold"]["over_generate"][0])  # fmt: skip
+    plain = rows["specbench plain"]
+    assert plain["over_best_assisted"][0] == pytest.approx(plain["over_generate"][0] / best, rel=0.01)
+    assert "/" not in "".join([result["target"], result["assistant"], *result["setting"]])
+
+    monkeypatch.setattr(
+        vs_transformers, "load_ways", lambda *_: pytest.fail("everything is measured already")
+    )
+    assert vs_transformers.main(compared) == 0
+    assert last_json(capsys) == result
+
+
+def test_outputs_that_differ_are_told(
+    compared: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = vs_transformers.specbench_way
+
+    def spoilt(target: Any, drafter: str, rule: str, options: Any) -> tuple[str, Any]:
+        name, way = honest(target, drafter, rule, options)
+
+        def run(prompt: list[int], count: int) -> Any:
+            taken = way(prompt, count)
+            return taken._replace(tokens=[*taken.tokens[:-1], (taken.tokens[-1] + 1) % 200])
+
+        return name, run if rule == "heuristic" else way
+
+    monkeypatch.setattr(vs_transformers, "specbench_way", spoilt)
+    assert vs_transformers.main(compared) == 1
+    rows = {row["name"]: row for row in last_json(capsys)["rows"]}
+    assert rows["specbench lookup@heuristic"]["differs"] == 2
+    assert rows["specbench plain"]["differs"] == 0
+
+
+def test_it_stops_when_the_time_is_over(compared: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert vs_transformers.main([*compared, "--minutes", "0"]) == 3
+    assert "Traceback" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--setting", "lookup"], ["--peer", "nobody"]])
+def test_a_setting_or_peer_that_is_none_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        vs_transformers.parse(arguments)
+    assert stopped.value.code == 2
