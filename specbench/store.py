@@ -10,6 +10,7 @@ import errno
 import gc
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -336,18 +337,23 @@ def _sync_folder(path: Path) -> None:
 
 
 def write_csv(frame: DataFrame, path: str | Path) -> None:
-    """Write a table as CSV that a spreadsheet shows and never runs: text that looks like a formula gets a
-    quote."""
+    """Write a table as CSV that a spreadsheet shows and never runs.
+
+    Text that looks like a formula gets a quote, also where a spreadsheet of another language would begin a cell: behind
+    a semicolon, a tab, a bar or a line break.
+    """
     safe = frame.map(_no_formula).rename(columns=_no_formula)
     write_text(path, safe.to_csv(index=False, lineterminator="\n"))
 
 
+_FORMULA = re.compile("(^|[;,|\t\n])(?=[\\s'\"]*[=+@\uff1d\uff0b\uff0d\uff20-])|^(?=[\t\n])")
+
+
 def _no_formula(value: Any) -> Any:
-    return (
-        "'" + value
-        if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-        else value
-    )
+    if not isinstance(value, str):
+        return value
+    # A bare carriage return would end the row: Python's csv module does not quote it.
+    return _FORMULA.sub(r"\1'", re.sub("\r\n?", "\n", value))
 
 
 # -- reading ---------------------------------------------------------------------------------------
