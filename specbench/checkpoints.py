@@ -107,13 +107,31 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
     check_class(model_class, config, name)
 
 
+UNLISTED_ENCODERS = ("bert-generation",)
+UNSUITABLE = {
+    "cpmant": "its cache counts positions of its own beside the tokens",
+    "minimax": "it keeps a recurrent state in a cache of its own",
+    "moshi": "it decodes frames of sound, and its cache forgets what its attention still sees",
+    "reformer": "it keeps hash buckets in a cache of its own",
+    "xlnet": "it is no causal language model, for a token's logits depend on the tokens behind it",
+}
+"""Model types that `transformers` lists as causal language models with attention caches, and why they are none.
+Found with benchmarks/architectures.py; none of them says so itself."""
+
+
 def check_class(model_class: type, config: PreTrainedConfig, name: str) -> None:
     """`check_config` for a model whose class is known, whatever its configuration calls it."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise _encoder_decoder(kind, name)
-    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+    encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in UNLISTED_ENCODERS
+    if encoder and not getattr(config, "is_decoder", True):
         raise _not_causal(kind, name)  # an encoder of the BERT family: it would look at what comes after
+    if kind in UNSUITABLE:
+        raise UsageError(
+            f"The model {name} (type {kind!r}) cannot be decoded speculatively: {UNSUITABLE[kind]}.",
+            "Choose a transformer with attention caches.",
+        )
     if getattr(model_class, "_is_stateful", False):
         raise UsageError(
             f"The model {name} (type {kind!r}) keeps a recurrent state, which cannot be rolled back when a"
