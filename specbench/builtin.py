@@ -19,7 +19,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -266,6 +266,8 @@ def _is_intact(folder: Path, *, everything: bool = False) -> bool:
             return False
         for name, known in manifest["files"].items():
             path = folder / name
+            if name != path.name or path.is_symlink():  # it would lead out of the entry
+                return False
             size = path.stat().st_size
             if size != known["size"]:
                 return False
@@ -321,11 +323,15 @@ def _remember_sha256(gguf: Path, progress: Progress | None) -> str:
         digest = _sha256(gguf, progress)
     except OSError as error:
         raise RunError(f"The file {str(gguf)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
-    with _cache_errors():
+    # A cache that is read-only or full may still hold the converted copy.
+    with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
         partial = note.with_suffix(f".{os.getpid()}")
-        partial.write_text(digest, encoding="ascii")
-        partial.replace(note)
+        try:
+            partial.write_text(digest, encoding="ascii")
+            partial.replace(note)
+        finally:
+            partial.unlink(missing_ok=True)
     return digest
 
 

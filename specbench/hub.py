@@ -1,22 +1,33 @@
-"""Models on the hub: fetched into the hub's own cache, configuration first."""
+"""Models on the hub: fetched into the hub's own cache, configuration first, and checked against their hashes.
+
+The hub's cache calls every file after the hash the hub gives for it. A file that is fetched is checked against it, and
+so is every small file whenever a model is loaded; of large weights that lie there the header must describe their size.
+What does not fit is fetched again.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from specbench.checkpoints import plain_name, shard_names, weight_candidates
+from specbench.checkpoints import plain_name, safetensors_elements, shard_names, weight_candidates
 from specbench.errors import RunError, UsageError
 from specbench.progress import Progress, one_line, quiet_transformers
 
 __all__ = ["HubModel"]
 
 HINT = "Check its spelling: a hub id is org/name or org/name@revision, and a folder is a path such as ./name."
+BESIDE_WEIGHTS = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
+SMALL_FILE = 16 << 20  # files up to this size have their hash checked on every load
+BLOCK = 1 << 22
 
 
 class _NotCachedError(RunError):
@@ -52,7 +63,7 @@ class HubModel:
     def fetch_weights(
         self, config: PreTrainedConfig, *, allow_pickle: bool, check_size: Callable[[int], None]
     ) -> None:
-        """Fetch the weights, and the generation settings beside them.
+        """Fetch the weights, and what lies beside them.
 
         Args:
             config: The model's configuration.
@@ -70,7 +81,9 @@ class HubModel:
                 continue
             if found.suffix == ".json":
                 self._fetch_shards(found, check_size)
-            self._optional_file("generation_config.json")
+            for file in BESIDE_WEIGHTS:
+                self._optional_file(file)
+            self._mend()
             return
         if not_cached is not None:
             raise not_cached
@@ -94,8 +107,68 @@ class HubModel:
         except _NotCachedError:
             return None
 
+    def _mend(self) -> None:
+        """Fetch damaged files again that only others read from the cache, such as further ones of the tokenizer."""
+        for path in sorted(self.folder.iterdir()):
+            if path.is_file() and not self._is_sound(path):
+                self._file(path.name)
+
     def _file(self, file: str) -> Path | None:
-        """A file in the cache, fetched if it is not there; ``None`` if the model has no such file."""
+        """A file in the cache, fetched if it is not there or damaged; ``None`` if the model has no such file.
+
+        Raises:
+            RunError: It cannot be fetched, or is damaged still when it was.
+        """
+        cached = self._cached(file)
+        path = self._download(file)
+        if path is None or self._is_sound(path, everything=cached is None):
+            return path
+        _discard(path, self.name)
+        try:
+            path = self._download(file)
+        except _NotCachedError as error:
+            raise RunError(
+                f"The hub's cache held a damaged {file!r} of {self.name}, and the hub cannot be reached.",
+                "Go online, without HF_HUB_OFFLINE, to fetch it again.",
+            ) from error
+        if path is not None and not self._is_sound(path, everything=True):
+            _discard(path, self.name)
+            raise RunError(
+                f"What was fetched as {file!r} of {self.name} has the wrong hash; it was not kept.",
+                "Try again, and check the proxy or mirror if there is one.",
+            )
+        return path
+
+    def _cached(self, file: str) -> Path | None:
+        """Where a file lies in the cache."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.repository, file, revision=self.revision)
+        return Path(found) if isinstance(found, str) else None
+
+    def _is_sound(self, path: Path, *, everything: bool = False) -> bool:
+        """Whether a cached file is what the hub said of it.
+
+        Args:
+            path: In the cache: a link to a file that is called after its hash, where the system has links.
+            everything: Read large files too, instead of their header alone.
+        """
+        blob = path.resolve()
+        try:
+            size = blob.stat().st_size
+            if _HASH.fullmatch(blob.name) and (everything or size <= SMALL_FILE):
+                return blob.name in _hashes(blob, size, self._report)
+            if path.suffix == ".safetensors":
+                safetensors_elements(path)
+        except (OSError, RunError):
+            return False
+        return True
+
+    def _report(self, done: int, total: int) -> None:
+        if self.progress is not None and total > SMALL_FILE:
+            self.progress.update(f"checking {self.name}", done, total)
+
+    def _download(self, file: str) -> Path | None:
         from huggingface_hub import errors, hf_hub_download
 
         bar = _reporting_bar(self.progress, f"fetching {self.name}")
@@ -125,8 +198,46 @@ class HubModel:
                     f"No space is left in the hub's cache for {self.name}.",
                     "Free some, or set HF_HOME to a folder on another disk.",
                 ) from error
+            cached = self._cached(file)
+            if cached is not None and not isinstance(error, OSError):  # the network failed, and is not needed
+                return cached
             reason = one_line(str(error)).rstrip(".")
             raise RunError(f"The model {self.name} cannot be fetched: {reason}.") from error
+
+
+_HASH = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
+
+
+def _hashes(file: Path, size: int, report: Callable[[int, int], None]) -> tuple[str, ...]:
+    """The names that the hub may give to this content: its sha256 (large files), or git's hash of it.
+
+    A mirror that stores files its own way may say their plain sha1 instead.
+    """
+    digests = [hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size), hashlib.sha1()]  # noqa: S324 - git's choice
+    if len(file.name) == 64:
+        del digests[1:]
+    done = 0
+    with file.open("rb") as content:
+        while block := content.read(BLOCK):
+            for digest in digests:
+                digest.update(block)
+            done += len(block)
+            report(done, size)
+    return tuple(digest.hexdigest() for digest in digests)
+
+
+def _discard(path: Path, name: str) -> None:
+    """Take a damaged file out of the hub's cache."""
+    blob = path.resolve()
+    try:
+        path.unlink()
+        blob.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"The hub's cache holds a damaged {path.name!r} of {name} that cannot be replaced"
+            f" ({os.strerror(error.errno or 0)}).",
+            "Set HF_HOME to a folder that can be written.",
+        ) from error
 
 
 def _reporting_bar(progress: Progress | None, stage: str) -> type[Any]:

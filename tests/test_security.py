@@ -1,0 +1,466 @@
+"""What comes from elsewhere is data: models, files and names can neither run anything nor lead out of their folder.
+
+docs/security.md says what is trusted. Single renderers and readers are tested in their own files.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import hashlib
+import html.parser
+import json
+import os
+import re
+import shutil
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_builtin import left_in, write_gguf
+from tiny import save_tiny, tiny_llama, tiny_tokenizer
+
+import specbench.hub
+from specbench.builtin import prepare_gguf
+from specbench.checkpoints import plain_name, safetensors_elements, shard_names
+from specbench.cli import run
+from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.generate import encode_prompt
+from specbench.gguf_files import read_gguf_header
+from specbench.models import LoadOptions, load_model
+from specbench.prompts import load_prompts
+from specbench.store import load_results, write_csv
+from specbench.trace import read_trace
+
+PACKAGE = Path(__file__).resolve().parents[1] / "specbench"
+CPU = LoadOptions("float32", "cpu")
+
+# -- no code of others, and no pickles -------------------------------------------------------------
+
+RUNS_CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path"}
+READS_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml"}
+
+
+def calls() -> list[tuple[str, ast.Call]]:
+    """Every call in the package, with its file's name."""
+    return [
+        (path.name, node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    ]
+
+
+def test_the_package_has_no_means_to_run_what_it_reads() -> None:
+    for file, call in calls():
+        called = ast.unparse(call.func)
+        assert called.removeprefix("builtins.") not in RUNS_CODE, f"{file}: {called}"
+        assert called not in ("torch.load", "numpy.load", "np.load"), f"{file}: {called}"
+        for keyword in call.keywords:
+            if keyword.arg in ("shell", "trust_remote_code", "allow_dangerous_deserialization"):
+                assert ast.unparse(keyword.value) == "False", f"{file}: {ast.unparse(call)}"
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            )
+            if isinstance(node, ast.ImportFrom):
+                names.append(str(node.module))
+            assert not {name.split(".")[0] for name in names} & READS_CODE, path.name
+            if isinstance(node, ast.Dict):
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if isinstance(key, ast.Constant) and key.value == "trust_remote_code":
+                        assert ast.unparse(value) == "False"
+
+
+def test_everything_that_could_run_a_models_code_is_told_not_to() -> None:
+    """Calls that take their arguments from a dict get the word in there."""
+    loading = [
+        (file, call)
+        for file, call in calls()
+        if ast.unparse(call.func).endswith("from_pretrained") and "Gguf" not in ast.unparse(call.func)
+    ]
+    assert len(loading) >= 5
+    for file, call in loading:
+        told = any(keyword.arg == "trust_remote_code" for keyword in call.keywords)
+        spread = any(keyword.arg is None for keyword in call.keywords)
+        assert told or (spread and file == "gguf_files.py"), f"{file}: {ast.unparse(call)}"
+
+
+@pytest.mark.parametrize("which", ["config", "tokenizer"])
+def test_code_beside_a_model_is_not_run(tmp_path: Path, which: str) -> None:
+    folder = save_tiny(tmp_path / "model")
+    mark = tmp_path / "ran"
+    (folder / "theirs.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Theirs: pass\n")
+    file = folder / ("config.json" if which == "config" else "tokenizer_config.json")
+    settings_of = json.loads(file.read_text())
+    settings_of["auto_map"] = dict.fromkeys(
+        ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "theirs.Theirs"
+    )
+    file.write_text(json.dumps(settings_of))
+    try:
+        load_model(str(folder), CPU)
+    except SpecbenchError:
+        assert which == "tokenizer"
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_a_chat_template_is_a_program_in_a_cage(template: str) -> None:
+    with pytest.raises(UsageError, match="chat template refuses"):
+        encode_prompt(tiny_tokenizer(chat_template=template), "Hello")
+
+
+def test_a_tokenizer_names_no_files_outside_its_folder(tmp_path: Path) -> None:
+    """What its configuration says about files is passed over in favour of the folder's own."""
+    folder = save_tiny(tmp_path / "model")
+    secret = tmp_path / "secret.json"
+    secret.write_text("{")
+    file = folder / "tokenizer_config.json"
+    settings_of = json.loads(file.read_text())
+    settings_of |= dict.fromkeys(("tokenizer_file", "vocab_file", "merges_file"), str(secret))
+    file.write_text(json.dumps(settings_of))
+    tokenizer = load_model(str(folder), CPU).tokenizer
+    assert tokenizer is not None
+    assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+PARTS = st.lists(
+    st.sampled_from(
+        ["..", ".", "a", "", "/", "\\", "C:", "~", "model.safetensors", "\0", "..\\..", "//", "...", " "]
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=500)
+@given(PARTS.map("/".join) | PARTS.map("".join) | st.text(max_size=20))
+def test_a_file_that_a_model_names_stays_in_its_folder(name: str) -> None:
+    folder = os.path.join(os.sep, "models", "mine")  # noqa: PTH118 - as the operating system joins
+    try:
+        kept = plain_name(name, "mine")
+    except UsageError:
+        return
+    for path in (kept, kept.replace("\\", "/")):
+        whole = os.path.normpath(os.path.join(folder, path))  # noqa: PTH118
+        assert os.path.commonpath([folder, whole]) == folder
+
+
+@pytest.mark.parametrize("shard", ["../secret", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "a\0b", ""])
+def test_an_index_that_would_leave_its_folder_is_refused(tmp_path: Path, shard: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": shard}}))
+    with pytest.raises(UsageError, match="outside its own folder"):
+        shard_names(index, "mine")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of the test's own."""
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("how", ["a link", "a name"])
+def test_a_cache_entry_that_leads_out_of_its_folder_is_made_again(
+    tmp_path: Path, cache: Path, how: str
+) -> None:
+    gguf = write_gguf(tmp_path / "tiny.gguf")
+    folder = prepare_gguf(gguf)
+    outside = tmp_path / "outside.json"
+    shutil.copy(folder / "generation_config.json", outside)
+    if how == "a link":
+        (folder / "generation_config.json").unlink()
+        (folder / "generation_config.json").symlink_to(outside)
+    else:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        known = manifest["files"].pop("generation_config.json")
+        manifest["files"]["../../../outside.json"] = known
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert prepare_gguf(gguf) == folder
+    assert not (folder / "generation_config.json").is_symlink()
+    assert "generation_config.json" in json.loads((folder / "manifest.json").read_text())["files"]
+    assert outside.exists()
+    assert left_in(cache) == [folder.name]
+
+
+# -- hashes of the hub's cache ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """A tiny model in the hub's cache as the hub client lays it out, without a network; gives where a file lies."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    home = tmp_path / "hub" / "models--org--name"
+    snapshot, blobs = home / "snapshots" / ("0" * 40), home / "blobs"
+    for folder in (snapshot, blobs, home / "refs"):
+        folder.mkdir(parents=True)
+    (home / "refs" / "main").write_text("0" * 40)
+    for path in sorted(save_tiny(tmp_path / "source").iterdir()):
+        content = path.read_bytes()
+        name = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324 - git's choice
+        if path.suffix == ".safetensors":
+            name = hashlib.sha256(content).hexdigest()
+        (blobs / name).write_bytes(content)
+        (snapshot / path.name).symlink_to(blobs / name)
+    return lambda name: (snapshot / name).resolve()
+
+
+def test_an_intact_file_of_the_hubs_cache_is_used(hub_model: Callable[[str], Path]) -> None:
+    assert load_model("org/name", CPU).fingerprint
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_changed_file_of_the_hubs_cache_is_not_used(hub_model: Callable[[str], Path], name: str) -> None:
+    content = hub_model(name).read_bytes()
+    middle = len(content) // 2
+    changed = b"8" if content[middle : middle + 1] != b"8" else b"9"
+    hub_model(name).write_bytes(content[:middle] + changed + content[middle + 1 :])
+    with pytest.raises(RunError, match=f"held a damaged '{name}' of org/name"):
+        load_model("org/name", CPU)
+
+
+def test_large_weights_of_the_hubs_cache_must_have_the_size_their_header_says(
+    hub_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specbench.hub, "SMALL_FILE", 0)
+    assert load_model("org/name", CPU).fingerprint
+    weights = hub_model("model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(RunError, match=r"held a damaged 'model\.safetensors' of org/name"):
+        load_model("org/name", CPU)
+
+
+def test_a_file_of_a_hub_that_names_files_otherwise_is_used(hub_model: Callable[[str], Path]) -> None:
+    """A mirror's own names tell nothing of the content."""
+    config = hub_model("config.json")
+    link = config.parents[1] / "snapshots" / ("0" * 40) / "config.json"
+    link.unlink()
+    link.symlink_to(config.rename(config.with_name("etag-of-a-mirror")))
+    assert load_model("org/name", CPU).fingerprint
+
+
+# -- files of any content --------------------------------------------------------------------------
+
+
+@st.composite
+def edits(draw: st.DrawFn) -> Callable[[bytes], bytes]:
+    """Cuts, insertions and changes of single bytes."""
+    steps = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["cut", "put", "change"]), st.floats(0, 1), st.binary(min_size=1, max_size=9)
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+
+    def edit(content: bytes) -> bytes:
+        for what, where, data in steps:
+            at = int(where * len(content))
+            rest = {"cut": b"", "put": data + content[at:], "change": data + content[at + len(data) :]}[what]
+            content = content[:at] + rest
+        return content
+
+    return edit
+
+
+@pytest.fixture(scope="module")
+def readable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bytes, Callable[[Path], Any]]]:
+    """Files of every kind that is read, and how."""
+    folder = tmp_path_factory.mktemp("files")
+    gguf = write_gguf(folder / "tiny.gguf").read_bytes()
+    tiny_llama().save_pretrained(folder / "model")
+    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": {"a": "b.safetensors"}}).encode()
+    prompt = json.dumps({"id": "a", "category": "c", "turns": ["t"], "system": "s"}).encode() + b"\n"
+    return {
+        "model.gguf": (gguf[:20_000] + gguf[20_000:], read_gguf_header),
+        "model.safetensors": ((folder / "model" / "model.safetensors").read_bytes(), safetensors_elements),
+        "index.json": (index, lambda path: shard_names(path, "mine")),
+        "prompts.jsonl": (prompt, lambda path: load_prompts([path])),
+        "trace.jsonl": (b'{"event": "header", "version": 1}\n', lambda path: list(read_trace(path))),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["model.gguf", "model.safetensors", "index.json", "prompts.jsonl", "trace.jsonl"]
+)
+def test_a_damaged_file_is_read_or_refused_in_a_sentence(
+    name: str, readable: dict[str, tuple[bytes, Callable[[Path], Any]]], tmp_path: Path
+) -> None:
+    content, read = readable[name]
+    path = tmp_path / name
+
+    @settings(max_examples=150, deadline=None)
+    @given(edits())
+    def check(edit: Callable[[bytes], bytes]) -> None:
+        # The interesting part is at the beginning, where the headers are.
+        head = content[:4000]
+        path.write_bytes(edit(head) + content[4000:])
+        try:
+            read(path)
+        except SpecbenchError as error:
+            message = str(error)
+        else:
+            message = ""
+        assert "\n" not in message
+
+    check()
+
+
+@pytest.mark.parametrize("numbers", [(2**63, 1), (1, 2**63), (2**64 - 1, 2**64 - 1)])
+def test_a_header_that_promises_more_than_there_is_costs_no_memory(
+    tmp_path: Path, numbers: tuple[int, int]
+) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *numbers) + bytes(64))
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", numbers[0]) + bytes(64))
+    for read, file in ((read_gguf_header, "x.gguf"), (safetensors_elements, "x.safetensors")):
+        with pytest.raises(RunError, match="damaged"):
+            read(tmp_path / file)
+
+
+# -- names and texts on their way out --------------------------------------------------------------
+
+EVIL = "=cmd|' C calc'!A0;=1+1 <script>alert(1)<⁄script><blink onload=x> [red]x[⁄red] `*_$|\x1b[31m\x9b2J\u202e\r#"
+"""A formula, markup of three kinds, and what moves a terminal, in a name that a folder can have."""
+
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """A sweep of a model and prompts with evil names, through the command line; what it said."""
+    if sys.platform == "win32":
+        pytest.skip("such names cannot be")
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / EVIL)
+    line = {"id": f"@{EVIL}", "category": f"+{EVIL}", "turns": [f"-{EVIL}"], "system": None}
+    (tmp_path / "evil.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    words = [
+        "sweep",
+        "--target",
+        f"./{EVIL}",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--prompts",
+        "./evil.jsonl",
+    ]
+    words += [
+        "-n",
+        "6",
+        "--gamma",
+        "2",
+        "--repeats",
+        "2",
+        "--drafter",
+        "lookup",
+        "--ignore-eos",
+        "--out",
+        "run",
+    ]
+    monkeypatch.setattr(sys, "argv", ["specbench", *words])
+    code = run(words)
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return SimpleNamespace(folder=tmp_path / "run", out=said.out, err=said.err)
+
+
+class Tags(html.parser.HTMLParser):
+    """What a page has in the way of tags and handlers."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+
+
+def test_evil_names_come_out_as_what_they_are(measured: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not UNSEEN.search(measured.out.replace("\n", ""))
+    assert not UNSEEN.search(measured.err.replace("\n", "").replace("\r", ""))
+    frame = load_results(measured.folder)
+    assert set(frame["prompt"]) == {f"@{EVIL}"}
+    assert set(frame["target"]) == {EVIL}
+
+    assert run(["report", "run"]) == 0
+    assert run(["compare", "run", "--a", "lookup@2", "--b", "plain"]) in (0, 1)
+    said = capsys.readouterr()
+    assert not UNSEEN.search((said.out + said.err).replace("\n", ""))
+
+    (page,) = measured.folder.rglob("*.html")
+    text = page.read_text(encoding="utf-8")
+    tags = Tags(text)
+    assert "alert(1)" in text, "the name is not on the page: the test shows nothing"
+    assert tags.tags.count("script") <= 1
+    assert "blink" not in tags.tags
+    assert not [name for name in tags.attributes if name.startswith("on")]
+    assert not UNSEEN.search(text.replace("\n", ""))
+    for file in measured.folder.rglob("*.md"):
+        markdown = file.read_text(encoding="utf-8")
+        assert "<script" not in markdown
+        assert not UNSEEN.search(markdown.replace("\n", ""))
+    with (measured.folder / "summary.csv").open(encoding="utf-8", newline="") as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert cells
+    assert not [cell for cell in cells if re.match("[=+@\t\r]|-(?![0-9.])", cell)]
+
+
+FORMULA_BEGINS = re.compile("[\\s'\"]*[=+@＝＋－＠]|\\s*-(?!\\d)")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.text(st.sampled_from("=+-@\t\r\n;,|'\" ax1＝＠－"))
+        | st.sampled_from(["=1+1", "x;=1", "a\n@b", " =1"]),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(",;\t|"),
+)
+def test_no_cell_of_a_csv_file_begins_a_formula_however_it_is_cut(texts: list[str], separator: str) -> None:
+    """Spreadsheets of some languages cut at semicolons, and some people paste."""
+    import tempfile
+
+    import pandas as pd
+
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "summary.csv"
+        write_csv(pd.DataFrame({"name": texts, "value": [-1.5] * len(texts)}), path)
+        with path.open(encoding="utf-8", newline="") as file:
+            as_written = list(csv.reader(file))
+        content = path.read_text(encoding="utf-8")
+    assert [float(row[1]) for row in as_written[1:]] == [-1.5] * len(texts)
+    for (shown, _), text in zip(as_written[1:], texts, strict=True):
+        kept = re.sub("\r\n?", "\n", text)
+        assert shown.replace("'", "") == kept.replace("'", ""), "something else than quotes was added"
+    for cell in re.split(f"[{re.escape(separator)}\n\r]", content):
+        assert not re.match("[=+@＝＋－＠]|-(?![0-9])", cell)
