@@ -1,0 +1,592 @@
+"""Plants known bugs, one at a time, and asks whether the test suite notices.
+
+    python benchmarks/mutation.py              # all of them, a few minutes
+    python benchmarks/mutation.py --fast       # the classical mistakes of speculative decoding; CI runs these
+    python benchmarks/mutation.py stop residual    # those whose names contain a word
+
+Each bug is a change of a few words in a copy of the package, against which the smallest part of the suite that should
+notice it is run. Beforehand the same tests must pass on the unchanged copy, and a change that changes nothing must go
+unnoticed. Prints a table, with the test that noticed; exit code 1 if a bug survives or its place is no longer found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("specbench", "tests", "benchmarks", "prompts", "docs", "README.md", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug to plant.
+
+    Attributes:
+        name: What is wrong with it.
+        file: Where, within the package.
+        old: The text to replace; it stands there exactly once.
+        new: What to put in its place.
+        tests: Arguments for pytest that select what should notice.
+        fast: Whether CI plants it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    fast: bool = False
+
+
+DECODE = ("tests/test_decode.py",)
+ACCEPT = ("tests/test_accept.py",)
+EXACT = ("tests/test_exact.py::test_the_output_distribution_is_the_targets[model-multinomial]",)
+STEP = ("tests/test_properties.py::test_a_step_emits_p_whatever_the_drafter",)
+RANDOM = ("tests/test_properties.py", "-k", "random_number or no_say")
+ROLL_BACK = ("tests/test_properties.py", "-k", "roll_back")
+CATCH_UP = (
+    "tests/test_properties.py::test_after_any_roll_back_the_logits_are_those_of_the_whole_context[full-dynamic]",
+)
+SAMPLING = ("tests/test_sampling.py",)
+CACHES = ("tests/test_caches.py", "-k", "mistral or llama or gemma3")
+STORE = ("tests/test_store.py",)
+CONTROL = Mutant(
+    "(nothing changed)",
+    "accept.py",
+    '"""The verdict on a draft: accept, correct or add a bonus token.',
+    '"""The verdict on a draft: accept, correct, or add a bonus token.',
+    ACCEPT,
+    fast=True,
+)
+
+MUTANTS = (
+    # -- the issue's own list --------------------------------------------------------------------
+    Mutant(
+        "roll-back keeps one token too many",
+        "decode.py",
+        "        target.rollback(len(context) - 1)\n        drafter.rollback",
+        "        target.rollback(len(context))\n        drafter.rollback",
+        DECODE,
+        fast=True,
+    ),
+    Mutant(
+        "roll-back removes one token too many",
+        "decode.py",
+        "        target.rollback(len(context) - 1)\n        drafter.rollback",
+        "        target.rollback(len(context) - 2)\n        drafter.rollback",
+        DECODE,
+    ),
+    Mutant(
+        "the drafter is not rolled back",
+        "decode.py",
+        "        drafter.rollback(len(context) - 1)\n",
+        "",
+        DECODE,
+    ),
+    Mutant(
+        "the drafter does not catch up with what it was not fed",
+        "scorer.py",
+        "*context[start:]",
+        "*context[max(start, len(context) - 1) :]",
+        CATCH_UP,
+        fast=True,
+    ),
+    Mutant(
+        "residual without clamp",
+        "accept.py",
+        "(p[i] - draft.q[i]).clamp_min_(0.0)",
+        "(p[i] - draft.q[i])",
+        STEP,
+        fast=True,
+    ),
+    Mutant(
+        "p and q swapped in the residual",
+        "accept.py",
+        "(p[i] - draft.q[i]).clamp_min_(0.0)",
+        "(draft.q[i] - p[i]).clamp_min_(0.0)",
+        ACCEPT,
+        fast=True,
+    ),
+    Mutant(
+        "p and q swapped in the acceptance",
+        "accept.py",
+        "p_of_token.div_(q_of_token.clamp_min_(_SMALLEST))",
+        "q_of_token.div_(p_of_token.clamp_min_(_SMALLEST))",
+        ACCEPT,
+        fast=True,
+    ),
+    Mutant(
+        "a stop inside the accepted run is ignored",
+        "decode.py",
+        "        kept, reason = stops.cut(verdict.tokens)\n        judged",
+        "        kept, reason = len(verdict.tokens), stops.cut(verdict.tokens[-1:])[1]\n        judged",
+        DECODE,
+        fast=True,
+    ),
+    Mutant(
+        "a token of low confidence is thrown away",
+        "drafters/model.py",
+        "                if drawn is None:\n",
+        "                if drawn is None or (drawn.q is not None and float(drawn.q[drawn.token]) < 0.2):\n",
+        EXACT,
+        fast=True,
+    ),
+    Mutant(
+        "the numbers that tested the drafts are used again for the draw",
+        "sampling.py",
+        "        r = torch.rand(len(acceptance), generator=self.generator,",
+        "        r = torch.rand(len(acceptance), generator=self.generator.clone_state(),",
+        RANDOM,
+        fast=True,
+    ),
+    # -- acceptance ------------------------------------------------------------------------------
+    Mutant(
+        "the generator is seeded anew for every draw",
+        "sampling.py",
+        "        u = torch.rand(1, generator",
+        "        self.generator.manual_seed(0)\n        u = torch.rand(1, generator",
+        RANDOM,
+    ),
+    Mutant(
+        "the rejected token is returned instead of the corrected one",
+        "accept.py",
+        "return Verdict(accepted, choices[: accepted + 1],",
+        "return Verdict(accepted, [*choices[:accepted], (draft.tokens + choices)[accepted]],",
+        DECODE,
+        fast=True,
+    ),
+    Mutant(
+        "drafts behind a rejected one are kept",
+        "sampling.py",
+        "next((i for i, chance in enumerate(chances) if not r[i] < chance), len(r))",
+        "sum(r[i] < chance for i, chance in enumerate(chances))",
+        SAMPLING,
+    ),
+    Mutant(
+        "the bonus token comes from the row before",
+        "accept.py",
+        "    distribution = p[accepted]\n",
+        "    distribution = p[max(0, accepted - 1)]\n",
+        EXACT,
+        fast=True,
+    ),
+    Mutant(
+        "a certain drafter's rejected token may come again",
+        "accept.py",
+        "        rest[draft.tokens[i]] = 0.0\n",
+        "",
+        ACCEPT,
+    ),
+    Mutant(
+        "tokens drawn from another distribution than the q that is kept",
+        "drafters/model.py",
+        "return Drawn(random.draw(q), logits[0], q)",
+        "return Drawn(random.draw(q * q), logits[0], q)",
+        EXACT,
+    ),
+    Mutant(
+        "α of tokens that were not tested",
+        "decode.py",
+        "tested = kept if cut else verdict.tested",
+        "tested = len(draft.tokens)",
+        DECODE,
+    ),
+    # -- transforms ------------------------------------------------------------------------------
+    Mutant(
+        "the repetition penalty sees drafts that come later",
+        "sampling.py",
+        "for place, token in fresh if place < drafts]",
+        "for place, token in fresh]",
+        SAMPLING,
+    ),
+    Mutant(
+        "the repetition penalty remembers another context",
+        "sampling.py",
+        "        if not known or len(self.mask)",
+        "        if len(self.mask)",
+        ("tests/test_properties.py", "-k", "own_context"),
+    ),
+    Mutant(
+        "top-k drops the last token it should keep",
+        "sampling.py",
+        "scores.masked_fill(scores < smallest_kept",
+        "scores.masked_fill(scores <= smallest_kept",
+        SAMPLING,
+    ),
+    Mutant(
+        "a nucleus lacks its edge",
+        "sampling.py",
+        "scores.masked_fill(scores < edge",
+        "scores.masked_fill(scores <= edge",
+        SAMPLING,
+    ),
+    Mutant(
+        "min-p is taken of the mass instead of the largest",
+        "sampling.py",
+        "probabilities < min_p * top,",
+        "probabilities < min_p,",
+        SAMPLING,
+    ),
+    # -- ends and limits -------------------------------------------------------------------------
+    Mutant(
+        "one token more than asked for",
+        "decode.py",
+        "room = limit - len(context) - 1",
+        "room = limit - len(context)",
+        DECODE,
+    ),
+    Mutant(
+        "accepted drafts behind a stop are counted",
+        "decode.py",
+        "accepted=min(verdict.accepted, kept)",
+        "accepted=verdict.accepted",
+        DECODE,
+    ),
+    Mutant(
+        "the drafter goes beyond its own context",
+        "drafters/model.py",
+        "limit - len(context) + 1",
+        "limit - len(context) + 2",
+        DECODE,
+    ),
+    Mutant(
+        "the chat template's end of turn is no end",
+        "models.py",
+        "[tokenizer.eos_token_id, _end_of_turn(tokenizer)]",
+        "[tokenizer.eos_token_id]",
+        ("tests/test_models.py", "-k", "end_ids"),
+    ),
+    Mutant(
+        "the beginning of a stop string is shown",
+        "text.py",
+        "len(self._decoded) - self._possible_stop()",
+        "len(self._decoded)",
+        ("tests/test_text.py", "-k", "held_back"),
+    ),
+    Mutant(
+        "a chat prompt gets a second BOS",
+        "generate.py",
+        "(_encodable(str(text)), add_special_tokens=False)",
+        "(_encodable(str(text)), add_special_tokens=True)",
+        ("tests/test_properties.py", "-k", "chat_prompt"),
+    ),
+    # -- caches ----------------------------------------------------------------------------------
+    Mutant(
+        "a self-drafter leaves its keys in the target's cache",
+        "drafters/model.py",
+        "            self.scorer.rollback(verified)\n",
+        "            pass\n",
+        DECODE,
+    ),
+    Mutant(
+        "sliding layers do not record their past",
+        "caches.py",
+        "        self._cache.activate_past_recording()\n",
+        "",
+        CACHES,
+    ),
+    Mutant(
+        "sliding layers are not cropped when nothing is removed",
+        "caches.py",
+        "        layer.crop(-surplus)\n\n    def _rollback_convolution",
+        "        if surplus:\n            layer.crop(-surplus)\n\n    def _rollback_convolution",
+        CACHES,
+    ),
+    Mutant(
+        "convolution states are not rolled back",
+        "caches.py",
+        "                self._rollback_convolution(layer, surplus)\n",
+        "                pass\n",
+        ROLL_BACK,
+    ),
+    Mutant(
+        "the preallocated window lacks a position",
+        "caches.py",
+        "self.used - (self.sliding_window - 1 + key_states.shape[-2])",
+        "self.used - (self.sliding_window - 2 + key_states.shape[-2])",
+        CACHES,
+    ),
+    Mutant(
+        "the preallocated cache keeps one position more",
+        "caches.py",
+        "self.used = min(self.used, max(length, 0))",
+        "self.used = min(self.used, max(length, 0) + 1)",
+        CACHES,
+    ),
+    Mutant(
+        "the prompt and drafts of a first pass go in together",
+        "caches.py",
+        "any(_forgets(layer) for layer in self._cache.layers)",
+        "False",
+        CACHES,
+    ),
+    Mutant(
+        "short passes get no mask",
+        "attention.py",
+        "attn_mask=mask, ",
+        "attn_mask=torch.zeros_like(mask), ",
+        ("tests/test_attention.py",),
+    ),
+    Mutant(
+        "padding of the vocabulary can be drawn",
+        "scorer.py",
+        'value=float("-inf")',
+        "value=0.0",
+        ("tests/test_caches.py", "-k", "padded"),
+    ),
+    # -- drafters and rules ----------------------------------------------------------------------
+    Mutant(
+        "of equally frequent tokens the first seen is taken",
+        "drafters/ngram.py",
+        "count >= self.counts[self._best]",
+        "count > self.counts[self._best]",
+        ("tests/test_ngram.py",),
+    ),
+    Mutant(
+        "n-gram counts leak into the next prompt",
+        "drafters/ngram.py",
+        "            self._continuations.clear()\n",
+        "",
+        ("tests/test_ngram.py",),
+    ),
+    Mutant(
+        "the lookup's places leak into the next prompt",
+        "drafters/lookup.py",
+        "        self._earlier.clear()\n",
+        "",
+        ("tests/test_lookup.py",),
+    ),
+    Mutant(
+        "a draft-length rule's state leaks into the next prompt",
+        "decode.py",
+        "    policy.reset()\n",
+        "",
+        DECODE,
+    ),
+    Mutant(
+        "the heuristic counts what a stop has hidden",
+        "lengths/outcomes.py",
+        "        if step.gamma == 0 or step.closing is None:\n            return  # nothing was drafted",
+        "        if step.gamma == 0:\n            return  # nothing was drafted",
+        ("tests/test_lengths.py", "-k", "heuristic"),
+    ),
+    # -- results ---------------------------------------------------------------------------------
+    Mutant(
+        "half a line stays when a write fails",
+        "store.py",
+        "            os.ftruncate(file, before)\n",
+        "            pass\n",
+        STORE,
+    ),
+    Mutant(
+        "half a line is taken for a whole one",
+        "store.py",
+        "    if parse(data[start:]) is not None:\n",
+        "    if data[start:]:\n",
+        STORE,
+    ),
+    Mutant(
+        "a run is overwritten",
+        "store.py",
+        "            if cls.exists(path):\n",
+        "            if False:\n",
+        STORE,
+    ),
+    # -- security --------------------------------------------------------------------------------
+    Mutant(
+        "formulas get into the CSV",
+        "store.py",
+        "    if not isinstance(value, str):\n        return value\n    # A bare",
+        "    return value\n    # A bare",
+        STORE,
+    ),
+    Mutant(
+        "C1 controls reach the terminal",
+        "textsafe.py",
+        "\\x7f-\\x9f",
+        "\\x7f",
+        ("tests/test_textsafe.py",),
+    ),
+    Mutant(
+        "an index may name weights outside its folder",
+        "checkpoints.py",
+        'or ".." in path.parts',
+        "",
+        ("tests/test_models.py", "tests/test_security.py", "-k", "outside or leave"),
+    ),
+    Mutant(
+        "a built-in model's hash is not looked at",
+        "builtin.py",
+        "            if _copy(packed, unpacked) != model.gguf_sha256:\n",
+        "            if not _copy(packed, unpacked):\n",
+        ("tests/test_builtin.py", "-k", "wrong_hash"),
+    ),
+    Mutant(
+        "a damaged file of the hub's cache is taken",
+        "hub.py",
+        "                return blob.name in _hashes(blob, size, self._report)\n",
+        "                pass\n",
+        ("tests/test_security.py", "-k", "hub"),
+    ),
+    Mutant(
+        "a model's own code is run",
+        "models.py",
+        "                trust_remote_code=False,\n",
+        "                trust_remote_code=True,\n",
+        ("tests/test_security.py",),
+    ),
+    Mutant(
+        "pickled weights are loaded unasked",
+        "checkpoints.py",
+        "if allow_pickle else []",
+        "if True else []",
+        ("tests/test_models.py", "-k", "pickled"),
+    ),
+)
+
+
+# -- the process that plants them ------------------------------------------------------------------
+
+
+class Watcher:
+    """A pytest plugin that remembers the first test that failed."""
+
+    def __init__(self) -> None:
+        self.failed: str | None = None
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        if getattr(report, "failed", False) and self.failed is None:
+            self.failed = str(getattr(report, "nodeid", "?"))
+
+
+def forget(copy: Path) -> None:
+    """Take every module of the copy out of the interpreter, so that the next import reads the files again."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.split(".")[0] in ("specbench", "conftest") or (file and Path(file).is_relative_to(copy)):
+            del sys.modules[name]
+
+
+def test(copy: Path, arguments: Sequence[str]) -> tuple[int, str | None]:
+    """Run a part of the suite; pytest's exit code and the first test that failed."""
+    import pytest
+
+    forget(copy)
+    existing = [
+        word
+        for word in arguments
+        if not word.startswith("tests/") or (copy / word.partition("::")[0]).exists()
+    ]
+    watcher = Watcher()
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=60", *existing]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        code = int(pytest.main(options, plugins=[watcher]))
+    import specbench
+
+    assert Path(specbench.__file__ or "").is_relative_to(copy), (
+        "the installed package was tested, not the copy"
+    )
+    return code, watcher.failed
+
+
+def plant(names: Iterable[str]) -> None:
+    """Plant the named mutants in the copy that is the working folder; a line of JSON for each to stdout."""
+    copy = Path.cwd()
+    sys.dont_write_bytecode = True
+    sys.path[:0] = [str(copy)]
+    wanted = [mutant for mutant in (CONTROL, *MUTANTS) if mutant.name in set(names)]
+    broken: dict[tuple[str, ...], str] = {}
+    for arguments in dict.fromkeys(mutant.tests for mutant in wanted):
+        code, failed = test(copy, arguments)
+        if code != 0:
+            broken[arguments] = failed or f"pytest's code {code}"
+    for mutant in wanted:
+        if mutant.tests in broken:
+            say(name=mutant.name, verdict="fails without the bug", by=broken[mutant.tests])
+            continue
+        file = copy / "specbench" / mutant.file
+        text = file.read_text(encoding="utf-8")
+        began = time.perf_counter()
+        if text.count(mutant.old) != 1:
+            say(
+                name=mutant.name,
+                verdict="not found",
+                by=f"{mutant.file} has it {text.count(mutant.old)} times",
+            )
+            continue
+        file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        try:
+            code, failed = test(copy, mutant.tests)
+        finally:
+            file.write_text(text, encoding="utf-8")
+        verdict = {0: "survived", 1: "caught"}.get(code, f"pytest's code {code}")
+        say(name=mutant.name, verdict=verdict, by=failed, seconds=round(time.perf_counter() - began, 1))
+
+
+def say(**fields: object) -> None:
+    """A line for the process that waits."""
+    sys.__stdout__.write(json.dumps(fields) + "\n")  # type: ignore[union-attr]
+    sys.__stdout__.flush()  # type: ignore[union-attr]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run it; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="parts of names; all without any")
+    parser.add_argument("--fast", action="store_true", help="those that CI plants")
+    parser.add_argument("--plant", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.plant:
+        plant(arguments.words)
+        return 0
+    chosen = [
+        mutant
+        for mutant in MUTANTS
+        if (mutant.fast or not arguments.fast)
+        and (not arguments.words or any(word in mutant.name for word in arguments.words))
+    ]
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as place:
+        for name in COPIED:
+            source, target = ROOT / name, Path(place) / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--plant", *(mutant.name for mutant in (CONTROL, *chosen))],
+            cwd=place,
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            result = json.loads(line)
+            found[result["name"]] = result["verdict"]
+            print(f"{result['verdict']:9} {result['name']}  [{result['by'] or '-'}]", flush=True)
+        process.wait()
+    expected = {CONTROL.name: "survived"} | {mutant.name: "caught" for mutant in chosen}
+    good = found == expected and process.returncode == 0
+    caught = sum(found.get(mutant.name) == "caught" for mutant in chosen)
+    print(json.dumps({"planted": len(chosen), "caught": caught, "good": good}))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
