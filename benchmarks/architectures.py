@@ -1,0 +1,279 @@
+"""Every causal language model class of the installed transformers, tiny and random: does it decode losslessly?
+
+    python benchmarks/architectures.py                  # all of them, about two minutes
+    python benchmarks/architectures.py llama gemma3_text phi3
+
+For each model type it asks, in float32 and with contexts beyond a sliding window of 8 tokens:
+
+- causal: do the logits of a position stay the same when later tokens change?
+- cache: does a context that grows and is rolled back as in decoding give the logits of a pass over everything?
+- greedy: are the tokens of `transformers`' own `generate` reproduced by drafts that are partly wrong, with both caches,
+  with ordinary and with packed layers, and by the model's first layer and its int8 form as drafters?
+
+It prints a line per type and closes with one line of JSON. Exit code 1 if a type that is not refused comes out wrong.
+docs/models.md tells what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from specbench.caches import CacheKind, make_cache
+from specbench.checkpoints import check_config
+from specbench.drafters.base import Draft
+from specbench.errors import SpecbenchError
+from specbench.generate import GenerationRun
+from specbench.lengths import FixedLength
+from specbench.loading import Target, load_drafter, wrap_target
+from specbench.scorer import Scorer
+
+VOCABULARY, WINDOW, PROMPT, NEW = 64, 8, 24, 40
+CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated")
+LARGEST = 20_000_000
+"""Parameters from which a type counts as not made small by the settings below."""
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "max_position_embeddings": 256,
+    "n_positions": 256, "n_ctx": 256, "max_seq_len": 256, "hidden_size": 32, "n_embd": 32, "d_model": 32,
+    "word_embed_proj_dim": 32, "embedding_size": 32, "hidden_dim": 32, "dim_model_base": 32,
+    "hidden_size_per_layer_input": 8, "intermediate_size": 48, "n_inner": 48, "ffn_dim": 48, "decoder_ffn_dim": 48,
+    "ffn_hidden_size": 48, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "decoder_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "query_pre_attn_scalar": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "rotary_dim": 8, "sliding_window": WINDOW, "window_size": WINDOW,
+    "attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "moe_ffn_hidden_size": 32,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_kv_shared_layers": 0,
+    "initializer_range": 0.3, "init_std": 0.3, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+LATENT = (
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "minicpm3", "youtu",
+    "dots3_note_text",
+)  # fmt: skip
+PADDED = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+OTHERWISE: dict[str, dict[str, Any]] = {
+    **{kind: {"head_dim": ..., "num_key_value_heads": 4} for kind in LATENT},
+    **{kind: {"pad_token_id": 1} for kind in PADDED},
+    "cwm": {"bos_token_id": 1, "eos_token_id": 2},
+    "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 1},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "opt": {"init_std": 0.3},
+    "reformer": {"axial_pos_embds": False, "is_decoder": True},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+}  # fmt: skip
+"""What other types need; ``...`` leaves a setting at its default."""
+
+
+class Guesses:
+    """Drafts what `generate` answered, with every few tokens a wrong one, so that steps end everywhere."""
+
+    name = "guesses"
+
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int], seed: int) -> None:
+        self.text = [*prompt, *answer]
+        self.random = Random(seed)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The answer is known."""
+
+    def propose(self, context: Any, room: int, policy: Any, *_: Any) -> Draft:
+        rest = self.text[len(context) : len(context) + policy.begin(room)]
+        return Draft([t if self.random.random() < 0.75 else (t + 1) % VOCABULARY for t in rest])
+
+    def commit(self, context: Any, emitted: int, logits: Any) -> None:
+        """There is nothing to learn."""
+
+    def rollback(self, length: int) -> None:
+        """There is nothing to roll back."""
+
+
+def tiny_config(config_class: Any) -> Any:
+    """A small configuration of this class, from those of the settings above that it knows."""
+    known = set(inspect.signature(config_class.__init__).parameters)
+    for each in config_class.__mro__:
+        known |= set(getattr(each, "__annotations__", {}))
+    settings = {**SMALL, **OTHERWISE.get(config_class.model_type, {})}
+    other_names = getattr(config_class, "attribute_map", {})
+    chosen = {
+        name: value
+        for name, value in settings.items()
+        if name in known and value is not ... and other_names.get(name) not in settings
+    }
+    return config_class(**chosen)
+
+
+def examine(config_class: Any, model_class: Any) -> tuple[str, str]:
+    """A verdict (lossless, refused, wrong, not tried) on one model type, and what there is to say."""
+    kind = config_class.model_type
+    try:
+        config = tiny_config(config_class)
+        check_config(config, kind)
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in model_class(config).parameters())
+    except SpecbenchError as error:
+        return "refused", error.message
+    except Exception as error:
+        return "not tried", f"no small configuration: {first_line(error)}"
+    if size > LARGEST:
+        return "not tried", f"no small configuration: {size} parameters"
+    torch.manual_seed(0)
+    try:
+        model = model_class(config).eval().requires_grad_(False)
+        model.generation_config = GenerationConfig()
+        whole(model, list(range(3, 20)))
+    except Exception as error:
+        return "not tried", f"the random model does not run: {first_line(error)}"
+    ids = Random(1).choices(range(3, VOCABULARY), k=PROMPT)
+    attention, kinds, notes = model.config._attn_implementation, [], []
+    for cache in CACHES:
+        try:
+            make_cache(cache, config)
+            kinds.append(cache)
+        except SpecbenchError as error:
+            notes.append(error.message)
+    try:
+        said = [*cause(model, ids), *cached(model, ids, kinds), *greedy(model, ids, kinds)]
+    except SpecbenchError as error:
+        return "refused", error.message
+    except Exception as error:
+        return "wrong", first_line(error)
+    return ("wrong", "; ".join(said)) if said else ("lossless", "; ".join([f"{attention} attention", *notes]))
+
+
+def first_line(error: Exception) -> str:
+    """An error as a short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
+
+
+def whole(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """Logits of one pass over everything without a cache, [tokens, vocabulary]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, in units of the logits' own spread."""
+    return float((found - expected).abs().max() / expected.std().clamp_min(1e-9))
+
+
+def cause(model: Any, ids: list[int]) -> list[str]:
+    changed = [*ids[:-1], (ids[-1] + 1) % VOCABULARY]
+    gap = apart(whole(model, changed)[: len(ids) - 1], whole(model, ids)[: len(ids) - 1])
+    return [f"not causal (later tokens move earlier logits by {gap:.2g})"] if gap > 1e-3 else []
+
+
+def cached(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> list[str]:
+    said = []
+    for kind in kinds:
+        scorer, random, context = Scorer(model, kind), Random(2), list(ids)
+        worst = 0.0
+        for gamma in (0, 3, 5, 1, 9, 0, 12, 4):
+            drafted = random.choices(range(3, VOCABULARY), k=gamma)
+            found = scorer.logits(context, drafted)
+            worst = max(worst, apart(found, whole(model, [*context, *drafted])[-gamma - 1 :]))
+            context += [*drafted[: random.randint(0, gamma)], random.randrange(3, VOCABULARY)]
+            scorer.rollback(len(context) - 1)
+        if not worst < 1e-3:
+            said.append(f"the {kind} cache is off by {worst:.2g}")
+    return said
+
+
+def generated(model: Any, ids: list[int]) -> list[int]:
+    """What `generate` of transformers answers, greedily."""
+    batch = torch.tensor([ids])
+    settings = GenerationConfig(do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+    with torch.inference_mode():
+        output = model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=settings)
+    answer: list[int] = output[0, len(ids) :].tolist()
+    return answer
+
+
+def greedy(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> list[str]:
+    expected = generated(model, ids)
+    said = []
+    for packed in (False, True):
+        for kind in kinds:
+            target = wrap_target(model, name="tiny", cache=kind, pack=packed)
+            for word, gamma in (
+                ("none", 1),
+                ("guesses", 1),
+                ("guesses", 5),
+                ("self:layers=1", 3),
+                ("self:int8", 4),
+            ):
+                drafter = Guesses(ids, expected, gamma) if word == "guesses" else build(word, target)
+                try:
+                    tokens = decoded(ids, target, drafter, gamma)
+                except Exception as error:
+                    said.append(f"{word}: {first_line(error)}")
+                    continue
+                if tokens != expected:
+                    same = [a == b for a, b in zip(tokens, expected, strict=False)]
+                    at = same.index(False) if False in same else len(same)
+                    said.append(f"{word} γ={gamma} {kind}{' packed' * packed}: differs from generate at {at}")
+    return list(dict.fromkeys(said))
+
+
+def decoded(ids: list[int], target: Target, drafter: Any, gamma: int) -> list[int]:
+    """What specbench decodes, greedily."""
+    run = GenerationRun(ids, target, drafter, policy=FixedLength(gamma), max_new_tokens=NEW, ignore_eos=True)
+    for _ in run:
+        pass
+    return list(run.result().token_ids)
+
+
+def build(word: str, target: Target) -> Any:
+    """A drafter; ``None`` where this kind of target cannot have it."""
+    try:
+        return load_drafter(word, target)
+    except SpecbenchError:
+        return None
+
+
+def main() -> int:
+    """Run it; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("types", nargs="*", help="model types; all without any")
+    wanted = parser.parse_args().types
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    found: dict[str, tuple[str, str]] = {}
+    for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+        kind = config_class.model_type
+        if kind not in found and (not wanted or kind in wanted):
+            found[kind] = examine(config_class, model_class)
+            print(f"{kind:24} {found[kind][0]:10} {found[kind][1]}", flush=True)
+    counts = Counter(verdict for verdict, _ in found.values())
+    print(json.dumps({"transformers": transformers.__version__, **counts}))
+    return int(counts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""The lossless matrix over the families of models people use: tiny, random, and decoded beyond their windows.
+
+Plain decoding and `transformers`' own `generate` say what is right. benchmarks/architectures.py asks the same of every
+model class of `transformers`; docs/models.md tells what it found.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from specbench.caches import CacheKind
+from specbench.checkpoints import check_config
+from specbench.drafters.model import ModelDrafter
+from specbench.errors import UsageError
+from specbench.generate import GenerationRun
+from specbench.lengths import FixedLength
+from specbench.loading import Target, load_drafter, wrap_target
+from specbench.packing import PackedLinear, can_pack, int8_copy
+from specbench.scorer import Scorer
+
+VOCABULARY, WINDOW, NEW = 64, 16, 40
+BEYOND = list(range(5, 35))  # a prompt that is longer than the window
+WITHIN = [7, 40, 8]  # one whose output crosses it
+
+PLAIN: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+USUAL: dict[str, Any] = PLAIN | {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FALCON: dict[str, Any] = PLAIN | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+def usual(class_name: str, **more: Any) -> tuple[str, Callable[[], Any]]:
+    """A model class by its prefix, and its configuration with the usual names and some more."""
+    return f"{class_name}ForCausalLM", lambda: getattr(hf, f"{class_name}Config")(**USUAL, **more)
+
+
+ZOO: dict[str, tuple[str, Callable[[], Any]]] = {
+    "llama": usual("Llama"),
+    "qwen2": usual("Qwen2"),
+    "qwen3": usual("Qwen3", head_dim=8),
+    "gemma2": usual("Gemma2", **GEMMA),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        lambda: hf.Gemma3TextConfig(**USUAL, **GEMMA, layer_types=["sliding_attention", "full_attention"]),
+    ),
+    "mistral": usual("Mistral", sliding_window=WINDOW),
+    "phi3": usual("Phi3"),
+    "olmo2": usual("Olmo2"),
+    "mixtral": usual("Mixtral", **EXPERTS),
+    "gpt-oss": usual("GptOss", **EXPERTS, head_dim=8, sliding_window=WINDOW),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", lambda: hf.DeepseekV3Config(**USUAL | LATENT)),
+    "gpt2": ("GPT2LMHeadModel", lambda: hf.GPT2Config(**PLAIN, n_embd=32, n_layer=2, n_head=4, n_positions=256)),
+    "gpt-neox": (
+        "GPTNeoXForCausalLM",
+        lambda: hf.GPTNeoXConfig(**{k: v for k, v in USUAL.items() if k != "num_key_value_heads"}),
+    ),
+    "falcon": ("FalconForCausalLM", lambda: hf.FalconConfig(**FALCON, multi_query=True)),
+    "falcon-alibi": ("FalconForCausalLM", lambda: hf.FalconConfig(**FALCON, alibi=True, new_decoder_architecture=True)),
+    "bloom": ("BloomForCausalLM", lambda: hf.BloomConfig(**PLAIN, hidden_size=32, n_layer=2, n_head=4)),
+    "lfm2": usual("Lfm2", conv_L_cache=3, layer_types=["conv", "full_attention"]),
+}  # fmt: skip
+EVERY_LAYER_SLIDES = ("mistral",)
+DYNAMIC_ALONE = ("lfm2",)
+NO_EARLY_EXIT = ("lfm2",)  # convolution states know no length
+
+
+@pytest.fixture(scope="module")
+def survey() -> Iterator[ModuleType]:
+    """benchmarks/architectures.py, which knows how to question a model."""
+    path = Path(__file__).parent.parent / "benchmarks" / "architectures.py"
+    spec = importlib.util.spec_from_file_location("architectures_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def build(class_name: str, config: Any, seed: int = 0) -> Any:
+    """A random model in float32 that stops nowhere."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(hf, class_name)(config).eval().requires_grad_(False)
+    model.generation_config = hf.GenerationConfig()
+    return model
+
+
+def talkative(name: str, survey: Any) -> tuple[Any, dict[str, list[int]]]:
+    """A random model that does not repeat itself at once, and what `generate` makes of both prompts."""
+    class_name, config = ZOO[name]
+    for seed in range(20):
+        model = build(class_name, config(), seed)
+        expected = {"beyond": survey.generated(model, BEYOND), "within": survey.generated(model, WITHIN)}
+        if all(len(set(answer)) > 8 for answer in expected.values()):
+            return model, expected
+    raise AssertionError("every output repeats itself, which would show nothing")
+
+
+def decode(target: Target, prompt: Sequence[int], drafter: Any, gamma: int, first_target: bool) -> list[int]:
+    run = GenerationRun(
+        prompt,
+        target,
+        drafter,
+        policy=FixedLength(gamma),
+        max_new_tokens=NEW,
+        ignore_eos=True,
+        first_target=first_target,
+    )
+    drafted = sum(len(record.drafted) for record in run if hasattr(record, "drafted"))
+    assert drafted > 0 or drafter is None, "nothing was drafted: the comparison shows nothing"
+    return list(run.result().token_ids)
+
+
+def matrix(
+    name: str, target: Target, cache: CacheKind, expected: dict[str, list[int]], survey: Any
+) -> list[str]:
+    """Every combination whose tokens are not those of `generate`."""
+    model = target.language_model.model
+    twin = int8_copy(model)
+
+    def guesses(gamma: int) -> Any:
+        return survey.Guesses(BEYOND, expected["beyond"], gamma)
+
+    runs: list[tuple[str, Any, int, bool]] = [
+        ("none", None, 1, True),
+        ("guesses", guesses(1), 1, True),
+        ("guesses", guesses(4), 4, True),
+        ("guesses", guesses(7), 7, False),
+        ("lookup", load_drafter("lookup", target), 3, True),
+        ("ngram", load_drafter("ngram:top-k=2", target), 5, True),
+        ("self:int8", load_drafter("self:int8", target), 4, True),
+        ("model", ModelDrafter(Scorer(twin, cache), "twin"), 3, False),
+    ]
+    if name not in NO_EARLY_EXIT:
+        runs.append(("self:layers=1", load_drafter("self:layers=1", target), 2, False))
+    wrong = [
+        f"{drafter} γ={gamma}"
+        for drafter, made, gamma, first in runs
+        if decode(target, BEYOND, made, gamma, first) != expected["beyond"]
+    ]
+    # A second, shorter prompt on the same caches, which crosses the window while it is decoded.
+    for drafter, made, gamma in (
+        ("guesses", survey.Guesses(WITHIN, expected["within"], 0), 5),
+        ("model", ModelDrafter(Scorer(twin, cache), "twin"), 2),
+    ):
+        if decode(target, WITHIN, made, gamma, True) != expected["within"]:
+            wrong.append(f"{drafter} γ={gamma} after a short prompt")
+    return wrong
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_greedy_tokens_are_those_of_generate(name: str, survey: ModuleType) -> None:
+    model, expected = talkative(name, survey)
+    wrong = []
+    for packed in (False, True):
+        target = wrap_target(model, name=name, pack=packed)
+        packs = packed and can_pack(torch.float32, "cpu")
+        assert any(isinstance(module, PackedLinear) for module in model.modules()) == packs
+        for cache in survey.CACHES if name not in DYNAMIC_ALONE else ("dynamic",):
+            found = matrix(
+                name, wrap_target(model, name=name, cache=cache, pack=False), cache, expected, survey
+            )
+            wrong += [f"{each}, {cache} cache{', packed' * packed}" for each in found]
+        target = wrap_target(model, name=name, cache="none", pack=False)
+        recomputed = survey.Guesses(BEYOND, expected["beyond"], 9)
+        if decode(target, BEYOND, recomputed, 4, True) != expected["beyond"]:
+            wrong.append(f"guesses, no cache{', packed' * packed}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "lfm2", "falcon-alibi"])
+def test_the_first_token_is_out_of_sight_where_a_window_slides(name: str, survey: ModuleType) -> None:
+    """The windows of the zoo are shorter than its contexts, so that what lies behind them is put to the test."""
+    class_name, config = ZOO[name]
+    model = build(class_name, config())
+    long = [*BEYOND, *BEYOND]
+    last = [survey.whole(model, [first, *long])[-1] for first in (1, 2)]
+    assert torch.equal(*last) == (name in EVERY_LAYER_SLIDES)
+    found = Scorer(model, "dynamic").logits([1, *long])[-1]
+    torch.testing.assert_close(found, last[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_survey_finds_nothing_in_the_zoo(name: str, survey: ModuleType) -> None:
+    class_name, config = ZOO[name]
+    model = build(class_name, config())
+    assert survey.cause(model, BEYOND) == []
+    if name not in DYNAMIC_ALONE:
+        assert survey.cached(model, BEYOND) == []
+
+
+# -- positions that change their scale -------------------------------------------------------------
+
+LONG_FACTORS = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "partial_rotary_factor": 1.0,
+}  # fmt: skip
+CHANGE = 16  # longer contexts have every position rotated otherwise
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
+@pytest.mark.parametrize(
+    "length",
+    [
+        pytest.param(6, marks=pytest.mark.xfail(strict=True, reason="passes mix both kinds of rotation")),
+        CHANGE + 4,
+    ],
+)
+def test_a_context_that_grows_over_a_change_of_rotation(
+    length: int, cache: CacheKind, survey: ModuleType
+) -> None:
+    """Phi-3 with 128k tokens: `generate` computes everything anew where the context passes the change."""
+    config = hf.Phi3Config(
+        **USUAL | {"max_position_embeddings": 128},
+        original_max_position_embeddings=CHANGE,
+        rope_parameters=dict(LONG_FACTORS),
+    )
+    model = build("Phi3ForCausalLM", config)
+    prompt = BEYOND[:length]
+    expected = survey.generated(model, prompt)
+    target = wrap_target(model, name="long", cache=cache, pack=False)
+    for drafter, gamma in (
+        (None, 1),
+        (survey.Guesses(prompt, expected, 1), 4),
+        (survey.Guesses(prompt, expected, 2), 9),
+        (load_drafter("self:int8", target), 3),
+    ):
+        assert decode(target, prompt, drafter, gamma, True) == expected
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "mamba": (lambda: hf.MambaConfig(**PLAIN, hidden_size=32, num_hidden_layers=2), "recurrent state"),
+    "recurrent-gemma": (
+        lambda: hf.RecurrentGemmaConfig(**USUAL | {"num_hidden_layers": 3}),
+        "recurrent state",
+    ),
+    "jamba": (lambda: hf.JambaConfig(**USUAL), "recurrent state"),
+    "qwen3-next": (
+        lambda: hf.Qwen3NextConfig(**USUAL, layer_types=["linear_attention", "full_attention"]),
+        "recurrent state",
+    ),
+    "minimax": (lambda: hf.MiniMaxConfig(**USUAL), "recurrent state in a cache of its own"),
+    "t5": (lambda: hf.T5Config(vocab_size=VOCABULARY), "encoder-decoder"),
+    "bert": (lambda: hf.BertConfig(**USUAL), "no causal language model"),
+    "bert-generation": (lambda: hf.BertGenerationConfig(**USUAL), "no causal language model"),
+    "xlnet": (lambda: hf.XLNetConfig(vocab_size=VOCABULARY), "depend on the tokens behind"),
+    "cpmant": (lambda: hf.CpmAntConfig(vocab_size=VOCABULARY), "positions of its own"),
+    "moshi": (lambda: hf.MoshiConfig(), "frames of sound"),
+    "reformer": (lambda: hf.ReformerConfig(vocab_size=VOCABULARY, is_decoder=True), "hash buckets"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_rolled_back_or_is_not_causal_is_refused_unloaded(name: str) -> None:
+    config, says = REFUSED[name]
+    with pytest.raises(UsageError, match=says) as caught:
+        check_config(config(), f"my-{name}")
+    assert f"my-{name}" in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_bert_that_was_trained_as_a_decoder_is_one() -> None:
+    check_config(hf.BertGenerationConfig(**USUAL, is_decoder=True), "decoder")
+    check_config(hf.BertConfig(**USUAL, is_decoder=True), "decoder")
