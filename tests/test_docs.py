@@ -54,6 +54,8 @@ def small(arguments: list[str], out: Path) -> list[str] | None:
     ]
     if arguments[0] == "generate":
         return [*arguments, "--max-new-tokens", "6", "--quiet"]
+    if arguments[0] == "check":
+        return [*arguments, "--limit", "1", "--max-new-tokens", "6"]
     if arguments[0] == "sweep":
         limits = [
             "--gamma",
