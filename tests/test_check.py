@@ -774,6 +774,24 @@ def test_the_models_generation_settings_stay() -> None:
     assert model.model.generation_config is own
 
 
+def test_bits_of_logits_are_compared_where_the_texts_are_the_same() -> None:
+    sound = result_of(setup_of(sampling=Greedy()))
+    assert sound.bitwise == (2 * NEW, 2 * NEW)
+
+    class Rounded(ScriptedScorer):
+        def logits(self, context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
+            found = super().logits(context, drafted, rows)
+            return found * (1 + 1e-6 * len(drafted))
+
+    setup = setup_of(target=Rounded(TARGET, VOCAB), sampling=Greedy())
+    result = result_of(setup)
+    rows, equal = result.bitwise
+    assert equal < rows == 2 * NEW
+    assert result.verdict == "identical"  # rounding is no fault, unless it was ruled out
+    assert replace(result, bit_exact=True).verdict == "wrong"
+    assert replace(sound, bit_exact=True).verdict == "identical"
+
+
 # --- Deviations -----------------------------------------------------------------------------------
 
 

@@ -215,6 +215,17 @@ def test_an_int8_target_is_not_compared_with_transformers(check: Check) -> None:
     assert "not compared" in check("--dtype", "int8").out
 
 
+def test_bit_exact_passes_are_compared_bit_by_bit(check: Check) -> None:
+    result = check("--bit-exact", "--dtype", "bfloat16", "--json", "--quiet")
+    if result.code == 2:
+        pytest.skip(result.err)  # a processor that cannot, and says so
+    figures = result.json()
+    assert figures["options"]["cache"] == "preallocated"
+    assert figures["bitwise"] == {"asked": True, "rows": 30, "equal": 30}
+    assert figures["greedy"]["against_plain"]["identical"] == 3
+    check("--bit-exact", "--cache", "none").refused("--bit-exact does not go with --cache none")
+
+
 def broken(**changed: Any) -> Callable[..., Iterator[Prefill | Step]]:
     def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
         return decode_steps(*arguments, **{**options, **changed})

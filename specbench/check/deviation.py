@@ -125,6 +125,6 @@ def judge_deviations(
         plain_median=median,
         plain_largest=worst,
         limit=max(_LARGER * worst, usual),
-        median_limit=max(_TYPICALLY_LARGER * median, usual / 2),
+        median_limit=max(_TYPICALLY_LARGER * median, usual),
         plain_limit=_PLAIN_MOST * usual,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -60,6 +61,7 @@ class Output:
         tokens: The output.
         tops: Before every token.
         columns: A part of the logits before every token, float32 [columns]; empty for a reference.
+        digests: Of the bits of all of them; empty for a reference.
         violations: Invariants that do not hold.
         steps, drafted, accepted: Counts of the run.
     """
@@ -67,6 +69,7 @@ class Output:
     tokens: tuple[int, ...]
     tops: tuple[Top, ...]
     columns: tuple[torch.Tensor, ...] = ()
+    digests: tuple[bytes, ...] = ()
     violations: tuple[Violation, ...] = ()
     steps: int = 0
     drafted: int = 0
@@ -89,6 +92,8 @@ class GreedyResult:
         compared_with_transformers: Whether there was anything to compare with.
         violations: Of both runs' invariants; the speculative run's first.
         deviations, plain_deviations: Of the runs' logits from a clean pass, row by row.
+        bitwise_rows, bitwise_equal: Rows of logits that both runs computed behind the same tokens, and how many of them
+            are the same to the last bit.
     """
 
     prompt: str
@@ -102,6 +107,8 @@ class GreedyResult:
     violations: tuple[Violation, ...]
     deviations: tuple[float, ...]
     plain_deviations: tuple[float, ...]
+    bitwise_rows: int
+    bitwise_equal: int
 
 
 def verdict_of(difference: Difference | None) -> Verdict:
@@ -117,6 +124,7 @@ def run_greedy(setup: DecodingSetup, prompt: Sequence[int], *, plain: bool = Fal
     tokens: list[int] = []
     tops: list[Top] = []
     columns: list[torch.Tensor] = []
+    digests: list[bytes] = []
     violations: list[Violation] = []
     steps = drafted = accepted = 0
     before: Observation | None = None
@@ -129,11 +137,21 @@ def run_greedy(setup: DecodingSetup, prompt: Sequence[int], *, plain: bool = Fal
         for row, context in _rows(seen):
             tops.append(Top.of(setup.greedy.scores(row.unsqueeze(0), context)[0]))
             columns.append(Columns.of(len(row)).take(row))
+            digests.append(_digest(row))
         tokens += seen.tokens
         before = seen
     reason = None if before is None else before.record.finish_reason
     violations += check_run(tokens, reason, rules)
-    return Output(tuple(tokens), tuple(tops), tuple(columns), tuple(violations), steps, drafted, accepted)
+    return Output(
+        tuple(tokens),
+        tuple(tops),
+        tuple(columns),
+        tuple(digests),
+        tuple(violations),
+        steps,
+        drafted,
+        accepted,
+    )
 
 
 def _rows(seen: Observation) -> list[tuple[torch.Tensor, list[int]]]:
@@ -162,7 +180,10 @@ def check_greedy(
     """
     speculative = run_greedy(setup, prompt)
     plain = run_greedy(setup, prompt, plain=True)
-    own = _deviations(setup, prompt, speculative)
+    own = _deviations(setup, prompt, [speculative, plain])
+    same = first_difference(speculative.tokens, plain.tokens)
+    shared = len(plain.tokens) if same is None else same + 1  # also the row where they part
+    bits = list(zip(speculative.digests[:shared], plain.digests[:shared], strict=False))
     return GreedyResult(
         prompt=name,
         tokens=len(speculative.tokens),
@@ -175,17 +196,32 @@ def check_greedy(
         else compare_outputs(setup, prompt, speculative, reference, dtype),
         compared_with_transformers=reference is not None,
         violations=(*speculative.violations, *plain.violations),
-        deviations=own,
-        plain_deviations=_deviations(setup, prompt, plain),
+        deviations=own[0],
+        plain_deviations=own[1],
+        bitwise_rows=len(bits),
+        bitwise_equal=sum(first == second for first, second in bits),
     )
 
 
-def _deviations(setup: DecodingSetup, prompt: Sequence[int], output: Output) -> tuple[float, ...]:
-    clean = clean_rows(setup.target, prompt, output.tokens)
-    return tuple(
-        deviation(row, Columns.of(len(other)).take(other))
-        for row, other in zip(output.columns, clean, strict=False)
-    )
+def _deviations(
+    setup: DecodingSetup, prompt: Sequence[int], outputs: Sequence[Output]
+) -> list[tuple[float, ...]]:
+    """Of each output's rows from a clean pass; outputs with the same tokens share one."""
+    clean: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for output in outputs:
+        if output.tokens not in clean:
+            rows = clean_rows(setup.target, prompt, output.tokens)
+            clean[output.tokens] = [Columns.of(len(row)).take(row) for row in rows]
+    return [
+        tuple(deviation(*pair) for pair in zip(output.columns, clean[output.tokens], strict=False))
+        for output in outputs
+    ]
+
+
+def _digest(row: torch.Tensor) -> bytes:
+    return hashlib.blake2b(
+        row.contiguous().view(torch.uint8).cpu().numpy().tobytes(), digest_size=16
+    ).digest()
 
 
 def compare_outputs(

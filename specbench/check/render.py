@@ -63,6 +63,9 @@ def _rows(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
     if (each := result.deviations) is not None:
         found = f"{_percent(each.largest)} off (plain {_percent(each.plain_largest)})"
         yield ("logits", _count(each.rows, "row"), found, _sound(each.sound))
+    if result.bit_exact:
+        rows, equal = result.bitwise
+        yield ("bits of the logits", _count(rows, "row"), f"{equal:,} bitwise equal", _sound(rows == equal))
     broken = len(result.violations)
     found = _count(broken, "violation") if broken else "all invariants hold"
     yield ("every step", _count(result.steps, "step"), found, _sound(not broken))
@@ -89,7 +92,8 @@ def _comparison(result: CheckResult, against: str) -> tuple[str, str]:
 def _sampled(result: CheckResult) -> tuple[str, str, str, str]:
     what = f"sampled, {100 * (result.bias or 0):g}% bias"
     if not result.sampled:
-        return what, "not sampled", "no context to sample from", "–"
+        reason = "no context to sample from" if result.complete else "not finished"
+        return what, "not sampled", reason, "–"
     outputs = {(test.prompt, test.context): test.runs for test in result.sampled}
     least = min(test.p_value for test in result.sampled)
     return (

@@ -43,6 +43,7 @@ class CheckResult:
         sampled: One result per χ² test.
         bias: The bias that these find with 95% power; ``None`` if nothing was to be sampled.
         no_transformers: Why there is no comparison with ``transformers``; ``None`` if there is one.
+        bit_exact: Whether plain and speculative logits have to be the same to the last bit.
         complete: False if the check was interrupted.
     """
 
@@ -52,7 +53,13 @@ class CheckResult:
     sampled: tuple[SampledTest, ...] = ()
     bias: float | None = None
     no_transformers: str | None = None
+    bit_exact: bool = False
     complete: bool = True
+
+    @property
+    def bitwise(self) -> tuple[int, int]:
+        """Rows of logits that plain and speculative decoding have in common, and how many are bitwise equal."""
+        return sum(each.bitwise_rows for each in self.greedy), sum(each.bitwise_equal for each in self.greedy)
 
     @property
     def violations(self) -> list[tuple[str, Violation]]:
@@ -88,6 +95,7 @@ class CheckResult:
             or (self.deviations is not None and not self.deviations.sound)
             or not all(case.sound for case in self.exact)
             or any(not test.sound for test in self.sampled)
+            or (self.bit_exact and self.bitwise[0] != self.bitwise[1])
         )
         if faulty:
             return "wrong"
@@ -114,6 +122,7 @@ class CheckResult:
             "logits": None
             if deviations is None
             else {"sound": deviations.sound, **_finite(asdict(deviations))},
+            "bitwise": {"asked": self.bit_exact, "rows": self.bitwise[0], "equal": self.bitwise[1]},
             "exact": self._exact(),
             "sampled": self._sampled(),
             "invariants": {

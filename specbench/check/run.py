@@ -32,7 +32,7 @@ _DECODINGS = (3.0, 4.0)
 """Decodings of all prompts, clean passes included, in units of ``transformers``' own; without and with sampling."""
 
 _USUAL_FREEDOM = 24
-_TOKEN_S, _ENTRY_S = 4e-4, 1e-8  # per sampled token, and per token and entry of the vocabulary
+_TOKEN_S, _ENTRY_S = 1e-3, 1e-8  # per sampled token, and per token and entry of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class DecodingCheck:
         bias: The bias that sampling is to find with 95% power.
         dtype: Whose rounding explains a tie: the logits', or coarser if rounding happens in coarser steps within.
         no_transformers: Why the cases have no reference; ``None`` if they have.
+        bit_exact: Whether plain and speculative logits have to be the same to the last bit.
 
     Attributes:
         progress: Told how far it has come; ``None`` for nobody.
@@ -72,9 +73,10 @@ class DecodingCheck:
         bias: float = 0.05,
         dtype: torch.dtype = torch.float32,
         no_transformers: str | None = None,
+        bit_exact: bool = False,
     ) -> None:
         self.setup, self.cases, self.bias, self.dtype = setup, tuple(cases), bias, dtype
-        self._no_transformers = no_transformers
+        self._no_transformers, self._bit_exact = no_transformers, bit_exact
         self.progress: Progress | None = None
         self._greedy: list[GreedyResult] = []
         self._exact: list[ExactCase] = []
@@ -129,6 +131,7 @@ class DecodingCheck:
             sampled=tuple(self._sampled),
             bias=None if self.setup.sampling.greedy else self.bias,
             no_transformers=self._no_transformers,
+            bit_exact=self._bit_exact,
             complete=complete,
         )
 

@@ -32,8 +32,8 @@ _LARGEST_BIAS = 0.5
 _NEED_NO_DECODING = (
     "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "egag", "gamma", "gamma_min",
     "gamma_max", "egag_ema_beta", "egag_scale", "confidence", "adapt_confidence", "entropy_lambda", "svip_threshold",
-    "costs", "max_new_tokens", "stop", "first_target", "no_residual_adjustment", "temperature", "top_k", "top_p",
-    "min_p", "seed", "bias",
+    "costs", "max_new_tokens", "stop", "bit_exact", "first_target", "no_residual_adjustment", "temperature", "top_k",
+    "top_p", "min_p", "seed", "bias",
 )  # fmt: skip
 """Options that say nothing about outputs made elsewhere."""
 
@@ -137,6 +137,7 @@ def check(
     ] = None,
     ignore_eos: opt.IgnoreEosOption = False,
     cache: opt.CacheOption = "dynamic",
+    bit_exact: opt.BitExactOption = False,
     first_target: opt.FirstTargetOption = True,
     no_residual_adjustment: Annotated[
         bool,
@@ -173,6 +174,7 @@ def check(
         raise UsageError("--outputs brings its own prompts.", "Leave --prompts and --category out.")
     if bias is not None and not 0 < bias <= _LARGEST_BIAS:
         raise UsageError(f"--bias is {bias:g}.", f"Give a share above 0, up to {_LARGEST_BIAS:g}.")
+    cache = opt.cache_for(ctx, cache, bit_exact)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
         from specbench.models import LoadOptions
@@ -203,6 +205,7 @@ def check(
                 LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
                 _Rule(length_policy, egag, costs, rule_options),
                 bias or _DEFAULT_BIAS,
+                bit_exact,
                 {
                     "sampling": sampling,
                     "max_new_tokens": max_new_tokens,
@@ -345,10 +348,12 @@ class _DecodingJob:
         drafter_options: LoadOptions,
         rule: _Rule,
         bias: float,
+        bit_exact: bool,
         settings: dict[str, Any],
         *,
         ignore_eos: bool,
     ) -> None:
+        self.bit_exact = bit_exact
         self.request, self.prompts = request, prompts
         self.drafter, self.drafter_options = drafter, drafter_options
         self.rule, self.bias, self.settings, self.ignore_eos = rule, bias, settings, ignore_eos
@@ -380,6 +385,7 @@ class _DecodingJob:
         """
         import torch
 
+        from specbench.bitexact import require_bit_exact
         from specbench.caches import make_cache
         from specbench.check.observe import DecodingSetup
         from specbench.check.run import Case, DecodingCheck
@@ -414,6 +420,8 @@ class _DecodingJob:
         references = [None] * len(prompts) if int8 else self._references(model, prompts, progress)
         if target is None:
             target = wrap_target(model.model, model.tokenizer, name=model.name, cache=request.cache)
+        if self.bit_exact:
+            require_bit_exact(target.scorer)
         proposer = self._build_drafter(target, drafting, progress)
         setup = DecodingSetup(
             target=target.scorer,
@@ -434,6 +442,7 @@ class _DecodingJob:
             bias=self.bias,
             dtype=getattr(torch, _rounding(model)),
             no_transformers="it has no such int8 model" if int8 else None,
+            bit_exact=self.bit_exact,
         )
 
     def _say_what_has_no_effect(self) -> None:
@@ -545,6 +554,7 @@ class _DecodingJob:
                 "first_target": setup.first_target,
                 "residual_adjustment": setup.residual_adjustment,
                 "stop": list(setup.stop) or None,
+                "bit_exact": self.bit_exact or None,
                 "ignore_eos": self.ignore_eos or None,
             },
         }
