@@ -1,0 +1,248 @@
+"""benchmarks/oracle.py on recorded steps whose times and drafts are known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from exact_runs import write_exact
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import oracle
+
+from specbench.store import load_results
+
+DRAFT_S, FIRST = 0.25, 1
+WISE = "d@99"
+REST_S = {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.5, 5: 1.5, 6: 1.75, 7: 2.0, 8: 2.0, 9: 2.5}
+COSTS = oracle.StepCosts(DRAFT_S, [0.0, *REST_S.values()])
+
+
+def course_of(right: Sequence[bool], gammas: Any, room_for_all: bool = False) -> list[tuple[int, int, int]]:
+    """γ, accepted and emitted of every step when ``gammas`` are asked for one after the other."""
+    steps, place = [], FIRST
+    while place < len(right):
+        gamma = min(next(gammas), len(right) - place - (not room_for_all))
+        accepted = len(list(itertools.takewhile(bool, right[place : place + gamma])))
+        emitted = min(accepted + 1, len(right) - place)
+        steps.append((gamma, accepted, emitted))
+        place += emitted
+    return steps
+
+
+def seconds_of(steps: Sequence[tuple[int, int, int]]) -> float:
+    return sum(COSTS.of(gamma) for gamma, _, _ in steps)
+
+
+def line_of(
+    steps: Sequence[tuple[int, int, int]], tokens: Sequence[int], prefill_s: float = 0.0
+) -> dict[str, Any]:
+    """The measured fields of a generation; the drafter's first pass takes ``prefill_s`` in place of ``DRAFT_S``."""
+    count = len(steps)
+    prefill = [prefill_s] + [0.0] * (count - 1)
+    draft = [g * DRAFT_S + p - (DRAFT_S if p else 0.0) for (g, _, _), p in zip(steps, prefill, strict=True)]
+    rest = [REST_S[g + 1] for g, _, _ in steps]
+    return {
+        "status": "ok", "error": None, "new_tokens": len(tokens), "first_tokens": FIRST, "token_ids": list(tokens),
+        "finish_reason": "length", "prompt_tokens": 5, "ttft_s": 0.5, "prefill_s": 0.5,
+        "decode_s": sum(draft) + sum(rest), "total_s": 0.5 + sum(draft) + sum(rest), "peak_memory_bytes": 1,
+        "steps": {
+            "drafted": [g for g, _, _ in steps], "accepted": [a for _, a, _ in steps],
+            "tested": [min(g, a + 1) for g, a, _ in steps], "emitted": [e for _, _, e in steps],
+            "draft_s": draft, "draft_prefill_s": prefill, "verify_s": rest, "accept_s": [0.0] * count,
+            "rollback_s": [0.0] * count, "other_s": [0.0] * count, "expected_acceptance": [[]] * count,
+            "closing": ["bonus"] * count, "policy": {},
+        },
+    }  # fmt: skip
+
+
+def row_of(
+    steps: Sequence[tuple[int, int, int]], tokens: Sequence[int], gamma: float = math.nan
+) -> dict[str, Any]:
+    """The same as ``load_results`` gives it."""
+    line = line_of(steps, tokens)
+    arrays = {
+        f"steps_{name}": np.asarray(values) for name, values in line.pop("steps").items() if name != "policy"
+    }
+    return {**line, **arrays, "gamma": gamma}
+
+
+def random_right(seed: int, length: int = 14, share: float = 0.7) -> list[bool]:
+    chance = random.Random(seed)
+    return [chance.random() < share for _ in range(length)]
+
+
+# -- the course --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room_for_all", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_course_is_faster(seed: int, room_for_all: bool) -> None:
+    right = random_right(seed, 8)
+    best = oracle.best_course(right, FIRST, 4, room_for_all, COSTS)
+    reached = course_of(right, iter(best), room_for_all)
+    assert sum(emitted for _, _, emitted in reached) == len(right) - FIRST
+    assert [gamma for gamma, _, _ in reached] == best
+    everything = min(
+        seconds_of(course_of(right, iter(gammas), room_for_all))
+        for gammas in itertools.product(range(5), repeat=7)
+    )
+    assert seconds_of(reached) == pytest.approx(everything)
+
+
+def test_what_is_not_known_counts_as_right() -> None:
+    known = oracle.best_course([True, True, True, False, True, True], FIRST, 4, False, COSTS)
+    unknown = oracle.best_course([True, None, None, False, None, True], FIRST, 4, False, COSTS)
+    assert unknown == known == [2, 1]
+    assert oracle.best_course([None] * 6, FIRST, 8, True, COSTS) == [4]
+    assert oracle.best_course([False] * 4, FIRST, 8, False, COSTS) == [0, 0, 0]
+
+
+# -- what the steps say ------------------------------------------------------------------------------
+
+
+def test_steps_tell_what_was_tested() -> None:
+    right = [True, True, False, True, True, True, False, True]
+    tokens = list(range(len(right)))
+    row = row_of(course_of(right, itertools.repeat(2)), tokens, 2)
+    # Two drafts from token 1: one accepted, one not. Two from token 3, both accepted: token 5 was drawn untested.
+    assert oracle.tested_positions([row], tokens) == [None, True, False, True, True, None, False, None]
+    longer = row_of(course_of(right, itertools.repeat(4)), tokens, 4)
+    assert oracle.tested_positions([row, longer], tokens) == [
+        None,
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+        None,
+    ]
+
+
+def test_outputs_that_part_tell_of_what_they_share() -> None:
+    right = [True, True, True, True, True, True]
+    row = row_of(course_of(right, itertools.repeat(5)), [0, 1, 2, 30, 40, 50], 5)
+    assert oracle.tested_positions([row], [0, 1, 2, 3, 4, 5, 6]) == [None, True, True, None, None, None, None]
+    assert oracle.tested_positions([row], [0, 1]) == [None, True]
+
+
+def test_a_drafter_that_finds_nothing_has_no_draft_there() -> None:
+    tokens = [0, 1, 2, 3]
+    nothing = [(0, 0, 1)] * 3
+    assert oracle.tested_positions([row_of(nothing, tokens, 4)], tokens) == [
+        None,
+        False,
+        False,
+        None,
+    ]  # no room at last
+    assert oracle.tested_positions([row_of(nothing, tokens)], tokens) == [None] * 4, (
+        "a rule may have wanted none"
+    )
+    found = row_of([(2, 2, 3)], tokens, 4)
+    for rows in ([row_of(nothing, tokens, 4), found], [found, row_of(nothing, tokens, 4)]):
+        assert oracle.tested_positions(rows, tokens) == [None, True, True, None], (
+            "elsewhere it found something"
+        )
+
+
+def test_the_drafts_of_other_steps_decide_for_the_better() -> None:
+    tokens = [0, 1, 2]
+    rejected, accepted = row_of([(1, 0, 1), (0, 0, 1)], tokens, 1), row_of([(1, 1, 2)], tokens, 1)
+    assert oracle.tested_positions([rejected, accepted], tokens)[1] is True
+    assert oracle.tested_positions([accepted, rejected], tokens)[1] is True
+    assert oracle.tested_positions([rejected], tokens)[1] is False
+
+
+# -- costs -------------------------------------------------------------------------------------------
+
+
+def test_costs_are_medians_on_a_line_that_never_falls() -> None:
+    tokens = list(range(60))
+    rows = [row_of([(0, 0, 1)] * 3, tokens), row_of([(2, 1, 2)] * 3, tokens), row_of([(6, 1, 2)] * 3, tokens)]
+    rows[1]["steps_verify_s"] = np.array([1.25, 9.0, 1.25])  # once disturbed
+    rows[0]["steps_verify_s"] = np.array([1.5, 1.5, 1.5])  # one token cannot take longer than three
+    costs = oracle.step_costs(rows, 9)
+    assert costs.draft_s == DRAFT_S
+    assert costs.rest_s[1:4] == [1.25, 1.25, 1.25]
+    assert costs.rest_s[5] == pytest.approx((1.25 + 2.0) / 2)
+    assert costs.rest_s[7:] == pytest.approx([2.0, 2.0 + 0.75 / 4, 2.0 + 2 * 0.75 / 4])
+
+
+def test_the_reading_of_a_prompt_is_no_draft() -> None:
+    tokens = list(range(12))
+    line = line_of([(3, 3, 4), (3, 3, 4), (2, 2, 3)], tokens, prefill_s=40.0)
+    arrays = {f"steps_{name}": np.asarray(v) for name, v in line.pop("steps").items() if name != "policy"}
+    assert oracle.step_costs([{**line, **arrays}], 4).draft_s == DRAFT_S
+
+
+# -- a whole run -------------------------------------------------------------------------------------
+
+
+def write_run(path: Path, prefill_s: float = 0.0) -> Path:
+    """A run over two prompts with every γ, and a rule that knows everything."""
+    both = {"a-1": random_right(1, 40), "b-1": random_right(5, 40, 0.9)}
+    gammas = {"plain": 0, WISE: 0, **{f"d@{gamma}": gamma for gamma in range(1, 9)}}
+    wise = {"gamma": None, "policy": "wise", "label": "d wise"}
+    write_exact(path, {config: {prompt: [1.0] for prompt in both} for config in gammas}, configs={WISE: wise})
+    lines = []
+    for text in (path / "generations.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        config, right = line["config"], both[line["prompt"]]
+        asked = itertools.repeat(gammas[config])
+        if config == WISE:
+            asked = iter(oracle.best_course(right, FIRST, 8, False, COSTS))
+        steps = course_of(right, asked)
+        lines.append({**line, **line_of(steps, range(40), 0.0 if config == "plain" else prefill_s)})
+    (path / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("prefill_s", [0.0, 3.0])
+def test_the_bound_is_what_one_reaches_who_knows(tmp_path: Path, prefill_s: float) -> None:
+    (found,) = oracle.study(load_results(write_run(tmp_path / "run", prefill_s)))
+    rows = {row["config"]: row for row in found["rows"]}
+    assert set(rows) == {WISE, *(f"d@{gamma}" for gamma in range(1, 9))}
+    assert rows[WISE]["of_oracle"] == pytest.approx(1.0, abs=0.002)
+    assert all(row["fit"] == pytest.approx(1.0, abs=0.01) for row in found["rows"])
+    assert rows[WISE]["wasted"] == 0
+    assert rows["d@8"]["wasted"] > rows["d@2"]["wasted"] > 0.1
+    best = max(row["speedup"] for name, row in rows.items() if name != WISE)
+    assert best <= found["hindsight"] < found["oracle"]["speedup"]
+    assert found["rows"][0]["config"] == WISE
+    assert found["unknown"] < 0.1
+    assert found["oracle"]["speedup"] == pytest.approx(rows[WISE]["speedup"], rel=0.002)
+    assert found["oracle"]["tokens_per_step"] == pytest.approx(rows[WISE]["tokens_per_step"], rel=0.03)
+
+
+def test_a_shorter_longest_draft_gives_a_lower_bound(tmp_path: Path) -> None:
+    frame = load_results(write_run(tmp_path / "run"))
+    bounds = [oracle.study(frame, gamma_max=longest)[0]["oracle"]["speedup"] for longest in (1, 2, 4, 8)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] < bounds[-1]
+
+
+def test_it_prints_a_table_and_ends_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "run")
+    assert oracle.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out.splitlines()[-1])[0]["drafter"] == "d"
+    for line in ("oracle  ", "each prompt with its best fixed γ", "d wise  ", "tested by no step"):
+        assert line in out
+
+
+def test_a_run_without_a_baseline_has_no_oracle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_exact(tmp_path / "run", {"plain": {"a-1": [1.0]}})
+    with pytest.raises(SystemExit) as left:
+        oracle.main([str(path)])
+    assert left.value.code == 2
+    assert "No drafter has a greedy generation" in capsys.readouterr().err
