@@ -35,6 +35,10 @@ _BLOCK, _SMALL = 256, 4096
 """Tokens that a draw from a large vocabulary sums up at once, and how many are added up one by one in a small one."""
 
 
+_PIECE = 32_000
+"""Elements that torch converts without calling up other threads."""
+
+
 class _Seen(NamedTuple):
     """Which tokens a context holds.
 
@@ -123,7 +127,7 @@ class Sampling:
         Returns:
             Float32 [rows, vocab].
         """
-        scores = logits.float()
+        scores = _float32(logits)
         if self.repetition_penalty == 1.0:
             return scores
         if scores is logits:
@@ -156,19 +160,21 @@ class Sampling:
         Raises:
             RunError: The logits hold NaN.
         """
-        scores = self.scores(logits, context, drafted)
-        choice: list[int]
-        if scores.device.type == "cpu":
-            # numpy's argmax works on whole vectors, torch's goes token by token. NaN counts as the largest in both.
-            rows = scores.detach().numpy()
+        scores = logits if self.repetition_penalty == 1.0 else self.scores(logits, context, drafted)
+        if scores.device.type != "cpu":
+            largest = scores.float().max(dim=-1)
+            choices = [int(index) for index in largest.indices.tolist()]
+            failed = bool(largest.values.isnan().any())
+        elif scores.dtype == torch.float32 or scores.numel() <= _PIECE:
+            rows = scores.detach().float().numpy()
             best = rows.argmax(axis=-1)
-            choice, failed = best.tolist(), bool(np.isnan(rows[np.arange(len(rows)), best]).any())
+            choices, failed = best.tolist(), bool(np.isnan(rows[np.arange(len(rows)), best]).any())
         else:
-            largest = scores.max(dim=-1)
-            choice, failed = largest.indices.tolist(), bool(largest.values.isnan().any())
+            found = [_argmax_by_pieces(row) for row in scores]
+            choices, failed = [index for index, _ in found], any(value != value for _, value in found)
         if failed:
             raise _not_numbers()
-        return choice
+        return choices
 
     def probabilities(
         self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()
@@ -193,6 +199,35 @@ class Sampling:
         own = scores is not logits and scores.device.type == "cpu" and not scores.requires_grad
         # In place: fresh memory of this size takes the system longer to hand out than the softmax takes.
         return torch.softmax(scores, dim=-1, out=scores) if own else scores.softmax(dim=-1)
+
+
+# numpy's argmax works on whole vectors, where torch's goes element by element; both take the first of equals, and NaN
+# for the largest. But numpy knows no bfloat16. To convert or sum many elements torch calls up its other threads, which
+# takes longer than the work on one row, and 50 times as long where another process has their core: hence pieces.
+
+
+def _argmax_by_pieces(row: torch.Tensor) -> tuple[int, float]:
+    """The first of the largest elements of a row on the CPU, and its value; NaN counts as the largest."""
+    best, largest = 0, -math.inf
+    for begin in range(0, len(row), _PIECE):
+        piece = row[begin : begin + _PIECE].detach().float().numpy()
+        index = int(piece.argmax())
+        value = float(piece[index])
+        if value != value:
+            return begin + index, value
+        if value > largest:
+            best, largest = begin + index, value
+    return best, largest
+
+
+def _float32(logits: torch.Tensor) -> torch.Tensor:
+    """Logits as float32, themselves if they are that already."""
+    if logits.dtype == torch.float32 or len(logits) != 1 or logits.device.type != "cpu":
+        return logits.float()
+    converted = torch.empty(logits.shape, dtype=torch.float32)
+    for begin in range(0, logits.shape[-1], _PIECE):
+        converted[:, begin : begin + _PIECE] = logits[:, begin : begin + _PIECE]
+    return converted
 
 
 def _not_numbers() -> RunError:
@@ -329,7 +364,10 @@ def _at_share(probabilities: torch.Tensor, u: float) -> int:
     if end > _SMALL:
         blocks = end // _BLOCK
         whole = probabilities[: blocks * _BLOCK].reshape(blocks, _BLOCK)
-        cumulative = whole.sum(dim=-1, dtype=torch.float64).numpy().cumsum()
+        pieces = whole.split(_PIECE // _BLOCK)
+        cumulative = np.concatenate(
+            [piece.sum(dim=-1, dtype=torch.float64).numpy() for piece in pieces]
+        ).cumsum()
         cumulative[-1] += float(
             probabilities[blocks * _BLOCK :].sum(dtype=torch.float64)
         )  # to the last block

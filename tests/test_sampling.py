@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specbench.errors import UsageError
+from specbench.errors import RunError, UsageError
 from specbench.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK, TopKNucleus
 
 
@@ -299,6 +299,11 @@ def test_a_large_vocabulary_has_one_greedy_choice_per_row(dtype: torch.dtype) ->
     logits = random_logits(3, 70_001, 1.0).to(dtype)
     logits[0, 70_000], logits[1, [5, 69_999]], logits[2, :] = 50.0, 50.0, -math.inf
     assert Greedy().choose(logits, [1]) == [70_000, 5, 0]
+    assert [Greedy().choose(row[None], [1]) for row in logits] == [[70_000], [5], [0]]
+    assert torch.equal(Sampling().scores(logits[:1], [1]), logits[:1].float())
+    logits[1, 69_999] = math.nan
+    with pytest.raises(RunError, match="no numbers"):
+        Greedy().choose(logits, [1])
 
 
 def test_the_named_samplings() -> None:
