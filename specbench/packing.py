@@ -263,6 +263,8 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         raise ValueError(f"{count} layers asked for, the model has {total}")
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers):
         raise ValueError("some of its layers keep convolution states")
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        raise ValueError("its layers have embeddings of their own")
     clone = _structural_copy(model)
     lists = [
         (parent, name, child)

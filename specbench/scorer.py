@@ -48,6 +48,7 @@ class Scorer:
         self.output_device = output_device or self.device
         self.vocab_size = vocab_size
         self.embeddings = weight.shape[0]
+        self._change = _change_of_rotation(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def begin(self) -> None:
@@ -68,6 +69,29 @@ class Scorer:
             [rows, vocab], in the model's dtype; with ``rows=None`` row i is what stands behind ``drafted[:i]``.
         """
         rows = len(drafted) + 1 if rows is None else rows
+        if self._change is not None and self.cache.length <= self._change < len(context) + len(drafted):
+            return self._across_change(context, drafted, rows, self._change)
+        return self._feed(context, drafted, rows)
+
+    def _across_change(
+        self, context: Sequence[int], drafted: Sequence[int], rows: int, change: int
+    ) -> torch.Tensor:
+        """Logits where a context of more than ``change`` tokens has all its positions rotated otherwise.
+
+        The cache never holds both kinds: it stays in front of the change as long as drafts alone pass it, whose logits
+        are computed without a cache, and is filled anew when the context itself has passed it.
+        """
+        if len(context) > change:
+            self.cache.reset()
+            return self._feed(context, drafted, rows)
+        behind = len(context) + len(drafted) - change
+        whole = self._forward([*context, *drafted], min(rows, behind), cached=False)
+        if rows <= behind:
+            return whole
+        before = self._feed(context, drafted[: change - len(context)], rows - behind)
+        return torch.cat([before, whole])
+
+    def _feed(self, context: Sequence[int], drafted: Sequence[int], rows: int) -> torch.Tensor:
         start = self.cache.length
         if drafted and start == 0 and self.cache.prefill_apart:
             behind_context = self._forward(context, 1)
@@ -81,16 +105,19 @@ class Scorer:
 
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens in the cache."""
+        if self._change is not None and length <= self._change < self.cache.length:
+            self.cache.reset()  # its keys are rotated for longer contexts
         self.cache.rollback(length)
 
     @torch.inference_mode()
-    def _forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
-        arguments: dict[str, Any] = self.cache.model_arguments()
+    def _forward(self, tokens: Sequence[int], rows: int, *, cached: bool = True) -> torch.Tensor:
+        arguments: dict[str, Any] = self.cache.model_arguments() if cached else {"use_cache": False}
         if self._keeps_logits:
             arguments["logits_to_keep"] = rows
         ids = torch.tensor([tokens], device=self.device)
         logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0, -rows:].to(self.output_device)
-        self.cache.fed()
+        if cached:
+            self.cache.fed()
         return self._fit(logits)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
@@ -100,3 +127,15 @@ class Scorer:
         if width > self.vocab_size:
             return logits[..., : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
+
+
+def _change_of_rotation(model: PreTrainedModel) -> int | None:
+    """The longest context with the short factors of "longrope" (Ding et al. 2024); longer ones have the long ones.
+
+    ``transformers`` chooses by the last position of a pass; its ``generate`` computes everything anew at the change.
+    """
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    for kind in [rope, *rope.values()]:  # of all layers, or by their type
+        if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
+            return int(kind["original_max_position_embeddings"])
+    return None

@@ -221,13 +221,7 @@ CHANGE = 16  # longer contexts have every position rotated otherwise
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
-@pytest.mark.parametrize(
-    "length",
-    [
-        pytest.param(6, marks=pytest.mark.xfail(strict=True, reason="passes mix both kinds of rotation")),
-        CHANGE + 4,
-    ],
-)
+@pytest.mark.parametrize("length", [6, CHANGE + 4])
 def test_a_context_that_grows_over_a_change_of_rotation(
     length: int, cache: CacheKind, survey: ModuleType
 ) -> None:
