@@ -119,6 +119,20 @@ def test_rules_of_a_sweep_that_cannot_be(specs: list[str], options: dict[str, An
     assert message in f"{caught.value} {caught.value.hint}"
 
 
+def test_the_documentation_lists_every_option_with_its_default() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "lengths.md").read_text(encoding="utf-8")
+    for policy in POLICY_WORDS:
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{policy.word}` |")]
+        listed = row.rstrip("| ").split("| ")[-1].split("; ")
+        assert len(listed) == len(policy.options)
+        for option in policy.options:
+            flag = "--" + option.name.replace("_", "-")
+            (found,) = [each for each in listed if re.match(rf"`{flag}[` ]", each)]
+            default = re.search(r"\(([\d.]+)\)", option.meaning)
+            assert default is None or f"({default[1]})" in found
+            assert option.key is None or found.endswith(f", `{option.key}`")
+
+
 # -- the grid ----------------------------------------------------------------------------------------
 
 
