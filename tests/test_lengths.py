@@ -19,6 +19,7 @@ from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, fixed_sc
 
 from specbench.decode import decode_steps
 from specbench.drafters.base import Draft
+from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
@@ -216,6 +217,13 @@ def test_so_it_is_with_a_target_that_drafts_for_itself(rule: str) -> None:
         return tuple(tokens)
 
     assert gap(enumerate_outcomes(run)) < 1e-6
+
+
+@pytest.mark.parametrize("free", [lambda: LookupDrafter(min_match=2), lambda: NGramDrafter(sample=True)])
+@pytest.mark.parametrize("rule", RULES)
+def test_so_it_is_with_a_cascade(rule: str, free: Callable[[], Any]) -> None:
+    found, _ = distribution(RULES[rule], lambda: CascadeDrafter(free(), model()), 3)
+    assert gap(found) < 1e-6
 
 
 @pytest.mark.parametrize("rule", RULES)
