@@ -29,6 +29,9 @@ _NEARLY_ALL = 0.8
 _MEMORY = 0.98
 """How much less a step counts in the rate than the one behind it."""
 
+_ASKED = 0.97
+"""Share of the rate that a draft has to earn: it also teaches, and a rate from medians is a little too high."""
+
 _PRIOR_STEPS = 3.0
 """The rate expected before anything is known counts as much as so many steps."""
 
@@ -201,7 +204,7 @@ class AutoLength(Rule):
                 expected, seconds = tokens, gamma * d + v[gamma + 1]
         spent = self._passes * d + sum(count * v[n] for n, count in self._widths.items())
         reached = (self._tokens + _PRIOR_STEPS * expected) / (spent + _PRIOR_STEPS * seconds)
-        self._rate = max(reached, 1.0 / v[1])  # plain decoding is always there
+        self._rate = max(_ASKED * reached, 1.0 / v[1])  # plain decoding is always there
 
     def notes(self) -> Mapping[str, float]:
         return {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}
