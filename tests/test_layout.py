@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("check.greedy", "check.sampled"),
     ("check.reference", "check.results"),
     ("check.render", "check.run"),
-    ("cli.options", "cli.progress", "cli.summary", "cli.watchers", "cli.sweep_display"),
+    ("cli.options", "cli.progress", "cli.rule", "cli.summary", "cli.watchers", "cli.sweep_display"),
     (
         "cli.calibrate",
         "cli.check",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.rule import LengthRule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,15 +106,7 @@ def check(
     drafter_device: opt.DrafterDeviceOption = "auto",
     drafter_device_map: opt.DrafterDeviceMapOption = None,
     allow_pickle: opt.PickleOption = False,
-    length_policy: Annotated[
-        str | None,
-        typer.Option(
-            "--length-policy",
-            metavar="RULE",
-            help="Draft-length rule: fixed (the default), auto, egag, confidence, entropy-bound, svip or heuristic.",
-            rich_help_panel=opt.LENGTH,
-        ),
-    ] = None,
+    length_policy: opt.LengthPolicyOption = None,
     egag: opt.EgagOption = False,
     gamma: opt.GammaOption = None,
     gamma_min: opt.GammaMinOption = None,
@@ -126,15 +119,7 @@ def check(
     svip_threshold: opt.SvipThresholdOption = None,
     costs: opt.CostsOption = None,
     max_new_tokens: opt.MaxNewTokensOption = 64,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop",
-            metavar="TEXT",
-            help="Text that ends the output; repeatable.",
-            rich_help_panel=opt.DECODING,
-        ),
-    ] = None,
+    stop: opt.StopOption = None,
     ignore_eos: opt.IgnoreEosOption = False,
     cache: opt.CacheOption = "dynamic",
     bit_exact: opt.BitExactOption = False,
@@ -203,7 +188,7 @@ def check(
                 _chosen_prompts(prompts, category, limit),
                 drafter,
                 LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
-                _Rule(length_policy, egag, costs, rule_options),
+                LengthRule(length_policy, egag, costs, rule_options),
                 bias or _DEFAULT_BIAS,
                 bit_exact,
                 {
@@ -304,33 +289,6 @@ def _rounding(model: LanguageModel) -> str:
 # -- a configuration -------------------------------------------------------------------------------
 
 
-class _Rule:
-    """The draft-length rule that is asked for; building it checks its options."""
-
-    def __init__(
-        self, length_policy: str | None, egag: bool, costs: Path | None, options: dict[str, Any]
-    ) -> None:
-        from specbench.errors import UsageError
-        from specbench.lengths import build_policy, check_costs, load_costs, policy_word
-
-        if egag and length_policy is not None:
-            raise UsageError("--egag and --length-policy are both given.", "Give one of them.")
-        self.spec = "egag" if egag else length_policy or "fixed"
-        self._options, self._costs = options, None
-        build_policy(self.spec, **options)
-        if costs is not None:
-            policy_word(self.spec).require("costs")
-            self._costs = load_costs(costs)
-            check_costs(self._costs)
-
-    def build(self, drafter: str) -> Any:
-        """The rule for a drafter by its name."""
-        from specbench.lengths import build_policy, parse_costs
-
-        costs = None if self._costs is None else parse_costs(self._costs, drafter)
-        return build_policy(self.spec, **self._options, costs=costs)
-
-
 def _chosen_prompts(prompts: list[str] | None, category: list[str] | None, limit: int | None) -> list[Prompt]:
     from specbench.prompts import load_prompts
 
@@ -346,7 +304,7 @@ class _DecodingJob:
         prompts: Sequence[Prompt],
         drafter: str,
         drafter_options: LoadOptions,
-        rule: _Rule,
+        rule: LengthRule,
         bias: float,
         bit_exact: bool,
         settings: dict[str, Any],

@@ -59,15 +59,7 @@ def generate(
     drafter_device: opt.DrafterDeviceOption = "auto",
     drafter_device_map: opt.DrafterDeviceMapOption = None,
     allow_pickle: opt.PickleOption = False,
-    length_policy: Annotated[
-        str | None,
-        typer.Option(
-            "--length-policy",
-            metavar="RULE",
-            help="Draft-length rule: fixed (the default), auto, egag, confidence, entropy-bound, svip or heuristic.",
-            rich_help_panel=opt.LENGTH,
-        ),
-    ] = None,
+    length_policy: opt.LengthPolicyOption = None,
     egag: opt.EgagOption = False,
     gamma: opt.GammaOption = None,
     gamma_min: opt.GammaMinOption = None,
@@ -80,15 +72,7 @@ def generate(
     svip_threshold: opt.SvipThresholdOption = None,
     costs: opt.CostsOption = None,
     max_new_tokens: opt.MaxNewTokensOption = 256,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop",
-            metavar="TEXT",
-            help="Text that ends the output; repeatable.",
-            rich_help_panel=opt.DECODING,
-        ),
-    ] = None,
+    stop: opt.StopOption = None,
     ignore_eos: opt.IgnoreEosOption = False,
     cache: opt.CacheOption = "dynamic",
     bit_exact: opt.BitExactOption = False,
@@ -151,7 +135,6 @@ def generate(
     text = read_prompt_text(prompt, prompt_file, sys.stdin)
     if any(not item for item in stop or ()):
         raise UsageError("A stop string is empty.", "Give --stop at least one character.")
-    rule = _rule(length_policy, egag)
     cache = opt.cache_for(ctx, cache, bit_exact)
     rule_options: dict[str, Any] = {
         "gamma": gamma,
@@ -170,7 +153,8 @@ def generate(
             trace_to = stack.enter_context(TraceOutput(trace_file, debug))
         with StageProgress(quiet) as progress:
             progress.update("starting", 0, None)
-            from specbench.lengths import build_policy, check_policy, parse_costs
+            from specbench.cli.rule import LengthRule
+            from specbench.lengths import check_policy
             from specbench.loading import check_drafter, load_drafter, load_target
             from specbench.models import LoadOptions, check_options
             from specbench.sampling import Sampling
@@ -181,10 +165,9 @@ def generate(
             drafter_options = LoadOptions(drafter_dtype, drafter_device, drafter_device_map)
             check_options(load_options)
             check_options(drafter_options)
-            policy = build_policy(rule, **rule_options)
-            known_costs = None if costs is None else _costs(costs, rule)
+            rule = LengthRule(length_policy, egag, costs, rule_options)
             if drafter_word(drafter) != "none":
-                check_policy(rule, drafter)
+                check_policy(rule.spec, drafter)
             check_drafter(drafter, target, progress=progress)
             target_model = load_target(
                 target, load_options, cache=cache, progress=progress, allow_pickle=allow_pickle
@@ -202,15 +185,13 @@ def generate(
                 progress=progress,
                 allow_pickle=allow_pickle,
             )
-            if costs is not None:  # they may be those of several drafters, by the names that loaded ones have
-                policy = build_policy(rule, **rule_options, costs=parse_costs(known_costs, proposer.name))
             job = _Job(
                 target_model,
                 proposer,
                 _encode(target_model, text, chat, system),
                 text,
                 sampling,
-                policy=policy,
+                policy=rule.build(proposer.name),  # costs may be those of several drafters
                 given_costs=costs is not None,
                 bit_exact=bit_exact,
                 max_new_tokens=max_new_tokens,
@@ -229,25 +210,6 @@ def generate(
         _run(job, trace_to, stream=shown, compare=compare, json_output=json_output, quiet=quiet)
         if trace_to is not None:
             trace_to.complain()
-
-
-def _rule(length_policy: str | None, egag: bool) -> str:
-    """The draft-length rule that is asked for."""
-    from specbench.errors import UsageError
-
-    if egag and length_policy is not None:
-        raise UsageError("--egag and --length-policy are both given.", "Give one of them.")
-    return "egag" if egag else length_policy or "fixed"
-
-
-def _costs(path: Path, rule: str) -> object:
-    """What a file says of costs, refused if it is none, or if the rule has no use for it."""
-    from specbench.lengths import check_costs, load_costs, policy_word
-
-    policy_word(rule).require("costs")
-    data = load_costs(path)
-    check_costs(data)
-    return data
 
 
 def _encode(target: Target, text: str, chat: bool | None, system: str | None) -> list[int]:

@@ -35,12 +35,14 @@ __all__ = [
     "GammaOption",
     "GroupedCommand",
     "IgnoreEosOption",
+    "LengthPolicyOption",
     "MaxNewTokensOption",
     "MinPOption",
     "PickleOption",
     "PromptFile",
     "RepetitionPenaltyOption",
     "SeedOption",
+    "StopOption",
     "SvipThresholdOption",
     "TargetOption",
     "TemperatureOption",
@@ -275,6 +277,21 @@ BitExactOption = Annotated[
         help="Logits bitwise equal in every pass, so that greedy outputs cannot part at ties in any dtype;"
         " refused where it cannot be had. Uses the preallocated cache.",
         rich_help_panel=DECODING,
+    ),
+]
+LengthPolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--length-policy",
+        metavar="RULE",
+        help="Draft-length rule: fixed (the default), auto, egag, confidence, entropy-bound, svip or heuristic.",
+        rich_help_panel=LENGTH,
+    ),
+]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop", metavar="TEXT", help="Text that ends the output; repeatable.", rich_help_panel=DECODING
     ),
 ]
 FirstTargetOption = Annotated[
