@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryNeed", "TimeNeed", "drafter_label", "estimate_memory", "estimate_time"]
 
 _PROGRAM_BYTES = 700_000_000  # Python, torch and transformers themselves
+_RULES_GAMMA = 5  # tokens a draft-length rule drafts in a step, about
 _LETTERS_PER_TOKEN = 4
 _LAYER_S = 0.0002  # of a pass that is not spent on weights, per layer
 _PREFILL_GAIN = 20  # tokens of a prompt that take as long as one decoded token
@@ -171,7 +172,9 @@ def _calibrated(options: EngineOptions, progress: Progress | None) -> tuple[floa
 
 
 def _from_passes(sweep: Sweep, config: Config, token_s: float, draft_s: Mapping[str, float]) -> float:
-    step_s = token_s + (config.gamma or 0) * draft_s.get(config.drafter, 0.0)
+    # A rule chooses γ as it goes; a drafter that never drafts costs nothing whatever γ is.
+    gamma = _RULES_GAMMA if config.gamma is None else config.gamma
+    step_s = token_s + gamma * draft_s.get(config.drafter, 0.0)
     letters = sum(len(turn) for prompt in sweep.prompts for turn in prompt.turns)
     prefill = sweep.options.repeats * letters / _LETTERS_PER_TOKEN / _PREFILL_GAIN * token_s
     return prefill + _generations(sweep) * sweep.options.max_new_tokens * step_s

@@ -80,6 +80,7 @@ def _draw(run: Path, folder: Path, image_format: str, only: list[str] | None) ->
     """Draw one run; the paths on stdout, what is missing on stderr."""
     from specbench.plots import draw_figures, save_figure
     from specbench.store import load_results
+    from specbench.textsafe import terminal_safe
 
     frame = load_results(run)
     for problem in frame.attrs["problems"]:
@@ -95,7 +96,7 @@ def _draw(run: Path, folder: Path, image_format: str, only: list[str] | None) ->
     for name, figure in drawn.figures.items():
         path = folder / f"{name}.{image_format}"
         save_figure(figure, path)
-        typer.echo(str(path))
+        typer.echo(terminal_safe(str(path)))
         written.append(path)
     for name, reason in drawn.skipped.items():
         _hint(f"{run.name}: no figure {name!r}: {reason}.")
