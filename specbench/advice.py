@@ -261,7 +261,7 @@ def tokens_differ(differences: Mapping[str, Sequence[Mapping[str, Any]]], prompt
         if real:
             first = real[0]
             message = (
-                f"{what} {first['position']} of {first['prompt']}; the two best logits are {first['gap']:.3g} apart"
+                f"{what} {first['position']} of {first['prompt']}; the two tokens' logits are {first['gap']:.3g} apart"
                 " there, more than rounding explains."
             )
             advice = "Please report it: the output should be the same."
@@ -278,7 +278,7 @@ def tokens_differ(differences: Mapping[str, Sequence[Mapping[str, Any]]], prompt
         every = [each for entries in ties.values() for each in entries]
         message = (
             f"{several}: tokens differ from plain decoding in {len(every)} of {len(ties) * prompts} cases, each where"
-            f" the two best logits are tied within rounding (first at token {first['position']} of {first['prompt']},"
+            f" the two tokens' logits tie within rounding (first at token {first['position']} of {first['prompt']},"
             f" {label})."
         )
         advice = "Nothing to do; with --dtype float32 the outputs are the same."

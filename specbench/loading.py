@@ -226,7 +226,7 @@ def wrap_drafter(
     )
     dtype = language_model.dtype
     if language_model.quantise_int8 or (int8 and scorer.device.type == "cpu"):
-        quantise_linears(model)
+        quantise_linears(model, alike=False)
         dtype = "int8"
     else:
         pack_linears(model)

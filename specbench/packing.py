@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,9 @@ __all__ = [
 
 _ROWS_HINT = 5
 """Rows the packed layout is chosen for: a verification pass of a usual draft length."""
+
+_LEAST = 1e-30
+"""The largest element of a row is taken to be no less, so that rows of zeros have a scale."""
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Names under which decoder layers keep linear layers that read the same input."""
@@ -123,9 +127,11 @@ class Int8Linear(nn.Module):
     Args:
         weight: [out, in], any floating dtype.
         bias: [out] or ``None``.
+        alike: Whether a row's result is to be the same to the bit alone and among others. A drafter does without: with
+            one row, its scale can be a number, which saves operators.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, alike: bool = True) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
@@ -140,6 +146,7 @@ class Int8Linear(nn.Module):
         )
         self.quantised: Any
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
+        self._alike = alike
 
     @property
     def weight(self) -> torch.Tensor:
@@ -152,15 +159,37 @@ class Int8Linear(nn.Module):
         if self._prepacked is None:
             scaled = nn.functional.linear(x, self.quantised.to(x.dtype)) * self.scales.to(x.dtype)
             return scaled if self.bias is None else scaled + self.bias
-        rows = x.reshape(-1, self.in_features).float()
-        largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=-1, keepdim=True).clamp_min_(1e-30)
+        rows = x.reshape(-1, self.in_features)
         # Unsigned with zero point 128; adding 128.5 before the cut rounds to nearest.
-        quantised = (rows * (127.0 / largest)).add_(128.5).to(torch.uint8)
-        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            quantised, 1.0, 128, self._prepacked, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        )  # fmt: skip
-        out = out.mul_(largest / 127.0).to(x.dtype).view(*x.shape[:-1], self.out_features)
+        if len(rows) == 1 and not self._alike:
+            step = max(float(rows.abs().amax()), _LEAST) / 127.0
+            quantised = (rows.float() * (1.0 / step)).add_(128.5).to(torch.uint8)
+            dtype = x.dtype if x.dtype in (torch.bfloat16, torch.float32) else torch.float32
+            out = self._product(quantised, step, dtype).to(x.dtype)
+        else:
+            steps = rows.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_LEAST).div_(127.0)
+            out = self._product((rows / steps).add_(128.5).to(torch.uint8), 1.0, torch.float32)
+            out = out.mul_(steps).to(x.dtype)
+        out = out.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
+
+    def _product(self, quantised: torch.Tensor, step: float, dtype: torch.dtype) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            quantised,
+            step,
+            128,
+            self._prepacked,
+            self.scales,
+            self._zeros,
+            None,
+            1.0,
+            0,
+            dtype,
+            "none",
+            [],
+            "",
+        )
+        return out
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, int8"
@@ -238,15 +267,20 @@ def pack_linears(model: PreTrainedModel) -> bool:
     return _replace(model, PackedLinear, lambda weight: can_pack(weight.dtype, weight.device))
 
 
-def quantise_linears(model: PreTrainedModel) -> bool:
-    """Replace the linear layers of a model by int8 ones in place: from then on the int8 model is the model."""
-    return _replace(model, Int8Linear, lambda _: True)
+def quantise_linears(model: PreTrainedModel, *, alike: bool = True) -> bool:
+    """Replace the linear layers of a model by int8 ones in place: from then on the int8 model is the model.
+
+    Args:
+        model: Changed in place.
+        alike: See ``Int8Linear``.
+    """
+    return _replace(model, partial(Int8Linear, alike=alike), lambda _: True)
 
 
 def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with int8 linear layers that shares everything else with the given one, packed or not."""
+    """A drafter with int8 linear layers that shares everything else with the given model, packed or not."""
     clone = _structural_copy(model)
-    quantise_linears(clone)
+    quantise_linears(clone, alike=False)
     return clone
 
 
@@ -313,11 +347,10 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 _Linear = nn.Linear | PackedLinear | JoinedLinear
+_Kind = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear | Int8Linear]
 
 
-def _replace(
-    model: nn.Module, kind: type[PackedLinear | Int8Linear], suits: Callable[[torch.Tensor], bool]
-) -> bool:
+def _replace(model: nn.Module, kind: _Kind, suits: Callable[[torch.Tensor], bool]) -> bool:
     """Put layers of one kind in the place of all linear layers that suit; shared layers stay shared.
 
     Args:
@@ -382,9 +415,7 @@ def _joinable(layers: Sequence[Any]) -> bool:
     )
 
 
-def _build(
-    layers: Sequence[_Linear], kind: type[PackedLinear | Int8Linear], suits: Callable[[torch.Tensor], bool]
-) -> list[nn.Module]:
+def _build(layers: Sequence[_Linear], kind: _Kind, suits: Callable[[torch.Tensor], bool]) -> list[nn.Module]:
     """The layers that take the place of these, or these themselves."""
     first = layers[0]
     if kind is PackedLinear and not isinstance(first, nn.Linear):

@@ -298,10 +298,6 @@ def _two_lines(name: str) -> str:
     return f"{name[:at].rstrip()}\n{name[at:].lstrip()}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
 # --- Common parts ---------------------------------------------------------------------------------
 
 
@@ -543,8 +539,8 @@ def _ratio_name(row: dict[str, Any], name: str) -> str:
         _short(row["label"], 22),
         *(row[f"{name}{end}"] for end in ("", "_low", "_high")),
     )
-    interval = "" if math.isnan(low) else f" [{_number(low)}, {_number(high)}]"
-    return f"{label} {_number(value)}{interval}"
+    interval = "" if math.isnan(low) else f" [{tables.decimals(low)}, {tables.decimals(high)}]"
+    return f"{label} {tables.decimals(value)}{interval}"
 
 
 def _hollow(series: Sequence[_Series]) -> str:
@@ -571,7 +567,9 @@ def _tokens_per_second(run: _Run) -> Figure:
     _mark_cut(axes, series, "tokens_per_second")
     ends += [
         _level(
-            axes, row["tokens_per_second"], f"{_short(row['label'], 22)} {_number(row['tokens_per_second'])}"
+            axes,
+            row["tokens_per_second"],
+            f"{_short(row['label'], 22)} {tables.decimals(row['tokens_per_second'])}",
         )
         for row in levels
     ]
@@ -847,7 +845,7 @@ def _write_cell(axes: Axes, x: int, y: int, cell: dict[str, Any], ink: str) -> N
     star = "*" if cell["speedup_basis"] == "repeats" else ""
     weight = "normal" if cell["verdict"] == "cannot tell" else "bold"
     middle: Any = {"ha": "center", "va": "center", "color": ink}
-    axes.text(x, y - 0.17, _number(cell["speedup"]), fontsize=6.6, weight=weight, **middle)
+    axes.text(x, y - 0.17, tables.decimals(cell["speedup"]), fontsize=6.6, weight=weight, **middle)
     axes.text(x, y + 0.24, interval + star, fontsize=4.9, **middle)
 
 

@@ -351,7 +351,7 @@ def _finish(sweep: Sweep, store: RunStore, engine: Engine) -> tuple[RunWarning, 
 
 
 def find_differences(sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: Engine) -> list[dict[str, Any]]:
-    """Greedy outputs that are not those of plain decoding, each with the gap of the target's two best logits.
+    """Greedy outputs that are not those of plain decoding, each with the gap of the target's logits of the two tokens.
 
     Of a conversation only the first differing turn is told, for behind it the prompts differ as well; of the repeats
     only the first.

@@ -43,12 +43,10 @@ def command(
 ) -> None:
     """Run `specbench` with these arguments and leave with its exit code."""
     settle(place, environment, limits)
-    from specbench.cli import run
+    from specbench.cli import main
 
     sys.argv = ["specbench", *arguments]
-    code = run(list(arguments))
-    sys.stdout.flush()
-    sys.exit(code)
+    main(arguments)
 
 
 def prepare(gguf: Path, place: Path, environment: Mapping[str, str], begin: Any, stop_at: str | None) -> None:

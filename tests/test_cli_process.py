@@ -103,17 +103,18 @@ def test_completion_knows_the_commands() -> None:
     assert child.stdout.split() == ["generate"]
 
 
-def test_ctrl_c_leaves_the_text_and_130(endless: list[str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_text_and_its_exit_code(endless: list[str], number: int) -> None:
     child = subprocess.Popen(
         [*endless, "-n", "150000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     )
     assert child.stdout is not None
     first = child.stdout.read(40)
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     rest, errors = child.communicate(timeout=60)
     assert (first + rest).endswith(b"\n")
     lines = errors.decode().splitlines()
-    assert child.returncode == 130
+    assert child.returncode == 128 + number
     assert lines[-1] == "specbench: interrupted."
     # Nothing but the summary before it: no log of a library, no traceback.
     assert [line.split()[0] for line in lines[:-1]] == ["model", "output", "speed", "steps", "time"]

@@ -202,7 +202,7 @@ def test_a_real_difference_outweighs_ties() -> None:
     (found,) = tokens_differ({"C": [tie, real]}, 5)
     assert found.severity == "error"
     assert found.message == (
-        "C: tokens differ from plain decoding in 2 of 5 prompts, first at token 7 of q; the two best logits are 2.5"
+        "C: tokens differ from plain decoding in 2 of 5 prompts, first at token 7 of q; the two tokens' logits are 2.5"
         " apart there, more than rounding explains."
     )
     assert found.data == {"differences": [tie, real]}
@@ -213,7 +213,7 @@ def test_ties_of_all_configurations_are_told_at_once() -> None:
     found = tokens_differ({"C": [tie, tie], "D": [{**tie, "numerical_tie": None}], "E": [tie]}, 5)
     assert [warning.severity for warning in found] == ["warning", "info"]
     assert found[1].message == (
-        "2 configurations: tokens differ from plain decoding in 3 of 10 cases, each where the two best logits are tied"
+        "2 configurations: tokens differ from plain decoding in 3 of 10 cases, each where the two tokens' logits tie"
         " within rounding (first at token 3 of p, C)."
     )
     (alone,) = tokens_differ({"C": [tie]}, 5)

@@ -233,12 +233,12 @@ def test_a_sweep_that_was_stopped_ends_as_if_it_had_not_been(
     wait_for(lambda: lines_in(out / "generations.jsonl") >= 17, child.process)
     code = child.kill(number)
     assert "Traceback" not in child.errors
-    if number == signal.SIGINT:
-        assert code == 130
+    if number != signal.SIGKILL:
+        assert code == 128 + number
         assert f"--out {out} --resume" in child.errors
         assert (out / "summary.csv").exists()
     else:
-        assert code in (-number, 128 + number)
+        assert code == -number
     # A line that the disk had not confirmed when Ctrl-C came is taken back; there are three of warm-ups.
     assert 16 <= len(load_results(out)) + 3 < len(undisturbed)
     assert read_run(out)["finished"] is None

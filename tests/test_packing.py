@@ -256,12 +256,15 @@ def test_the_copy_of_a_shared_layer_is_shared() -> None:
 
 
 @pytest.mark.usefixtures("_with_and_without_operators")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
-def test_an_int8_layer_is_close(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("alike", [True, False])
+def test_an_int8_layer_is_close(
+    inputs: int, outputs: int, bias: bool, dtype: torch.dtype, alike: bool
+) -> None:
     layer = linear(inputs, outputs, bias, dtype)
-    quantised = Int8Linear(layer.weight, layer.bias)
+    quantised = Int8Linear(layer.weight, layer.bias, alike=alike)
     for shape in ((1,), (9,), (1, 7), (2, 3, 4)):
         x = random_rows(*shape, inputs, dtype=dtype)
         found = quantised(x)
@@ -291,6 +294,16 @@ def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
     for i in range(17):
         assert torch.equal(quantised(x[i : i + 1])[0], together[i])
     assert torch.equal(quantised(x[3:9]), together[3:9])
+
+
+@pytest.mark.usefixtures("_with_and_without_operators")
+@pytest.mark.parametrize("alike", [True, False])
+def test_one_row_of_zeros_or_extremes_gives_no_nan(alike: bool) -> None:
+    layer = linear(6, 4, True)
+    quantised = Int8Linear(layer.weight, layer.bias, alike=alike)
+    assert torch.equal(quantised(torch.zeros(1, 6)), layer.bias[None])
+    for scale in (1e-44, 1e-35, 1e30):
+        assert bool(quantised(torch.full((1, 6), scale)).isfinite().all())
 
 
 @pytest.mark.usefixtures("_with_and_without_operators")

@@ -24,13 +24,14 @@ from specbench.cli.generate import generate
 from specbench.cli.options import GroupedCommand
 from specbench.cli.plot import plot
 from specbench.cli.report import report
+from specbench.cli.signals import end_cleanly_on_sigterm, exit_code_of_interrupt
 from specbench.cli.sweep import sweep
 from specbench.cli.trace import trace
 from specbench.errors import SpecbenchError
 
 __all__ = ["app", "main", "run"]
 
-INTERRUPTED, OUTPUT_CLOSED = 130, 141  # what shells report for SIGINT and SIGPIPE
+OUTPUT_CLOSED = 141  # what shells report for SIGPIPE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
@@ -84,8 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code.
 
     0: done. 1: the run failed. 2: the command line or its input is at fault. 130: interrupted. 141: the reader of the
-    output went away.
+    output went away. 143: terminated.
     """
+    end_cleanly_on_sigterm()
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -130,7 +132,7 @@ def _explain(error: BaseException) -> int:
     """Say what went wrong in a sentence; return the exit code."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("interrupted.")
-        return INTERRUPTED
+        return exit_code_of_interrupt()
     # rich turns a closed pipe into an exit.
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
         _give_up_stdout()

@@ -231,12 +231,7 @@ class _Request:
 
     def given(self, *names: str) -> list[str]:
         """Those of the named options that stand on the command line."""
-        sources = {name: self.ctx.get_parameter_source(name) for name in names}
-        return [
-            f"--{name.replace('_', '-')}"
-            for name, source in sources.items()
-            if source is not None and source.name == "COMMANDLINE"
-        ]
+        return opt.given(self.ctx, *names)
 
     def note(self, text: str) -> None:
         """Say something on stderr that the user should know."""

@@ -322,9 +322,7 @@ def _without_effect(ctx: typer.Context, drafter: str, sampling: Sampling) -> lis
     from specbench.drafters import drafter_word, model_part
 
     def given(*names: str) -> str:
-        sources = {name: ctx.get_parameter_source(name) for name in names}
-        listed = [f"--{name.replace('_', '-')}" for name, source in sources.items()
-                  if source is not None and source.name == "COMMANDLINE"]  # fmt: skip
+        listed = opt.given(ctx, *names)
         return f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect" if listed else ""
 
     lines = []

@@ -375,6 +375,16 @@ PromptFile = Annotated[
 ]
 
 
+def given(ctx: typer.Context, *names: str) -> list[str]:
+    """Those of the named options that stand on the command line, as they are written there."""
+    sources = {name: ctx.get_parameter_source(name) for name in names}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
+
+
 def cache_for(ctx: typer.Context, cache: CacheName, bit_exact: bool) -> CacheName:
     """The kind of cache to use, given what was asked for.
 
@@ -385,7 +395,6 @@ def cache_for(ctx: typer.Context, cache: CacheName, bit_exact: bool) -> CacheNam
 
     if not bit_exact or cache == "preallocated":
         return cache
-    source = ctx.get_parameter_source("cache")
-    if source is not None and source.name == "COMMANDLINE":
+    if given(ctx, "cache"):
         raise UsageError(f"--bit-exact does not go with --cache {cache}.", "Leave --cache out.")
     return "preallocated"

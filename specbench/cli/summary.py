@@ -49,11 +49,19 @@ def show_summary(figures: Mapping[str, Any], *, apart: bool) -> None:
         _line(
             console,
             "note",
-            "decoding is slower with this drafter: try a smaller --gamma, or another drafter",
+            f"decoding is slower with this drafter: try {_other_length(figures)}another drafter",
             "yellow",
         )
     if not figures["lossless"]:
         _line(console, "note", "NOT LOSSLESS: the residual adjustment was off", "yellow")
+
+
+def _other_length(figures: Mapping[str, Any]) -> str:
+    """What may help where drafting costs more than it brings."""
+    gamma = figures["options"]["gamma"]
+    if isinstance(gamma, int):
+        return "a smaller --gamma, or " if gamma > 1 else ""
+    return "another --length-policy, or "
 
 
 def _console() -> Console:
@@ -131,7 +139,7 @@ def _difference(difference: Mapping[str, Any], dtype: str) -> str:
     ours, plain = ("(end)" if text is None else f"'{visible(text)}'" for text in difference["texts"])
     verdict = "a numerical tie" if difference["numerical_tie"] else "NO numerical tie: please report it"
     return (
-        f"part from plain decoding's at {difference['position']}, {ours} against {plain}, where the two best logits"
+        f"part from plain decoding's at {difference['position']}, {ours} against {plain}, where the two tokens' logits"
         f" are {difference['gap']:.3g} apart ({difference['gap_units']:.1f} rounding units of {dtype}): {verdict}"
     )
 

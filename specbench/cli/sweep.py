@@ -324,8 +324,7 @@ def _refuse_gamma(ctx: typer.Context, policies: Sequence[str]) -> None:
     from specbench.errors import UsageError
     from specbench.lengths import policy_word
 
-    source = ctx.get_parameter_source("gamma")
-    if source is not None and source.name == "COMMANDLINE":
+    if opt.given(ctx, "gamma"):
         takes = next((word for word in map(policy_word, policies) if word.option("gamma")), None)
         raise UsageError(
             "The lengths of --gamma are those of the rule fixed, which is not among the rules.",
@@ -534,6 +533,7 @@ class _Job:
 
     def run(self, store: RunStore, *, retry_failed: bool) -> int:
         """Measure; show and write what there is then, whether it came to its end or not. The exit code."""
+        from specbench.cli.signals import exit_code_of_interrupt
         from specbench.cli.sweep_display import SweepDisplay
         from specbench.sweep import run_sweep
 
@@ -557,7 +557,7 @@ class _Job:
                 f"Interrupted. {measured} generations are in {self.folder}; to go on, run the same command with"
                 f" --out {self.folder} --resume."
             )
-            return 130
+            return exit_code_of_interrupt()
         self._say(f"Results are in {self.folder}: summary.csv, summary.md and every generation.")
         self._say(f"Next: specbench plot {self.folder}, specbench report {self.folder}")
         if failed:
