@@ -30,6 +30,7 @@ from specbench.models import (
 )
 from specbench.packing import pack_linears, quantise_linears
 from specbench.scorer import Scorer
+from specbench.short_passes import shorten_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -131,6 +132,7 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
         dtype = "int8"
     elif pack:
         packed = pack_linears(model)
+    shorten_layers(model)
     return Target(language_model, scorer, dtype, packed)
 
 
@@ -230,6 +232,7 @@ def wrap_drafter(
         dtype = "int8"
     else:
         pack_linears(model)
+    shorten_layers(model)
     return ModelDrafter(scorer, f"{language_model.name} ({dtype})")
 
 

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lengths.words",),
     ("lengths",),
     ("accept", "caches", "packing", "gguf_files", "hub"),
-    ("builtin", "scorer"),
+    ("builtin", "scorer", "short_passes"),
     (
         "models",
         "bitexact",
@@ -50,7 +50,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("check.greedy", "check.sampled"),
     ("check.reference", "check.results"),
     ("check.render", "check.run"),
-    ("cli.options", "cli.progress", "cli.rule", "cli.summary", "cli.watchers", "cli.sweep_display"),
+    (
+        "cli.options",
+        "cli.progress",
+        "cli.rule",
+        "cli.signals",
+        "cli.summary",
+        "cli.watchers",
+        "cli.sweep_display",
+    ),
     (
         "cli.calibrate",
         "cli.check",

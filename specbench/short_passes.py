@@ -1,0 +1,235 @@
+"""Decoder layers that take short passes in few operators.
+
+A pass over a token or two streams all weights through the caches of the processor. What comes between two products
+then finds its code and data gone, and takes several times as long as in a loop of its own: what counts is how many
+operators, modules and lines of Python there are. The layers of the Llama family get a second way through, for passes of
+drafting and verifying: the same sums in the same order, to the bit, with the joined products read in one piece, one
+rotation for queries and keys together, and no modules in between. Long passes go the way of ``transformers``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import rms_norm, silu
+from transformers.cache_utils import DynamicCache
+
+from specbench.attention import LONGEST_PASS, folded_attention, is_folded
+from specbench.packing import Int8Linear, JoinedLinear, PackedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["shorten_layers"]
+
+_KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Decoder layers of ``transformers`` that compute what ``_ShortPasses`` computes."""
+
+_CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
+"""Largest deviation of the trial, as a share of the largest element."""
+
+
+class _Parts(NamedTuple):
+    """What a layer is made of, looked up once."""
+
+    query: nn.Module
+    projections: PackedLinear | Int8Linear
+    output: nn.Module
+    gates: PackedLinear | Int8Linear
+    down: nn.Module
+    attention_norm: torch.Tensor
+    attention_epsilon: float
+    mlp_norm: torch.Tensor
+    mlp_epsilon: float
+    head_norms: tuple[nn.Module, nn.Module] | None
+    heads: int
+    shared_heads: int
+    head_size: int
+
+
+class _ShortPasses:
+    """The second way through a decoder layer; comes before the layer's own class."""
+
+    _parts: _Parts | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """As the layer's own, for [1, tokens, hidden size]."""
+        length = hidden_states.shape[1]
+        if length > LONGEST_PASS or past_key_values is None or position_embeddings is None:
+            whole: torch.Tensor = super().forward(  # type: ignore[misc]
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                position_embeddings=position_embeddings,
+                **arguments,
+            )
+            return whole
+        attention: Any = self._modules["self_attn"]  # type: ignore[attr-defined]
+        parts = self._parts
+        # A copy of the layer, or one whose products were replaced, has others.
+        if parts is None or parts.query is not attention._modules["q_proj"]:
+            parts = self._parts = _parts_of(self)
+        heads, shared, size = parts.heads, parts.shared_heads, parts.head_size
+        turned = heads + shared
+
+        x = rms_norm(hidden_states, parts.attention_norm.shape, None, parts.attention_epsilon)
+        x = parts.projections.forward(x.mul_(parts.attention_norm)).view(1, length, turned + shared, size)
+        rotated = x[:, :, :turned]
+        if parts.head_norms is not None:
+            query_norm, key_norm = parts.head_norms
+            rotated = torch.cat((query_norm(rotated[:, :, :heads]), key_norm(rotated[:, :, heads:])), dim=2)
+        cosines, sines = _rotation(position_embeddings)
+        half = size // 2
+        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
+        rotated = (rotated * cosines).add_(swapped.mul_(sines)).transpose(1, 2)
+        keys, values = past_key_values.update(
+            rotated[:, heads:], x[:, :, turned:].transpose(1, 2), attention.layer_idx
+        )
+        x, _ = folded_attention(
+            attention, rotated[:, :heads], keys, values, attention_mask, scaling=attention.scaling
+        )
+        hidden_states = parts.output.forward(x.reshape(1, length, heads * size)).add_(hidden_states)
+
+        x = rms_norm(hidden_states, parts.mlp_norm.shape, None, parts.mlp_epsilon)
+        x = parts.gates.forward(x.mul_(parts.mlp_norm))
+        middle = x.shape[-1] // 2
+        x = silu(x[..., :middle]).mul_(x[..., middle:])
+        out: torch.Tensor = parts.down.forward(x).add_(hidden_states)
+        return out
+
+
+def _parts_of(layer: Any) -> _Parts:
+    attention, mlp = layer.self_attn, layer.mlp
+    query = attention.q_proj
+    head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+    return _Parts(
+        query=query,
+        projections=query.join.layer,
+        output=attention.o_proj,
+        gates=mlp.gate_proj.join.layer,
+        down=mlp.down_proj,
+        attention_norm=layer.input_layernorm.weight,
+        attention_epsilon=layer.input_layernorm.variance_epsilon,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        mlp_epsilon=layer.post_attention_layernorm.variance_epsilon,
+        head_norms=head_norms,
+        heads=query.out_features // attention.head_dim,
+        shared_heads=attention.k_proj.out_features // attention.head_dim,
+        head_size=attention.head_dim,
+    )
+
+
+_last_rotation: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+def _rotation(embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines for all heads, [1, tokens, 1, head size], the sines of the first half negative.
+
+    All layers of a pass share them.
+    """
+    global _last_rotation
+    cosines, sines = embeddings
+    if _last_rotation is None or _last_rotation[0] is not cosines:
+        half = sines.shape[-1] // 2
+        signed = torch.cat((-sines[..., :half], sines[..., half:]), dim=-1)
+        _last_rotation = (cosines, (cosines.unsqueeze(2), signed.unsqueeze(2)))
+    return _last_rotation[1]
+
+
+@cache
+def _shortened(kind: Any) -> Any:
+    return type(kind.__name__, (_ShortPasses, kind), {"__module__": __name__})
+
+
+def shorten_layers(model: PreTrainedModel) -> bool:
+    """Give the decoder layers of a model their second way, in place, where they are of a kind that is known.
+
+    Args:
+        model: With packed or int8 layers and folded attention; others are left as they are.
+
+    Returns:
+        Whether it was done. It is undone if a trial of the first layer comes out differently.
+    """
+    if model.device.type != "cpu" or not is_folded(model.config):
+        return False
+    layers = [module for module in model.modules() if type(module).__name__ in _KINDS]
+    layers = [layer for layer in layers if not isinstance(layer, _ShortPasses)]
+    if not layers or not all(_is_known(layer) for layer in layers):
+        return False
+    own: list[Any] = [type(layer) for layer in layers]
+    expected = _trial(layers[0], model)
+    for layer, kind in zip(layers, own, strict=True):
+        layer.__class__ = _shortened(kind)
+    found = _trial(layers[0], model)
+    limit = _CLOSE.get(expected.dtype, 0.0) * float(expected.abs().max())
+    if not float((found - expected).abs().max()) <= limit:
+        for layer, kind in zip(layers, own, strict=True):
+            layer.__class__ = kind
+        return False
+    return True
+
+
+def _is_known(layer: Any) -> bool:
+    """Whether the layer is built of what ``_ShortPasses`` expects, and nothing was wrapped around its parts."""
+    try:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        gates, activation = [mlp.gate_proj, mlp.up_proj], mlp.act_fn
+        rest = (attention.o_proj, mlp.down_proj)
+    except AttributeError:
+        return False
+    return (
+        type(layer).__module__.startswith("transformers.")
+        and "forward" not in vars(layer)
+        and _joined(projections)
+        and _joined(gates)
+        and all(isinstance(each, PackedLinear | Int8Linear) for each in rest)
+        and all(hasattr(norm, "variance_epsilon") for norm in norms)
+        and isinstance(activation, nn.SiLU | type(_silu()))
+    )
+
+
+def _silu() -> Any:
+    from transformers.activations import ACT2FN
+
+    return ACT2FN["silu"]
+
+
+def _joined(layers: list[Any]) -> bool:
+    return all(isinstance(layer, JoinedLinear) and layer.join is layers[0].join for layer in layers) and [
+        layer.index for layer in layers
+    ] == list(range(len(layers[0].join.sizes)))
+
+
+@torch.inference_mode()
+def _trial(layer: Any, model: PreTrainedModel) -> torch.Tensor:
+    """What the layer makes of three tokens behind one another, with rotations of their own. [3, hidden size]."""
+    weight = layer.input_layernorm.weight
+    random = torch.Generator().manual_seed(0)
+    cached = DynamicCache(config=model.config.get_text_config(decoder=True))
+    found = []
+    for _ in range(3):
+        x = torch.randn(1, 1, len(weight), generator=random).to(weight.dtype)
+        half = torch.randn(1, 1, layer.self_attn.head_dim // 2, generator=random)
+        angles = torch.cat((half, half), dim=-1)
+        rotation = (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype))
+        out = layer(
+            x, attention_mask=None, past_key_values=cached, position_embeddings=rotation, use_cache=True
+        )
+        found.append(out[0, 0])
+    return torch.stack(found)

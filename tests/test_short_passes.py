@@ -1,0 +1,167 @@
+"""Decoder layers with a second way for short passes: the same, to the bit, as the way of `transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tiny import tiny_llama
+
+import specbench.short_passes
+from specbench.attention import fold_attention
+from specbench.caches import CacheKind
+from specbench.packing import can_pack, int8_copy, pack_linears, quantise_linears
+from specbench.scorer import Scorer
+from specbench.short_passes import shorten_layers
+
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.float32, "cpu"), reason="no packed layers on this processor"
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {}, "Qwen2": {}, "Qwen3": {"head_dim": 16}, "Mistral": {"sliding_window": 24},
+}  # fmt: skip
+CONTEXT = torch.randint(0, 300, (41,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32, *, int8: bool = False) -> Any:
+    """A random model as it is before its layers are shortened."""
+    config = getattr(hf, f"{kind}Config")(**SIZES, **KINDS[kind])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = getattr(hf, f"{kind}ForCausalLM")(config).to(dtype).eval()
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # all ones so far, which would hide a missing weight
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    fold_attention(model)
+    if int8:
+        quantise_linears(model)
+    else:
+        pack_linears(model)
+    return model
+
+
+def passes(model: Any, cache: CacheKind = "dynamic") -> list[torch.Tensor]:
+    """Logits of a prefill and of passes of several widths behind it, with roll-backs in between."""
+    scorer = Scorer(model, cache)
+    scorer.begin()
+    found = [scorer.logits(CONTEXT)]
+    for width in (1, 2, 5, 31, 32, 40):
+        found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
+        scorer.rollback(len(CONTEXT))
+    return found
+
+
+def identical(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pass_gives_the_same_bits(kind: str, dtype: torch.dtype, cache: CacheKind) -> None:
+    if not can_pack(dtype, "cpu"):
+        pytest.skip(f"no packed layers in {dtype}")
+    model = build(kind, dtype)
+    expected = passes(model, cache)
+    assert shorten_layers(model)
+    assert identical(passes(model, cache), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_passes_do_take_the_second_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(kind)
+    assert shorten_layers(model)
+    taken: list[tuple[int, ...]] = []
+    whole = specbench.short_passes.rms_norm
+
+    def counted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        taken.append(tuple(x.shape))
+        return whole(x, *arguments)
+
+    monkeypatch.setattr(specbench.short_passes, "rms_norm", counted)
+    scorer = Scorer(model)
+    scorer.begin()
+    scorer.logits(CONTEXT)
+    assert taken == []
+    scorer.logits([*CONTEXT, 5])
+    assert taken == [(1, 1, 32)] * 2 * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_int8_model_can_be_shortened_too(kind: str) -> None:
+    model = build(kind, int8=True)
+    expected = passes(model)
+    assert shorten_layers(model)
+    assert identical(passes(model), expected)
+
+
+def test_an_int8_copy_of_shortened_layers_has_products_of_its_own() -> None:
+    model = build("Llama")
+    expected = passes(int8_copy(model))
+    assert shorten_layers(model)
+    own = passes(model)  # looks up the parts of the layers
+    assert identical(passes(int8_copy(model)), expected)
+    assert identical(passes(model), own)
+
+
+def test_products_that_are_replaced_later_are_noticed() -> None:
+    plain, model = build("Llama"), build("Llama")
+    assert shorten_layers(model)
+    passes(model)
+    for each in (plain, model):
+        quantise_linears(each)
+    assert identical(passes(model), passes(plain))
+
+
+def test_two_models_in_turn_do_not_mix_up_their_rotations() -> None:
+    first, second = build("Llama"), build("Qwen3")
+    wanted = [passes(first), passes(second)]
+    shorten_layers(first)
+    shorten_layers(second)
+    one, other = Scorer(first), Scorer(second)
+    one.begin()
+    other.begin()
+    found = [[scorer.logits(CONTEXT)] for scorer in (one, other)]
+    for width in (1, 2, 5, 31, 32, 40):
+        for scorer, rows in zip((one, other), found, strict=True):
+            rows.append(scorer.logits(CONTEXT, CONTEXT[:width]))
+            scorer.rollback(len(CONTEXT))
+    assert identical(found[0], wanted[0])
+    assert identical(found[1], wanted[1])
+
+
+def test_layers_that_come_out_differently_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Llama")
+    expected, kinds = passes(model), [type(layer) for layer in model.model.layers]
+    monkeypatch.setattr(specbench.short_passes, "silu", torch.relu)
+    assert not shorten_layers(model)
+    assert [type(layer) for layer in model.model.layers] == kinds
+    assert identical(passes(model), expected)
+
+
+def test_what_is_not_known_is_left_alone() -> None:
+    unfolded = tiny_llama()
+    pack_linears(unfolded)
+    assert not shorten_layers(unfolded)
+    unpacked = tiny_llama()
+    fold_attention(unpacked)
+    assert not shorten_layers(unpacked)
+    wrapped = build("Llama")
+    layer = wrapped.model.layers[1]
+    layer.forward = layer.forward  # as a device map leaves it
+    assert not shorten_layers(wrapped)
+    other = build("Llama")
+    other.model.layers[2].mlp.act_fn = torch.nn.GELU()
+    assert not shorten_layers(other)
+    shortened = build("Llama")
+    assert shorten_layers(shortened)
+    assert not shorten_layers(shortened)
+    for model in (unfolded, unpacked, wrapped, other):
+        assert not any(isinstance(layer, specbench.short_passes._ShortPasses) for layer in model.model.layers)
