@@ -100,8 +100,12 @@ class Scorer:
         widest = self.cache.widest_pass
         if widest is None or start == 0 or len(tokens) <= widest:
             return self._forward(tokens, rows)
-        parts = [tokens[first : first + widest] for first in range(0, len(tokens), widest)]
-        return torch.cat([self._forward(part, len(part)) for part in parts])[-rows:]
+        found = []
+        for first in range(0, len(tokens), widest):
+            part = tokens[first : first + widest]
+            behind = len(tokens) - first - len(part)
+            found.append(self._forward(part, min(len(part), max(1, rows - behind))))  # a head takes its time
+        return torch.cat(found)[-rows:]
 
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens in the cache."""
