@@ -561,6 +561,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         RunError: The target could not be loaded.
     """
     from specbench.bitexact import require_bit_exact
+    from specbench.drafters.model import ModelDrafter
     from specbench.loading import join_cascade, load_drafter, load_target, wrap_drafter
     from specbench.models import LoadOptions, load_model, parse_model_spec
 
@@ -580,22 +581,25 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
     drafters: dict[str, Drafter | SpecbenchError] = {}
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
     fingerprints: dict[str, str] = {}
+    loaded: dict[str, tuple[Drafter, LanguageModel | None]] = {}  # one model drafts alone and in cascades
     for spec in options.drafters:
         drafter: Drafter | SpecbenchError
         model: LanguageModel | None = None
         name = spec
         try:
             cascade, own = split_cascade(spec), model_part(spec)
-            if drafter_word(own) is not None:
-                drafter = load_drafter(spec, target)
-            else:
+            if drafter_word(own) is None:
                 name = parse_model_spec(own).name
+            if own not in loaded and drafter_word(own) is not None:
+                loaded[own] = load_drafter(own, target), None
+            elif own not in loaded:
                 model = load_model(own, drafter_options, progress=progress, allow_pickle=pickled)
-                drafter = wrap_drafter(
-                    model, target, cache=options.cache, int8=drafter_options.dtype == "auto"
-                )
-                if cascade is not None:
-                    drafter = join_cascade(cascade[0], drafter)
+                int8 = drafter_options.dtype == "auto"
+                loaded[own] = wrap_drafter(model, target, cache=options.cache, int8=int8), model
+            drafter, model = loaded[own]
+            if cascade is not None:
+                assert isinstance(drafter, ModelDrafter)
+                drafter = join_cascade(cascade[0], drafter)
             name = drafter.name
         except RunError as error:
             drafter = error
