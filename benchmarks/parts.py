@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
 class Parts:

@@ -14,19 +14,21 @@ from typing import Any
 
 import pytest
 from scripted_engine import TARGET, ScriptedEngine
-from tiny import save_tiny
+from tiny import save_tiny, tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import aa
 import overhead
 import parts
+import passes
 import vs_transformers
 
 from specbench.drafters.base import NoDraft
 from specbench.engine import Outcome
 from specbench.grid import Config
 from specbench.lengths import FixedLength
+from specbench.packing import pack_linears
 from specbench.prompts import load_prompts
 from specbench.sampling import Greedy, Randomness
 from specbench.store import load_results
@@ -43,6 +45,37 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target and a smaller model with its tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     return save_tiny(folder / "target"), save_tiny(folder / "small", seed=1, layers=1)
+
+
+# --- Passes ---------------------------------------------------------------------------------------
+
+
+def test_passes_are_measured_against_memory(
+    models: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "BUFFER_BYTES", 1 << 16)
+    code = passes.main(
+        ["--target", str(models[0]), "--dtype", "float32", "--contexts", "8", "40", "--rounds", "5"]
+    )
+    result = last_json(capsys)
+    # Two layers of query and output, key and value, gate and up, down; and the head. Four bytes each.
+    weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32) + result["vocab_size"] * 32
+    assert result["weight_gb"] == round(4 * weights / 1e9, 6)
+    assert result["cache_mb"] == {
+        "8": round(2 * 2 * 16 * 8 * 4 / 1e6, 3),
+        "40": round(2 * 2 * 16 * 40 * 4 / 1e6, 3),
+    }
+    good = result["share_of_memory_traffic"] >= passes.SHARE and result["longest_over_allowed"] <= 1.0
+    assert code == (0 if good else 1)
+    assert all(value > 0 for value in (*result["pass_ms"].values(), *result["bandwidth_gb_s"].values()))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_weights_are_counted_once(pack: bool) -> None:
+    model = tiny_llama(vocab_size=100)
+    if pack:
+        pack_linears(model)
+    assert passes.weight_bytes(model) == 4 * (2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32) + 100 * 32)
 
 
 # --- Parts ----------------------------------------------------------------------------------------

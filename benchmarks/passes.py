@@ -1,0 +1,152 @@
+"""How near is a pass to the machine's limit: what share of it is memory traffic, and does it grow with the context?
+
+    python benchmarks/passes.py                                       # the built-in model
+    python benchmarks/passes.py --target FOLDER --contexts 256 4096   # about a minute for 1.5 billion parameters
+
+A pass over one token has to read every weight of its linear layers once, and the keys and values of its context. The
+bytes of both over the bandwidth, measured in turn with the passes as the fastest of several ways of reading a large
+buffer with the same threads, give the time that no decoder can go below. Goals: the weights' share of the pass at the
+shortest context is at least 0.70, and a pass at the longest takes at most 1.25 × that at the shortest and the time to
+read the cache once. Ends with one line of JSON; exit code 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import parts  # noqa: F401 - before torch
+import torch
+from torch import nn
+
+from specbench.caches import CacheKind
+from specbench.loading import LoadOptions, load_target
+from specbench.packing import Int8Linear, PackedLinear
+from specbench.scorer import Scorer
+
+SHARE, GROWTH = 0.70, 1.25
+BUFFER_BYTES = 1 << 30
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the weights of all linear layers, each once (joined layers are one)."""
+    total = 0
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            total += module.out_features * module.in_features
+        elif isinstance(module, PackedLinear):
+            total += module.out_features * module.in_features * module._packed.element_size()
+        elif isinstance(module, nn.Linear):
+            total += module.weight.nbytes
+    return total
+
+
+def cache_bytes(model: Any, tokens: int) -> int:
+    """Bytes of keys and values of so many tokens, in the model's dtype."""
+    config = model.config.get_text_config(decoder=True)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element = model.get_input_embeddings().weight.element_size()
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * size * tokens * element)
+
+
+def readers(buffer: torch.Tensor) -> dict[str, tuple[Callable[[], object], int]]:
+    """Ways to go through memory, each with the bytes it moves."""
+    whole, target = buffer.view(torch.int64), torch.empty_like(buffer[: len(buffer) // 2])
+    numbers = buffer.view(torch.float32)
+    return {
+        "integers summed": (whole.sum, buffer.nbytes),
+        "largest of floats": (numbers.amax, buffer.nbytes),
+        "copied": (lambda: target.copy_(buffer[: len(target)]), 2 * target.nbytes),
+    }
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Of one call."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Time passes and readers in turn."""
+    target = load_target(given.target, LoadOptions(dtype=given.dtype), cache=given.cache)
+    model = target.scorer.model
+    if model.device.type != "cpu":
+        raise SystemExit("This measures CPUs.")
+    vocabulary = target.vocab_size
+    text = torch.randint(
+        0, vocabulary, (max(given.contexts) + 1,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    scorers = {length: Scorer(model, given.cache) for length in given.contexts}
+    for length, scorer in scorers.items():
+        scorer.begin()
+        scorer.logits(text[:length], rows=1)
+
+    def one_pass(length: int) -> float:
+        took = seconds(lambda: scorers[length].logits(text[: length + 1], rows=1))
+        scorers[length].rollback(length)
+        return took
+
+    ways = readers(torch.zeros(BUFFER_BYTES, dtype=torch.uint8))
+    passes: dict[int, list[float]] = {length: [] for length in given.contexts}
+    reads: dict[str, list[float]] = {name: [] for name in ways}
+    for round_ in range(given.rounds + 1):
+        for length in given.contexts:
+            took = one_pass(length)
+            passes[length] += [took] if round_ else []  # the first of all warms up
+        if round_ % 4 == 0:
+            for name, (read, moved) in ways.items():
+                took = seconds(read)
+                reads[name] += [moved / took] if round_ else []
+    bandwidth = {name: statistics.median(values) for name, values in reads.items()}
+    best = max(bandwidth.values())
+    shortest, longest = min(given.contexts), max(given.contexts)
+    pass_s = {length: statistics.median(times) for length, times in passes.items()}
+    weights = weight_bytes(model)
+    allowed = GROWTH * pass_s[shortest] + cache_bytes(model, longest) / best
+    return {
+        "benchmark": "passes",
+        "target": target.language_model.name,
+        "dtype": target.dtype,
+        "cache": given.cache,
+        "threads": torch.get_num_threads(),
+        "vocab_size": vocabulary,
+        "weight_gb": round(weights / 1e9, 6),
+        "bandwidth_gb_s": {name: round(value / 1e9, 2) for name, value in bandwidth.items()},
+        "pass_ms": {length: round(1e3 * value, 2) for length, value in pass_s.items()},
+        "cache_mb": {length: round(cache_bytes(model, length) / 1e6, 3) for length in pass_s},
+        "share_of_memory_traffic": round(weights / best / pass_s[shortest], 3),
+        "longest_over_allowed": round(pass_s[longest] / allowed, 3),
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--cache", default="dynamic", choices=get_args(CacheKind)[:2])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 4096], metavar="N")
+    parser.add_argument("--rounds", type=int, default=20)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code."""
+    result = measure(parse(arguments))
+    for name, value in result.items():
+        print(f"{name:24} {value}")
+    print(json.dumps(result))
+    good = result["share_of_memory_traffic"] >= SHARE and result["longest_over_allowed"] <= 1.0
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
