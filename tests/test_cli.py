@@ -89,8 +89,8 @@ def interrupt_after(records: int, error: BaseException) -> Callable[..., Iterato
 
 
 def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny: Cli) -> None:
-    result = tiny("the thing", "-n", 20, "--drafter", "self:layers=1")
-    figures = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--json").json()
+    result = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--gamma", 5)
+    figures = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--gamma", 5, "--json").json()
     assert result.code == 0
     assert result.out == figures["text"] + ("" if figures["text"].endswith("\n") else "\n")
     labels = [line.split()[0] for line in result.err.splitlines()]
@@ -165,8 +165,21 @@ def test_a_drafter_that_slows_decoding_down_is_called_that(
     figures = tiny("the thing", "-n", 8, "--compare", "--json").json()
     show_summary(figures | {"speedup": speedup}, apart=False)
     err = capsys.readouterr().err
-    assert ("decoding is slower with this drafter: try a smaller --gamma" in err) is warned
+    assert (
+        "decoding is slower with this drafter: try another --length-policy, or another drafter" in err
+    ) is warned
     assert ("too short to compare" in err) is (speedup is None)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "hint"), [(4, "try a smaller --gamma, or another"), (1, "try another drafter")]
+)
+def test_what_else_to_try_fits_the_length(
+    tiny: Cli, capsys: pytest.CaptureFixture[str], gamma: int, hint: str
+) -> None:
+    figures = tiny("the thing", "-n", 8, "--compare", "--json", "--gamma", gamma).json()
+    show_summary(figures | {"speedup": 0.5}, apart=False)
+    assert hint in capsys.readouterr().err
 
 
 def test_sampled_outputs_are_not_called_different(tiny: Cli) -> None:

@@ -289,7 +289,7 @@ def test_an_interrupt_loses_nothing(check: Check, monkeypatch: pytest.MonkeyPatc
         (["--category", "nothing"], ["No prompt has the category"]),
         (["--temperature", "-1"], ["--temperature"]),
         (["--prompts", "nowhere"], ["There is no prompt set"]),
-        (["--costs", "x.json"], ["has no option --costs"]),
+        (["--costs", "x.json", "--gamma", "2"], ["has no option --costs"]),
     ],
 )
 def test_what_cannot_be_is_refused(check: Check, arguments: list[str], fragments: list[str]) -> None:

@@ -359,7 +359,8 @@ def figures(result: tuple[int, str, str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ((), "fixed:gamma=5"),
+        ((), "auto"),
+        (("--gamma-max", 3), "auto:max=3"),
         (("--gamma", 3), "fixed:gamma=3"),
         (("--length-policy", "fixed:gamma=2"), "fixed:gamma=2"),
         (("--egag",), "egag"),
@@ -385,11 +386,19 @@ def test_generate_with_each_rule(call: Call, arguments: tuple[object, ...], name
     assert max(found["gammas"]) <= (int(longest[1]) if longest else 40)
 
 
+def test_a_sampled_output_hangs_on_no_clock_by_default(call: Call) -> None:
+    arguments = ("generate", "the thing", "--drafter", "self:layers=1", "--json", "-t", 1)
+    found = figures(call(*arguments))
+    assert found["options"]["length_policy"] == "fixed:gamma=5"
+    assert figures(call(*arguments))["token_ids"] == found["token_ids"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
         (("--length-policy", "auto", "--gamma", 3), ("rule auto has no option --gamma", "belongs to fixed, heuristic")),
-        (("--gamma-max", 3), ("rule fixed has no option --gamma-max", "It belongs to auto, egag, confidence,")),
+        (("--gamma-max", 3, "-t", 1), ("rule fixed has no option --gamma-max", "It belongs to auto, egag,")),
+        (("--gamma-max", 3, "-g", 2), ("rule fixed has no option --gamma-max",)),
         (("--egag", "--length-policy", "egag"), ("--egag and --length-policy are both given",)),
         (("--egag",), ("rule egag reads the drafter's distribution, and lookup has none", "Choose auto, fixed,")),
         (("--length-policy", "svip:max=3", "--drafter", "ngram"), ("rule svip reads", "and ngram has none")),
@@ -418,7 +427,7 @@ def test_the_summary_and_the_trace_name_the_rule(call: Call) -> None:
     assert f"drafter self:layers=1, γ by egag:scale=1.0, {mean:.1f} on average\n" in err
     assert "length_policy egag:scale=1.0" in err
     assert re.search(r"policy +H_norm 0\.\d+  H_ema 0\.\d+  gamma \d", err)
-    assert "γ 5\n" in call("generate", "the thing", "--drafter", "self:layers=1")[2]
+    assert "γ 5\n" in call("generate", "the thing", "--drafter", "self:layers=1", "--gamma", 5)[2]
 
 
 def test_without_a_drafter_no_rule_has_an_effect(call: Call) -> None:

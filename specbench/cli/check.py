@@ -188,7 +188,7 @@ def check(
                 _chosen_prompts(prompts, category, limit),
                 drafter,
                 LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
-                LengthRule(length_policy, egag, costs, rule_options),
+                LengthRule(length_policy, egag, costs, rule_options, greedy=sampling.greedy),
                 bias or _DEFAULT_BIAS,
                 bit_exact,
                 {

@@ -165,7 +165,7 @@ def generate(
             drafter_options = LoadOptions(drafter_dtype, drafter_device, drafter_device_map)
             check_options(load_options)
             check_options(drafter_options)
-            rule = LengthRule(length_policy, egag, costs, rule_options)
+            rule = LengthRule(length_policy, egag, costs, rule_options, greedy=sampling.greedy)
             if drafter_word(drafter) != "none":
                 check_policy(rule.spec, drafter)
             check_drafter(drafter, target, progress=progress)

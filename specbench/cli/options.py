@@ -284,7 +284,8 @@ LengthPolicyOption = Annotated[
     typer.Option(
         "--length-policy",
         metavar="RULE",
-        help="Draft-length rule: fixed (the default), auto, egag, confidence, entropy-bound, svip or heuristic.",
+        help="Draft-length rule: auto, fixed, egag, confidence, entropy-bound, svip or heuristic. Default: auto at"
+        " temperature 0, fixed above (a seed repeats a run then) and with --gamma.",
         rich_help_panel=LENGTH,
     ),
 ]
