@@ -49,7 +49,7 @@ from specbench.tables import ratio_text
 GENERATE, ASSISTED, ASSISTED_5, LOOKUP = (
     "generate", "assisted, defaults", "assisted, 5 and no threshold", "prompt lookup",
 )  # fmt: skip
-PLAIN, DEFAULT = "specbench plain", f"{DEFAULT_DRAFTER}@fixed"
+PLAIN, DEFAULT = "specbench plain", f"{DEFAULT_DRAFTER}@auto"
 WARMUP_TOKENS = 12
 
 

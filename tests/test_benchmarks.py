@@ -257,7 +257,7 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(
     rows = {row["name"]: row for row in result["rows"]}
     assert set(rows) == {
         "generate", "assisted, defaults", "assisted, 5 and no threshold", "prompt lookup",
-        "specbench plain", "specbench lookup@fixed", "specbench lookup@heuristic", "specbench small (float32)@3",
+        "specbench plain", "specbench lookup@auto", "specbench lookup@heuristic", "specbench small (float32)@3",
     }  # fmt: skip
     assert all((row["identical"], row["tie"], row["differs"]) == (2, 0, 0) for row in rows.values())
     assert rows["generate"]["over_generate"] == [1.0, 1.0, 1.0]
