@@ -58,6 +58,11 @@ class OnlineLogistic:
         """The chance at ``x``."""
         return 1.0 / (1.0 + math.exp(-(self.intercept + self.slope * x)))
 
+    def hoped_for(self, x: float) -> float:
+        """The chance at ``x`` if the curve lies a standard deviation higher than it is thought to."""
+        variance = self._p00 + 2.0 * self._p01 * x + self._p11 * x * x
+        return 1.0 / (1.0 + math.exp(-(self.intercept + self.slope * x + math.sqrt(max(variance, 0.0)))))
+
     def learn(self, x: float, outcome: bool) -> None:
         """Take in what became of a draft with ``x``."""
         chance = self.chance(x)

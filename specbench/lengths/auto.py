@@ -18,7 +18,7 @@ __all__ = ["AutoLength"]
 _TIMINGS = 2
 """Steps that must have told the drafter's time before it can be held too slow: the first may be disturbed."""
 
-_PROBING = 0.02
+_PROBING = 0.015
 """Share of the time of plain steps that may be lost on finding out whether drafting pays again."""
 
 _CURIOUS = 10
@@ -47,8 +47,8 @@ class AutoLength(Rule):
 
     which maximises the rate (Dinkelbach 1967): at its optimum a longer draft earns just R per second. P and a are
     learnt from how sure the drafter was and what was accepted, d and v from the times in the records, unless costs are
-    given; no clock is read here. If not even a first token is worth it, nothing is drafted, but for a token now and
-    then to see whether that has changed, at a bounded loss.
+    given; no clock is read here. If not even a first token is worth it, nothing is drafted, but for a token as long as
+    too little is known to be sure, and now and then to see whether that has changed, at a bounded loss.
 
     Args:
         gamma_max: The most tokens drafted in a step.
@@ -105,7 +105,11 @@ class AutoLength(Rule):
             and self._limit > 0
             and not self._worth(0, self._upcoming.chance(self._last), self._draft_s)
         ):
-            self._probing = self._costs.timings < _TIMINGS or self._credit >= self._probe_s
+            self._probing = (
+                self._costs.timings < _TIMINGS
+                or self._credit >= self._probe_s
+                or self._worth(0, self._upcoming.hoped_for(self._last), self._draft_s)
+            )
             self._paused = not self._probing  # but for tokens that come without a pass
             self._limit = 1 if self._probing else self._limit
         elif (tried := self._untimed_length()) is not None:
