@@ -65,9 +65,10 @@ class _ShortPasses:
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **arguments: Any,
     ) -> torch.Tensor:
-        """As the layer's own, for [1, tokens, hidden size]."""
-        length = hidden_states.shape[1]
-        if length > LONGEST_PASS or past_key_values is None or position_embeddings is None:
+        """As the layer's own, which takes what is no short pass over one sequence, [1, tokens, hidden size]."""
+        batch, length, _ = hidden_states.shape
+        short = batch == 1 and length <= LONGEST_PASS
+        if not short or past_key_values is None or position_embeddings is None:
             whole: torch.Tensor = super().forward(  # type: ignore[misc]
                 hidden_states,
                 attention_mask=attention_mask,

@@ -48,10 +48,12 @@ def build(kind: str, dtype: torch.dtype = torch.float32, *, int8: bool = False) 
 
 
 def passes(model: Any, cache: CacheKind = "dynamic") -> list[torch.Tensor]:
-    """Logits of a prefill and of passes of several widths behind it, with roll-backs in between."""
+    """Logits of prefills and of passes of several widths behind the longer one, with roll-backs in between."""
     scorer = Scorer(model, cache)
     scorer.begin()
-    found = [scorer.logits(CONTEXT)]
+    found = [scorer.logits(CONTEXT[:7])]  # short enough for the second way
+    scorer.begin()
+    found.append(scorer.logits(CONTEXT))
     for width in (1, 2, 5, 31, 32, 40):
         found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
         scorer.rollback(len(CONTEXT))
@@ -126,15 +128,31 @@ def test_two_models_in_turn_do_not_mix_up_their_rotations() -> None:
     shorten_layers(first)
     shorten_layers(second)
     one, other = Scorer(first), Scorer(second)
-    one.begin()
-    other.begin()
-    found = [[scorer.logits(CONTEXT)] for scorer in (one, other)]
+    found: list[list[torch.Tensor]] = [[], []]
+    for context in (CONTEXT[:7], CONTEXT):
+        for scorer, rows in zip((one, other), found, strict=True):
+            scorer.begin()
+            rows.append(scorer.logits(context))
     for width in (1, 2, 5, 31, 32, 40):
         for scorer, rows in zip((one, other), found, strict=True):
             rows.append(scorer.logits(CONTEXT, CONTEXT[:width]))
             scorer.rollback(len(CONTEXT))
     assert identical(found[0], wanted[0])
     assert identical(found[1], wanted[1])
+
+
+def test_several_sequences_at_once_go_the_way_of_transformers() -> None:
+    model = build("Llama")
+    ids = torch.tensor([CONTEXT[:6], CONTEXT[6:12]])
+    settings = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
+    expected = model.generate(ids, **settings)
+    assert shorten_layers(model)
+    assert torch.equal(model.generate(ids, **settings), expected)
 
 
 def test_layers_that_come_out_differently_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
