@@ -32,7 +32,7 @@ class Result:
     def json(self, code: int = 0) -> dict[str, Any]:
         assert self.code == code, self.err
         assert self.out.count("\n") == 1
-        return dict(json.loads(self.out))
+        return only(json.loads(self.out))
 
     def refused(self, *fragments: str) -> None:
         """Nothing on stdout, and one sentence on stderr that holds the fragments."""
@@ -41,6 +41,12 @@ class Result:
         assert re.fullmatch(r"specbench: [^\n]+\.\n", self.err), self.err
         for fragment in fragments:
             assert fragment in self.err
+
+
+def only(figures: dict[str, Any]) -> dict[str, Any]:
+    """With what is said of the configuration, if there is one only."""
+    found = figures.get("configurations", [])
+    return {**figures, **found[0]} if len(found) == 1 else figures
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +190,76 @@ def test_options_reach_the_decoding(check: Check, monkeypatch: pytest.MonkeyPatc
     assert "1 prompt," in result.out
 
 
+def test_every_drafter_is_checked_with_every_rule(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    plain_runs = []
+    original = specbench.check.run.run_plain
+    monkeypatch.setattr(
+        specbench.check.run, "run_plain", lambda *given: plain_runs.append(given[1]) or original(*given)
+    )
+    asked = ("--drafter", "lookup", "--drafter", "self:layers=1", "--drafter", "none", "--gamma", "1..2",
+             "--length-policy", "fixed", "--length-policy", "svip", "--svip-threshold", 0.4)  # fmt: skip
+    result = check(*asked)
+    assert result.code == 0, result.out + result.err
+    assert len(plain_runs) == 3, "each prompt is decoded plainly once, whatever is held against it"
+    assert "svip is left out with lookup" in result.err
+    named = re.findall(r"^(\S+@\S+|none) .* identical$", result.out, re.M)
+    assert named == [
+        "lookup@1", "lookup@2", "self:layers=1@1", "self:layers=1@2", "self:layers=1@svip:threshold=0.4", "none",
+    ]  # fmt: skip
+    assert "Verdict on 3 prompts, 30 tokens: all 6 lossless as far as this check sees.\n" in result.out
+    figures = check(*asked, "--json").json()
+    assert [each["verdict"] for each in figures["configurations"]] == ["identical"] * 6
+    assert {each["greedy"]["against_transformers"]["identical"] for each in figures["configurations"]} == {3}
+    drafted = [each["greedy"]["drafted"] for each in figures["configurations"]]
+    assert drafted[-1] == 0 < drafted[0] < drafted[1], "each with its own γ"
+
+
+def test_one_wrong_configuration_among_several_is_named(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = specbench.decode.judge
+
+    def off_with_two_drafts(draft: Any, logits: Any, *arguments: Any, **options: Any) -> Any:
+        verdict = judge(draft, logits, *arguments, **options)
+        if len(draft.tokens) == 2 and verdict.closing != "bonus":
+            verdict.tokens[-1] = int(logits[verdict.accepted].argsort()[-2])
+        return verdict
+
+    monkeypatch.setattr(specbench.decode, "judge", off_with_two_drafts)
+    monkeypatch.setenv("COLUMNS", "100")
+    asked = ("--drafter", "self:layers=1", "--gamma", "1,2")
+    result = check(*asked)
+    assert result.code == 1
+    assert re.search(r"^self:layers=1@1 .* identical *$", result.out, re.M)
+    assert re.search(r"^self:layers=1@2 .* wrong *$", result.out, re.M)
+    assert "Invariants that do not hold:" in result.out
+    assert "WRONG: 1 of 2 configurations do not keep" in result.out
+    figures = check(*asked, "--json").json(code=1)
+    assert figures["verdict"] == "wrong"
+    assert [each["verdict"] for each in figures["configurations"]] == ["identical", "wrong"]
+
+
+def test_an_interrupt_between_configurations_keeps_those_done(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = specbench.check.run.check_greedy
+
+    def breaks_with_two(setup: Any, *arguments: Any, **options: Any) -> Any:
+        if setup.policy.name == "fixed:gamma=2":
+            raise KeyboardInterrupt
+        return original(setup, *arguments, **options)
+
+    monkeypatch.setattr(specbench.check.run, "check_greedy", breaks_with_two)
+    result = check("--gamma", "1..3", "--json")
+    assert result.code == 130
+    figures = json.loads(result.out)
+    assert figures["complete"] is False
+    assert [(each["length_policy"], each["complete"]) for each in figures["configurations"]] == [
+        ("fixed:gamma=1", True)
+    ]
+
+
 def test_a_drafter_model_is_checked_too(check: Check, tmp_path: Path) -> None:
     other = save_tiny(tmp_path / "other", seed=1)
     result = check("--drafter", other, "--drafter-dtype", "float32", "-t", 0.8, "--top-k", 6, "--bias", 0.3)
@@ -271,7 +347,7 @@ def test_an_interrupt_loses_nothing(check: Check, monkeypatch: pytest.MonkeyPatc
     assert "1 prompt, 10 tokens" in result.out
     assert "Interrupted: this is what was checked until then." in result.out
     calls.clear()
-    figures = json.loads(check("--json").out)
+    figures = only(json.loads(check("--json").out))
     assert figures["complete"] is False
     assert figures["greedy"]["prompts"] == 1
 
@@ -282,7 +358,10 @@ def test_an_interrupt_loses_nothing(check: Check, monkeypatch: pytest.MonkeyPatc
         (["--bias", "0"], ["--bias is 0"]),
         (["--bias", "0.7"], ["--bias is 0.7", "up to 0.5"]),
         (["--stop", ""], ["stop string is empty"]),
-        (["--egag", "--length-policy", "fixed"], ["--egag and --length-policy"]),
+        (["--egag", "--length-policy", "egag"], ["egag is given twice"]),
+        (["--gamma", "8..1"], ["runs backwards", "1..8"]),
+        (["--gamma", "2", "--length-policy", "auto"], ["auto has no option --gamma"]),
+        (["--drafter", "lookup", "--drafter", "ngram", "--length-policy", "svip"], ["reads the drafter's"]),
         (["--length-policy", "egag"], ["reads the drafter's distribution"]),
         (["--drafter", "self:layers=9"], ["layers"]),
         (["--limit", "0"], ["--limit"]),

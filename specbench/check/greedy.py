@@ -18,11 +18,13 @@ from specbench.records import Step
 __all__ = [
     "GreedyResult",
     "Output",
+    "PlainRun",
     "Top",
     "Verdict",
     "check_greedy",
     "compare_outputs",
     "run_greedy",
+    "run_plain",
     "verdict_of",
 ]
 
@@ -78,6 +80,19 @@ class Output:
     def top(self, position: int) -> Top | None:
         """What it saw before a token; ``None`` where it had ended."""
         return self.tops[position] if position < len(self.tops) else None
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """Plain decoding of a prompt; any number of configurations with the same target can be held against it.
+
+    Attributes:
+        output: What it gave.
+        clean: Of the logits of a clean pass over that, the same columns, row by row.
+    """
+
+    output: Output
+    clean: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -162,12 +177,19 @@ def _rows(seen: Observation) -> list[tuple[torch.Tensor, list[int]]]:
     return [(row, [*seen.context, *seen.tokens[:i]]) for i, row in enumerate(rows)]
 
 
+def run_plain(setup: DecodingSetup, prompt: Sequence[int]) -> PlainRun:
+    """Decode a prompt plainly, and score what came of it in a clean pass."""
+    output = run_greedy(setup, prompt, plain=True)
+    return PlainRun(output, _clean_columns(setup, prompt, output))
+
+
 def check_greedy(
     setup: DecodingSetup,
     name: str,
     prompt: Sequence[int],
     reference: Output | None,
     dtype: torch.dtype,
+    plainly: PlainRun | None = None,
 ) -> GreedyResult:
     """Check one prompt.
 
@@ -177,10 +199,13 @@ def check_greedy(
         prompt: Its token ids.
         reference: What ``reference_output`` gave; ``None`` to leave it out.
         dtype: Whose rounding explains a tie.
+        plainly: What ``run_plain`` gave with the same target, cache and rules of stopping; ``None`` runs it.
     """
     speculative = run_greedy(setup, prompt)
-    plain = run_greedy(setup, prompt, plain=True)
-    own = _deviations(setup, prompt, [speculative, plain])
+    plainly = plainly or run_plain(setup, prompt)
+    plain = plainly.output
+    same_tokens = speculative.tokens == plain.tokens
+    clean = plainly.clean if same_tokens else _clean_columns(setup, prompt, speculative)
     same = first_difference(speculative.tokens, plain.tokens)
     shared = len(plain.tokens) if same is None else same + 1  # also the row where they part
     bits = list(zip(speculative.digests[:shared], plain.digests[:shared], strict=False))
@@ -196,26 +221,21 @@ def check_greedy(
         else compare_outputs(setup, prompt, speculative, reference, dtype),
         compared_with_transformers=reference is not None,
         violations=(*speculative.violations, *plain.violations),
-        deviations=own[0],
-        plain_deviations=own[1],
+        deviations=_deviations(speculative, clean),
+        plain_deviations=_deviations(plain, plainly.clean),
         bitwise_rows=len(bits),
         bitwise_equal=sum(first == second for first, second in bits),
     )
 
 
-def _deviations(
-    setup: DecodingSetup, prompt: Sequence[int], outputs: Sequence[Output]
-) -> list[tuple[float, ...]]:
-    """Of each output's rows from a clean pass; outputs with the same tokens share one."""
-    clean: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for output in outputs:
-        if output.tokens not in clean:
-            rows = clean_rows(setup.target, prompt, output.tokens)
-            clean[output.tokens] = [Columns.of(len(row)).take(row) for row in rows]
-    return [
-        tuple(deviation(*pair) for pair in zip(output.columns, clean[output.tokens], strict=False))
-        for output in outputs
-    ]
+def _clean_columns(setup: DecodingSetup, prompt: Sequence[int], output: Output) -> tuple[torch.Tensor, ...]:
+    rows = clean_rows(setup.target, prompt, output.tokens)
+    return tuple(Columns.of(len(row)).take(row) for row in rows)
+
+
+def _deviations(output: Output, clean: Sequence[torch.Tensor]) -> tuple[float, ...]:
+    """Of an output's rows from those of a clean pass."""
+    return tuple(deviation(*pair) for pair in zip(output.columns, clean, strict=False))
 
 
 def _digest(row: torch.Tensor) -> bytes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 from rich.text import Text
 
 from specbench.check.greedy import verdict_of
-from specbench.check.results import CheckResult, OutputsResult, Piece
+from specbench.check.results import CheckResult, OutputsResult, Piece, worst
 from specbench.textsafe import terminal_safe, visible
 
 if TYPE_CHECKING:
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from specbench.check.outputs import Mismatch
     from specbench.parity import Difference
 
-__all__ = ["show_check", "show_outputs"]
+__all__ = ["show_check", "show_checks", "show_outputs"]
 
 _MOST_SHOWN = 20
-_NARROW = ("checked", "against", "token", "line", "verdict")
+_SHORT = ("plain", "transformers", "logits", "bits", "steps", "exact", "sampled")
+"""Columns of ``show_checks``."""
+
+_NARROW = ("checked", "against", "token", "line", "verdict", *_SHORT)
 _STYLES = {"identical": "green", "sound": "green", "numerical tie": "yellow", "wrong": "bold red"}
 _SENTENCES = {
     "identical": "lossless as far as this check sees",
@@ -44,13 +47,73 @@ def show_check(result: CheckResult, console: Console, *, dtype: str, piece: Piec
     for row in _rows(result):
         _add(table, console, row)
     console.print(table)
-    _show_differences(result, console, dtype, piece)
-    _list(console, "Invariants that do not hold", list(_violations(result)))
-    _list(console, "Distributions that are not the target's", list(_biases(result)))
+    _show_details(result, console, dtype, piece)
     if not result.complete:
         _line(console, "Interrupted: this is what was checked until then.", "yellow")
     if result.verdict == "wrong" or result.greedy:
         _line(console, f"Verdict: {_SENTENCES[result.verdict]}.", _STYLES[result.verdict])
+
+
+def show_checks(
+    results: Sequence[tuple[str, CheckResult]], console: Console, *, dtype: str, piece: Piece | None
+) -> None:
+    """Print what checks of several configurations found: a row for each, then what is not as it should be.
+
+    Args:
+        results: Names and what was found.
+        console, dtype, piece: See ``show_check``.
+    """
+    columns = [name for name in _SHORT if any(name in _short_row(result) for _, result in results)]
+    table = _table("configuration", *columns, "verdict")
+    for label, result in results:
+        cells = _short_row(result)
+        shown = [cells.get(column, "–") for column in columns]
+        _add(table, console, (label, *shown, result.verdict if result.complete else "interrupted"))
+    console.print(table)
+    for label, result in results:
+        if result.verdict != "identical":
+            console.print()
+            _line(console, label, "bold")
+            _show_details(result, console, dtype, piece)
+    prompts = max(len(result.greedy) for _, result in results)
+    tokens = max(sum(each.tokens for each in result.greedy) for _, result in results)
+    verdict = worst([result.verdict for _, result in results])
+    if not all(result.complete for _, result in results):
+        _line(console, "Interrupted: this is what was checked until then.", "yellow")
+    number = [result.verdict for _, result in results].count("wrong")
+    sentence = (
+        f"WRONG: {number} of {len(results)} configurations do not keep the target's output"
+        if number
+        else f"all {len(results)} {_SENTENCES[verdict]}"
+    )
+    console.print()
+    on = f"{_count(prompts, 'prompt')}, {_count(tokens, 'token')}"
+    _line(console, f"Verdict on {on}: {sentence}.", _STYLES[verdict])
+
+
+def _short_row(result: CheckResult) -> dict[str, str]:
+    """A configuration's findings in a few words each."""
+    cells = {"plain": _differing(result, "plain")}
+    if result.no_transformers is None:
+        cells["transformers"] = _differing(result, "transformers")
+    if result.deviations is not None:
+        cells["logits"] = _sound(result.deviations.sound)
+    if result.bit_exact:
+        rows, equal = result.bitwise
+        cells["bits"] = "equal" if rows == equal else f"{rows - equal:,} rows differ"
+    broken = len(result.violations)
+    cells["steps"] = f"{broken:,} wrong" if broken else f"{result.steps:,} sound"
+    if result.exact:
+        cells["exact"] = f"{result.largest_error:.0e}"
+    if result.sampled:
+        cells["sampled"] = _sound(all(test.sound for test in result.sampled))
+    return cells
+
+
+def _show_details(result: CheckResult, console: Console, dtype: str, piece: Piece | None) -> None:
+    _show_differences(result, console, dtype, piece)
+    _list(console, "Invariants that do not hold", list(_violations(result)))
+    _list(console, "Distributions that are not the target's", list(_biases(result)))
 
 
 def _rows(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
@@ -87,6 +150,14 @@ def _comparison(result: CheckResult, against: str) -> tuple[str, str]:
     if wrong := verdicts.count("wrong"):
         parts.append(f"{wrong} wrong")
     return ", ".join(parts), result.verdict_against("plain" if against == "plain" else "transformers")
+
+
+def _differing(result: CheckResult, against: Literal["plain", "transformers"]) -> str:
+    """How many outputs differ, if any."""
+    verdicts = [verdict_of(each) for each in result.differences(against)]
+    ties, wrong = verdicts.count("numerical tie"), verdicts.count("wrong")
+    parts = ([f"{wrong} wrong"] if wrong else []) + ([_count(ties, "tie")] if ties else [])
+    return ", ".join(parts) or "identical"
 
 
 def _sampled(result: CheckResult) -> tuple[str, str, str, str]:

@@ -10,7 +10,7 @@ import torch
 
 from specbench.check.chisquare import SIGNIFICANCE, runs_needed
 from specbench.check.deviation import judge_deviations
-from specbench.check.greedy import GreedyResult, Output, check_greedy
+from specbench.check.greedy import GreedyResult, Output, PlainRun, check_greedy, run_plain
 from specbench.check.memo import memoised
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
@@ -30,6 +30,9 @@ __all__ = ["Case", "DecodingCheck", "estimated_seconds"]
 
 _DECODINGS = (3.0, 4.0)
 """Decodings of all prompts, clean passes included, in units of ``transformers``' own; without and with sampling."""
+
+_SHARED_DECODINGS = 1.7
+"""Of these, those that several configurations share: ``transformers``' own and plain decoding."""
 
 _USUAL_FREEDOM = 24
 _TOKEN_S, _ENTRY_S = 1e-3, 1e-8  # per sampled token, and per token and entry of the vocabulary
@@ -60,6 +63,8 @@ class DecodingCheck:
         dtype: Whose rounding explains a tie: the logits', or coarser if rounding happens in coarser steps within.
         no_transformers: Why the cases have no reference; ``None`` if they have.
         bit_exact: Whether plain and speculative logits have to be the same to the last bit.
+        plain_runs: Plain decoding of the prompts so far, by their token ids. Checks that share target, cache and stop
+            rules may share this; it is added to.
 
     Attributes:
         progress: Told how far it has come; ``None`` for nobody.
@@ -74,9 +79,11 @@ class DecodingCheck:
         dtype: torch.dtype = torch.float32,
         no_transformers: str | None = None,
         bit_exact: bool = False,
+        plain_runs: dict[tuple[int, ...], PlainRun] | None = None,
     ) -> None:
         self.setup, self.cases, self.bias, self.dtype = setup, tuple(cases), bias, dtype
         self._no_transformers, self._bit_exact = no_transformers, bit_exact
+        self._plain_runs = {} if plain_runs is None else plain_runs
         self.progress: Progress | None = None
         self._greedy: list[GreedyResult] = []
         self._exact: list[ExactCase] = []
@@ -93,7 +100,11 @@ class DecodingCheck:
         """Greedy outputs of all prompts."""
         for done, case in enumerate(self.cases):
             self._tell("greedy outputs", done, len(self.cases))
-            self._greedy.append(check_greedy(self.setup, case.id, case.prompt, case.reference, self.dtype))
+            if case.prompt not in self._plain_runs:
+                self._plain_runs[case.prompt] = run_plain(self.setup, case.prompt)
+            plain = self._plain_runs[case.prompt]
+            result = check_greedy(self.setup, case.id, case.prompt, case.reference, self.dtype, plain)
+            self._greedy.append(result)
 
     def exact(self) -> None:
         """The distribution of every step of a sampled output of each prompt."""
@@ -136,17 +147,20 @@ class DecodingCheck:
         )
 
 
-def estimated_seconds(plainly_s: float, vocab_size: int, bias: float | None) -> float:
+def estimated_seconds(
+    plainly_s: float, vocab_size: int, bias: float | None, configurations: int = 1
+) -> float:
     """How long a check may take, from how long ``transformers`` takes for its answers. A rough guess, said once.
 
     Args:
         plainly_s: Seconds for the answers to all prompts.
         vocab_size: Width of the logits: what a sampled token costs, once its logits are known, grows with it.
         bias: What sampling is to find; ``None`` if nothing is sampled.
+        configurations: How many are checked.
     """
     runs = _DECODINGS[0] if bias is None else _DECODINGS[1]
-    seconds = plainly_s * runs
+    seconds = plainly_s * (_SHARED_DECODINGS + configurations * (runs - _SHARED_DECODINGS))
     if bias is not None:
         outputs = CONTEXTS * runs_needed(bias, SIGNIFICANCE / (CONTEXTS * DEPTH), _USUAL_FREEDOM)
-        seconds += outputs * DEPTH * (_TOKEN_S + _ENTRY_S * vocab_size)
+        seconds += configurations * outputs * DEPTH * (_TOKEN_S + _ENTRY_S * vocab_size)
     return seconds

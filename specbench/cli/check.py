@@ -1,4 +1,4 @@
-"""`specbench check`: is a configuration lossless, and are outputs from elsewhere the target's own?"""
+"""`specbench check`: are configurations lossless, and are outputs from elsewhere the target's own?"""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.rule import LengthRule
+from specbench.cli.rule import LengthRule, left_out, length_rules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from specbench.check.greedy import PlainRun
     from specbench.check.outputs import GivenOutput, Refused
-    from specbench.check.results import CheckResult, OutputsResult, Piece
+    from specbench.check.results import CheckResult, Piece
+    from specbench.check.run import DecodingCheck
     from specbench.drafters.base import Drafter
     from specbench.loading import Target
     from specbench.models import LanguageModel, LoadOptions
@@ -98,7 +100,15 @@ def check(
         ),
     ] = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            metavar="DRAFTER",
+            help=f"A word of `specbench drafters` or a model; repeatable. Default: {opt.DEFAULT_DRAFTER}.",
+            rich_help_panel=opt.MODELS,
+        ),
+    ] = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = "auto",
     device_map: opt.DeviceMapOption = None,
@@ -106,9 +116,26 @@ def check(
     drafter_device: opt.DrafterDeviceOption = "auto",
     drafter_device_map: opt.DrafterDeviceMapOption = None,
     allow_pickle: opt.PickleOption = False,
-    length_policy: opt.LengthPolicyOption = None,
+    length_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--length-policy",
+            metavar="RULE",
+            help="Draft-length rule, as generate takes it; repeatable.",
+            rich_help_panel=opt.LENGTH,
+        ),
+    ] = None,
     egag: opt.EgagOption = False,
-    gamma: opt.GammaOption = None,
+    gamma: Annotated[
+        str | None,
+        typer.Option(
+            "--gamma",
+            "-g",
+            metavar="RANGE",
+            help="γ of fixed (5) and, in the first step, of heuristic: 4, 1..8, 2..16..2 (with a step) or 1,2,4.",
+            rich_help_panel=opt.LENGTH,
+        ),
+    ] = None,
     gamma_min: opt.GammaMinOption = None,
     gamma_max: opt.GammaMaxOption = None,
     egag_ema_beta: opt.EgagBetaOption = None,
@@ -146,9 +173,11 @@ def check(
     ] = False,
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
-    """Check that a configuration is lossless: greedy output, sampled distribution, and every step's invariants.
+    """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
 
-    Exit code 1 if something is wrong. docs/check.md says what is checked, and when a difference is a numerical tie.
+    Each drafter is checked with each rule and γ. Exit code 1 if something is wrong.
+
+    docs/check.md says what is checked, and when a difference is a numerical tie.
     """
     from specbench.cli.progress import StageProgress
     from specbench.errors import UsageError
@@ -162,6 +191,7 @@ def check(
     cache = opt.cache_for(ctx, cache, bit_exact)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
+        from specbench.grid import parse_gammas
         from specbench.models import LoadOptions
         from specbench.sampling import Sampling
 
@@ -173,7 +203,6 @@ def check(
             job = _OutputsJob(request, outputs, sampling, ignore_eos=ignore_eos, limit=limit)
         else:
             rule_options = {
-                "gamma": gamma,
                 "gamma_min": gamma_min,
                 "gamma_max": gamma_max,
                 "egag_ema_beta": egag_ema_beta,
@@ -183,12 +212,19 @@ def check(
                 "entropy_lambda": entropy_lambda,
                 "svip_threshold": svip_threshold,
             }
+            rules = length_rules(
+                [*(length_policy or []), *(["egag"] if egag else [])],
+                costs,
+                parse_gammas(gamma) if gamma is not None else [],
+                rule_options,
+                greedy=sampling.greedy,
+            )
             job = _DecodingJob(
                 request,
                 _chosen_prompts(prompts, category, limit),
-                drafter,
+                tuple(dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER])),
                 LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
-                LengthRule(length_policy, egag, costs, rule_options, greedy=sampling.greedy),
+                rules,
                 bias or _DEFAULT_BIAS,
                 bit_exact,
                 {
@@ -253,22 +289,11 @@ class _Request:
             return encode_prompt(model.tokenizer, f"{system}\n\n{text}", chat=self.chat)
         return encode_prompt(model.tokenizer, text, chat=self.chat, system=self.system)
 
-    def show(
-        self, result: CheckResult | OutputsResult, header: dict[str, Any], dtype: str, piece: Piece | None
-    ) -> None:
-        """Print what was found."""
-        from rich.console import Console
-
-        from specbench.check.render import show_check, show_outputs
-        from specbench.check.results import CheckResult
+    def write(self, figures: dict[str, Any]) -> None:
+        """Print one JSON object."""
         from specbench.cli.watchers import write_out
 
-        if self.json_output:
-            write_out(json.dumps({**header, **result.to_dict(piece)}, allow_nan=False) + "\n")
-        elif isinstance(result, CheckResult):
-            show_check(result, Console(highlight=False), dtype=dtype, piece=piece)
-        else:
-            show_outputs(result, Console(highlight=False), dtype=dtype, piece=piece)
+        write_out(json.dumps(figures, allow_nan=False) + "\n")
 
 
 def _pieces(model: LanguageModel) -> Piece | None:
@@ -281,7 +306,7 @@ def _rounding(model: LanguageModel) -> str:
     return "bfloat16" if model.quantise_int8 else model.dtype
 
 
-# -- a configuration -------------------------------------------------------------------------------
+# -- configurations -------------------------------------------------------------------------------
 
 
 def _chosen_prompts(prompts: list[str] | None, category: list[str] | None, limit: int | None) -> list[Prompt]:
@@ -291,15 +316,15 @@ def _chosen_prompts(prompts: list[str] | None, category: list[str] | None, limit
 
 
 class _DecodingJob:
-    """From options to a check that is ready to run."""
+    """From options to checks that are ready to run: one of each drafter with each rule that applies to it."""
 
     def __init__(
         self,
         request: _Request,
         prompts: Sequence[Prompt],
-        drafter: str,
+        drafters: Sequence[str],
         drafter_options: LoadOptions,
-        rule: LengthRule,
+        rules: Sequence[LengthRule],
         bias: float,
         bit_exact: bool,
         settings: dict[str, Any],
@@ -308,31 +333,42 @@ class _DecodingJob:
     ) -> None:
         self.bit_exact = bit_exact
         self.request, self.prompts = request, prompts
-        self.drafter, self.drafter_options = drafter, drafter_options
-        self.rule, self.bias, self.settings, self.ignore_eos = rule, bias, settings, ignore_eos
+        self.drafters, self.drafter_options = drafters, drafter_options
+        self.rules, self.bias, self.settings, self.ignore_eos = rules, bias, settings, ignore_eos
+        self._checks: list[tuple[str, DecodingCheck]] = []
 
     def run(self) -> int:
         """Check, and print what was found; the exit code."""
+        from specbench.check.results import worst
         from specbench.cli.progress import StageProgress
         from specbench.progress import quiet_transformers
 
-        checking = self._checking
+        done: list[tuple[str, DecodingCheck]] = []
         complete = False
         try:
-            with StageProgress(self.request.quiet) as checking.progress, quiet_transformers():
-                checking.greedy()
-                if not checking.setup.sampling.greedy:
-                    checking.exact()
-                    checking.sampled()
+            with StageProgress(self.request.quiet) as progress, quiet_transformers():
+                for number, (label, checking) in enumerate(self._checks):
+                    done.append((label, checking))
+                    several = len(self._checks) > 1
+                    place = f"{label} ({number + 1} of {len(self._checks)}): " if several else ""
+                    checking.progress = _Prefixed(progress, place)
+                    checking.greedy()
+                    if not self.settings["sampling"].greedy:
+                        checking.exact()
+                        checking.sampled()
             complete = True
-        finally:  # an interrupt or an error loses nothing of what is checked
-            result = checking.result(complete=complete)
-            if result.greedy:
-                self._show(result)
-        return int(result.verdict == "wrong")
+        finally:  # an interrupt loses nothing of what is checked
+            results = [
+                (label, checking.result(complete=complete or number + 1 < len(done)))
+                for number, (label, checking) in enumerate(done)
+            ]
+            results = [(label, result) for label, result in results if result.greedy]
+            if results:
+                self._show(results, complete)
+        return int(worst([result.verdict for _, result in results]) == "wrong")
 
     def prepare(self, progress: Progress) -> None:
-        """Load the models, let ``transformers`` answer, and put the check together.
+        """Load the models, let ``transformers`` answer, and put the checks together.
 
         The target is loaded once: ``transformers`` decodes with it before its layers are packed.
         """
@@ -343,16 +379,18 @@ class _DecodingJob:
         from specbench.check.observe import DecodingSetup
         from specbench.check.run import Case, DecodingCheck
         from specbench.drafters import drafter_word
-        from specbench.lengths import check_policy
+        from specbench.lengths import applies
         from specbench.loading import check_drafter, load_target, wrap_target
         from specbench.models import check_options, load_model
 
         request = self.request
         check_options(request.options)
         check_options(self.drafter_options)
-        if drafter_word(self.drafter) != "none":
-            check_policy(self.rule.spec, self.drafter)
-        check_drafter(self.drafter, request.target, progress=progress)
+        drafting = [spec for spec in self.drafters if drafter_word(spec) != "none"]
+        for note in left_out([rule.spec for rule in self.rules], drafting):
+            request.note(note)
+        for spec in self.drafters:
+            check_drafter(spec, request.target, progress=progress)
         self._say_what_has_no_effect()
         int8 = request.options.dtype == "int8"
         target: Target | None = None
@@ -368,35 +406,48 @@ class _DecodingJob:
             )
             make_cache(request.cache, model.model.config)  # refuses what it cannot hold
         self._model = model
-        drafting = self._load_drafting_model(model, progress)
+        models = self._load_drafting_models(model, progress)
         prompts = self._encode(model, self.prompts)
-        references = [None] * len(prompts) if int8 else self._references(model, prompts, progress)
+        chosen = [
+            (spec, rule)
+            for spec in self.drafters
+            for rule in (self.rules[:1] if drafter_word(spec) == "none" else self.rules)
+            if drafter_word(spec) == "none" or applies(rule.spec, spec)
+        ]
+        references = (
+            [None] * len(prompts) if int8 else self._references(model, prompts, len(chosen), progress)
+        )
         if target is None:
             target = wrap_target(model.model, model.tokenizer, name=model.name, cache=request.cache)
         if self.bit_exact:
             require_bit_exact(target.scorer)
-        proposer = self._build_drafter(target, drafting, progress)
-        setup = DecodingSetup(
-            target=target.scorer,
-            drafter=proposer,
-            policy=self.rule.build(proposer.name),
-            end_ids=() if self.ignore_eos else tuple(target.end_ids),
-            tokenizer=target.tokenizer,
-            **self.settings,
-        )
-        self._describe(target, setup)
+        proposers = self._build_drafters(target, models, progress)
         cases = [
             Case(name, tuple(ids), reference)
             for (name, ids), reference in zip(prompts, references, strict=True)
         ]
-        self._checking = DecodingCheck(
-            setup,
-            cases,
-            bias=self.bias,
-            dtype=getattr(torch, _rounding(model)),
-            no_transformers="it has no such int8 model" if int8 else None,
-            bit_exact=self.bit_exact,
-        )
+        plain_runs: dict[tuple[int, ...], PlainRun] = {}
+        for spec, rule in chosen:
+            proposer = proposers[spec]
+            setup = DecodingSetup(
+                target=target.scorer,
+                drafter=proposer,
+                policy=rule.build(proposer.name),
+                end_ids=() if self.ignore_eos else tuple(target.end_ids),
+                tokenizer=target.tokenizer,
+                **self.settings,
+            )
+            checking = DecodingCheck(
+                setup,
+                cases,
+                bias=self.bias,
+                dtype=getattr(torch, _rounding(model)),
+                no_transformers="it has no such int8 model" if int8 else None,
+                bit_exact=self.bit_exact,
+                plain_runs=plain_runs,
+            )
+            self._checks.append((_label(proposer.name, setup.policy.name), checking))
+        self._describe(target)
 
     def _say_what_has_no_effect(self) -> None:
         sampling: Sampling = self.settings["sampling"]
@@ -405,32 +456,46 @@ class _DecodingJob:
             verb = "has" if len(given) == 1 else "have"
             self.request.note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is sampled.")
 
-    def _load_drafting_model(self, target: LanguageModel, progress: Progress) -> LanguageModel | None:
-        """The drafter's own model, before anything takes time: it may not fit the target."""
-        from specbench.drafters import drafter_word, split_cascade
+    def _load_drafting_models(self, target: LanguageModel, progress: Progress) -> dict[str, LanguageModel]:
+        """The drafters' own models by their specs, before anything takes time: one may not fit the target."""
+        from specbench.drafters import drafter_word, model_part
         from specbench.models import check_compatible, load_model
 
-        cascade = split_cascade(self.drafter)
-        spec = self.drafter if cascade is None else cascade[1]
-        if drafter_word(spec) is not None:
-            return None
-        model = load_model(
-            spec, self.drafter_options, progress=progress, allow_pickle=self.request.allow_pickle
-        )
-        check_compatible(target, model)
-        return model
+        models: dict[str, LanguageModel] = {}
+        for spec in map(model_part, self.drafters):
+            if drafter_word(spec) is None and spec not in models:
+                models[spec] = load_model(
+                    spec, self.drafter_options, progress=progress, allow_pickle=self.request.allow_pickle
+                )
+                check_compatible(target, models[spec])
+        return models
 
-    def _build_drafter(self, target: Target, model: LanguageModel | None, progress: Progress) -> Drafter:
-        from specbench.drafters import split_cascade
+    def _build_drafters(
+        self, target: Target, models: dict[str, LanguageModel], progress: Progress
+    ) -> dict[str, Drafter]:
+        """Drafters by their specs; one model drafts alone and in cascades."""
+        from specbench.drafters import model_part, split_cascade
         from specbench.loading import join_cascade, load_drafter, wrap_drafter
 
-        if model is None:
-            return load_drafter(self.drafter, target, cache=self.request.cache, progress=progress)
-        wrapped = wrap_drafter(
-            model, target, cache=self.request.cache, int8=self.drafter_options.dtype == "auto"
-        )
-        cascade = split_cascade(self.drafter)
-        return wrapped if cascade is None else join_cascade(cascade[0], wrapped)
+        int8 = self.drafter_options.dtype == "auto"
+        wrapped = {
+            spec: wrap_drafter(model, target, cache=self.request.cache, int8=int8)
+            for spec, model in models.items()
+        }
+        drafters: dict[str, Drafter] = {}
+        for spec in self.drafters:
+            cascade, own = split_cascade(spec), model_part(spec)
+            if own not in wrapped:
+                drafters[spec] = load_drafter(spec, target, cache=self.request.cache, progress=progress)
+            else:
+                model = wrapped[own]
+                drafters[spec] = model if cascade is None else join_cascade(cascade[0], model)
+        names = [drafter.name for drafter in drafters.values()]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            from specbench.errors import UsageError
+
+            raise UsageError(f"Two drafters are called {repeated[0]!r}.", "Name each drafter once.")
+        return drafters
 
     def _encode(self, model: LanguageModel, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
         """Ids and token ids of the prompts that leave room for an answer; of conversations, the first turn."""
@@ -452,7 +517,11 @@ class _DecodingJob:
         return fitting
 
     def _references(
-        self, model: LanguageModel, prompts: Sequence[tuple[str, list[int]]], progress: Progress
+        self,
+        model: LanguageModel,
+        prompts: Sequence[tuple[str, list[int]]],
+        configurations: int,
+        progress: Progress,
     ) -> list[Any]:
         import time
 
@@ -472,30 +541,30 @@ class _DecodingJob:
             progress.update("transformers' own answers", done, len(prompts))
             answers.append(reference_output(model.model, ids, settings))
             if done == 0:
-                self._say_how_long((time.monotonic() - began) * len(prompts), model.vocab_size)
+                seconds = (time.monotonic() - began) * len(prompts)
+                self._say_how_long(seconds, model.vocab_size, configurations)
         return answers
 
-    def _say_how_long(self, plainly_s: float, vocab_size: int) -> None:
+    def _say_how_long(self, plainly_s: float, vocab_size: int, configurations: int) -> None:
         from specbench.check.run import estimated_seconds
 
-        sampled = not self.settings["sampling"].greedy
-        seconds = estimated_seconds(plainly_s, vocab_size, self.bias if sampled else None)
+        bias = None if self.settings["sampling"].greedy else self.bias
+        seconds = estimated_seconds(plainly_s, vocab_size, bias, configurations)
         about = f"{max(1, seconds):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
         self.request.note(f"This will take about {about}.")
 
-    def _describe(self, target: Target, setup: Any) -> None:
+    def _describe(self, target: Target) -> None:
         sampling: Sampling = self.settings["sampling"]
-        self._header = {
+        settings = self.settings
+        self._header: dict[str, Any] = {
             "check": "decoding",
             "target": target.name,
-            "drafter": setup.drafter.name,
             "dtype": target.dtype,
             "device": str(target.scorer.device),
             "rounding": _rounding(target.language_model),
             "options": {
-                "length_policy": setup.policy.name,
                 "cache": self.request.cache,
-                "max_new_tokens": setup.max_new_tokens,
+                "max_new_tokens": settings["max_new_tokens"],
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k or None,
                 "top_p": sampling.top_p if sampling.top_p < 1 else None,
@@ -503,29 +572,61 @@ class _DecodingJob:
                 "repetition_penalty": sampling.repetition_penalty
                 if sampling.repetition_penalty != 1
                 else None,
-                "seed": setup.seed,
-                "first_target": setup.first_target,
-                "residual_adjustment": setup.residual_adjustment,
-                "stop": list(setup.stop) or None,
+                "seed": settings["seed"],
+                "first_target": settings["first_target"],
+                "residual_adjustment": settings["residual_adjustment"],
+                "stop": list(settings["stop"]) or None,
                 "bit_exact": self.bit_exact or None,
                 "ignore_eos": self.ignore_eos or None,
             },
         }
 
-    def _show(self, result: CheckResult) -> None:
+    def _show(self, results: Sequence[tuple[str, CheckResult]], complete: bool) -> None:
         """Print what was found, under what was checked."""
-        header = self._header
-        if not self.request.json_output:
-            from rich.console import Console
+        from specbench.check.results import worst
 
-            from specbench.textsafe import terminal_safe
+        header, piece = self._header, _pieces(self._model)
+        checks = dict(self._checks)
+        names = [(checks[label].setup.drafter.name, checks[label].setup.policy.name) for label, _ in results]
+        if self.request.json_output:
+            verdict = worst([result.verdict for _, result in results])
+            found = [
+                {"drafter": drafter, "length_policy": policy, **result.to_dict(piece)}
+                for (drafter, policy), (_, result) in zip(names, results, strict=True)
+            ]
+            self.request.write({**header, "verdict": verdict, "complete": complete, "configurations": found})
+            return
+        from rich.console import Console
 
-            console = Console(highlight=False)
-            line = f"{header['target']} ({header['dtype']}), drafter {header['drafter']}"
-            line += f", {header['options']['length_policy']}, cache {header['options']['cache']}"
-            console.print(terminal_safe(line, console.encoding), markup=False, soft_wrap=True)
-            console.print()
-        self.request.show(result, header, header["rounding"], _pieces(self._model))
+        from specbench.check.render import show_check, show_checks
+        from specbench.textsafe import terminal_safe
+
+        console = Console(highlight=False)
+        line = f"{header['target']} ({header['dtype']})"
+        if len(self._checks) == 1:
+            line += f", drafter {names[0][0]}, {names[0][1]}"
+        line += f", cache {header['options']['cache']}"
+        console.print(terminal_safe(line, console.encoding), markup=False, soft_wrap=True)
+        console.print()
+        if len(self._checks) == 1:
+            show_check(results[0][1], console, dtype=header["rounding"], piece=piece)
+        else:
+            show_checks(results, console, dtype=header["rounding"], piece=piece)
+
+
+def _label(drafter: str, policy: str) -> str:
+    """A configuration's name, as sweeps write it."""
+    return drafter if drafter == "none" else f"{drafter}@{policy.removeprefix('fixed:gamma=')}"
+
+
+class _Prefixed:
+    """Progress of one configuration among several."""
+
+    def __init__(self, progress: Progress, prefix: str) -> None:
+        self._progress, self._prefix = progress, prefix
+
+    def update(self, stage: str, done: int, total: int | None) -> None:
+        self._progress.update(f"{self._prefix}{stage}", done, total)
 
 
 # -- outputs of other engines ----------------------------------------------------------------------
@@ -562,8 +663,10 @@ class _OutputsJob:
     def run(self) -> int:
         """Check, and print what was found; the exit code."""
         import torch
+        from rich.console import Console
 
         from specbench.check.outputs import OutputResult, Refused, check_output
+        from specbench.check.render import show_outputs
         from specbench.check.results import OutputsResult
         from specbench.cli.progress import StageProgress
         from specbench.errors import RunError
@@ -592,7 +695,11 @@ class _OutputsJob:
                 "dtype": target.dtype,
                 "rounding": rounding,
             }
-            self.request.show(result, header, rounding, _pieces(target.language_model))
+            piece = _pieces(target.language_model)
+            if self.request.json_output:
+                self.request.write({**header, **result.to_dict(piece)})
+            else:
+                show_outputs(result, Console(highlight=False), dtype=rounding, piece=piece)
         if result.verdict == "wrong" or failed:
             return 1
         return 2 if self._refused else 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["LengthRule"]
+__all__ = ["LengthRule", "left_out", "length_rules"]
 
 
 class LengthRule:
@@ -34,7 +35,7 @@ class LengthRule:
         default = "auto" if greedy and options.get("gamma") is None else "fixed"
         self.spec = "egag" if egag else length_policy or default
         self._options, self._costs = options, None
-        build_policy(self.spec, **options)
+        self.name: str = build_policy(self.spec, **options).name
         if costs is not None:
             policy_word(self.spec).require("costs")
             self._costs = load_costs(costs)
@@ -46,3 +47,74 @@ class LengthRule:
 
         costs = None if self._costs is None else parse_costs(self._costs, drafter)
         return build_policy(self.spec, **self._options, costs=costs)
+
+
+def length_rules(
+    specs: Sequence[str],
+    costs: Path | None,
+    gammas: Sequence[int],
+    options: dict[str, Any],
+    *,
+    greedy: bool,
+) -> list[LengthRule]:
+    """Every rule that is asked for; those that begin with a γ once with each.
+
+    Args:
+        specs: Their words and own options; empty for the rule that is the default.
+        costs: A file for those that take it.
+        gammas: Lengths; empty if none are asked for.
+        options: Others that they may share. Each goes to the rules that take it.
+        greedy: Whether nothing is sampled.
+
+    Raises:
+        UsageError: An option that none of the rules takes, or one rule twice.
+    """
+    from specbench.errors import UsageError
+    from specbench.lengths import policy_word, read_policy
+
+    starts: Sequence[int | None] = gammas or [None]
+    if not specs:
+        rules = [
+            LengthRule(None, False, costs, {**options, "gamma": gamma}, greedy=greedy) for gamma in starts
+        ]
+    else:
+        asked = {name: value for name, value in options.items() if value is not None and value is not False}
+        words = [policy_word(spec) for spec in specs]
+        given = [*asked, *(["gamma"] if gammas else []), *(["costs"] if costs else [])]
+        for name in given:
+            if not any(word.option(name) for word in words):
+                words[0].require(name)
+        rules = []
+        for spec, word in zip(specs, words, strict=True):
+            taken = {name: value for name, value in asked.items() if word.option(name)}
+            open_start = word.option("gamma") and "gamma" not in read_policy(spec)[1]
+            own = costs if word.option("costs") else None
+            rules += [
+                LengthRule(spec, False, own, {**taken, "gamma": gamma}, greedy=greedy)
+                for gamma in (starts if open_start else [None])
+            ]
+    names = [rule.name for rule in rules]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise UsageError(f"The draft-length rule {repeated[0]} is given twice.", "Give each once.")
+    return rules
+
+
+def left_out(policies: Sequence[str], drafters: Sequence[str]) -> list[str]:
+    """Rules that do not apply to a drafter, a sentence each.
+
+    Raises:
+        UsageError: One applies to none of them.
+    """
+    from specbench.lengths import applies, check_policy
+
+    notes = []
+    for policy in policies:
+        blind = [drafter for drafter in drafters if not applies(policy, drafter)]
+        if blind and len(blind) == len(drafters):
+            check_policy(policy, blind[0])
+        if blind:
+            notes.append(
+                f"{policy} is left out with {', '.join(blind)}: it reads the drafter's distribution, and there is none."
+            )
+    return notes

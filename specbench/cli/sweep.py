@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.rule import left_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -257,7 +258,7 @@ def sweep(
     if "fixed" not in policies:
         _refuse_gamma(ctx, policies)
         gammas = []
-    notes = _left_out(policies, names)
+    notes = left_out(policies, names)
     options = SweepOptions(
         gammas=tuple(gammas),
         policies=policies,
@@ -331,26 +332,6 @@ def _refuse_gamma(ctx: typer.Context, policies: Sequence[str]) -> None:
             "Add --length-policy fixed"
             + (f", or write --length-policy {takes.word}:gamma=N." if takes else ", or leave --gamma out."),
         )
-
-
-def _left_out(policies: Sequence[str], drafters: Sequence[str]) -> list[str]:
-    """Rules that do not apply to a drafter, a sentence each.
-
-    Raises:
-        UsageError: One applies to none of them.
-    """
-    from specbench.lengths import applies, check_policy
-
-    notes = []
-    for policy in policies:
-        blind = [drafter for drafter in drafters if not applies(policy, drafter)]
-        if blind and len(blind) == len(drafters):
-            check_policy(policy, blind[0])
-        if blind:
-            notes.append(
-                f"{policy} is left out with {', '.join(blind)}: it reads the drafter's distribution, and there is none."
-            )
-    return notes
 
 
 def _costs(path: Path, policies: Sequence[str]) -> Any:
