@@ -30,7 +30,7 @@ from specbench.models import (
 )
 from specbench.packing import pack_linears, quantise_linears
 from specbench.scorer import Scorer
-from specbench.short_passes import shorten_layers
+from specbench.short_passes import quicken_layers, shorten_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -232,7 +232,8 @@ def wrap_drafter(
         dtype = "int8"
     else:
         pack_linears(model)
-    shorten_layers(model)
+    if shorten_layers(model):
+        quicken_layers(model)
     return ModelDrafter(scorer, f"{language_model.name} ({dtype})")
 
 
@@ -319,5 +320,7 @@ def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
         raise UsageError(
             f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."
         ) from error
+    if form.int8:
+        quicken_layers(cheaper)
     scorer = Scorer(cheaper, target.scorer.cache, context_limit=target.scorer.context_limit)
     return SelfDrafter(scorer, form.name)

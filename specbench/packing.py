@@ -155,6 +155,11 @@ class Int8Linear(nn.Module):
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
 
     @property
+    def quick(self) -> bool:
+        """Whether the product is FBGEMM's, which takes and gives float32."""
+        return self._quick is not None
+
+    @property
     def weight(self) -> torch.Tensor:
         """Stands in for the weight where code asks for its dtype, device or number of rows; holds no values."""
         dtype = torch.float32 if self.bias is None else self.bias.dtype
@@ -180,16 +185,16 @@ class Int8Linear(nn.Module):
 
     def _quick_product(self, x: torch.Tensor) -> torch.Tensor:
         """The same up to the scales of activations: a row's lowest and highest value get the ends of a byte."""
-        rows = x.reshape(-1, self.in_features).float()
         product = torch.ops.quantized.linear_dynamic
         out: torch.Tensor
-        if len(rows) == 1:
-            out = product(rows, self._quick, False)
-        else:
-            # There is one scale for all rows: make them as large as each other.
-            sizes = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(_LEAST)
-            parts = [product(part, self._quick, False) for part in (rows / sizes).split(_QUICK_ROWS)]
-            out = (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(sizes)
+        if x.numel() == self.in_features and x.dim() > 1:
+            out = product(x.float(), self._quick, False)
+            return out.to(x.dtype)
+        rows = x.reshape(-1, self.in_features).float()
+        # There is one scale for all rows: make them as large as each other.
+        sizes = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(_LEAST)
+        parts = [product(part, self._quick, False) for part in (rows / sizes).split(_QUICK_ROWS)]
+        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(sizes)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

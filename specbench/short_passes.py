@@ -9,6 +9,7 @@ rotation for queries and keys together, and no modules in between. Long passes g
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,13 +24,17 @@ from specbench.packing import Int8Linear, JoinedLinear, PackedLinear
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["shorten_layers"]
+__all__ = ["quicken_layers", "shorten_layers"]
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Decoder layers of ``transformers`` that compute what ``_ShortPasses`` computes."""
 
 _CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 """Largest deviation of the trial, as a share of the largest element."""
+
+
+_CLOSE_IN_INT8 = 0.05
+"""The same where activations are rounded to a byte: what differs in the last bit may fall to the other side."""
 
 
 class _Parts(NamedTuple):
@@ -48,6 +53,9 @@ class _Parts(NamedTuple):
     heads: int
     shared_heads: int
     head_size: int
+    dtype: torch.dtype
+    attention_scale: tuple[torch.Tensor, torch.Tensor]
+    mlp_scale: tuple[torch.Tensor, torch.Tensor]
 
 
 class _ShortPasses:
@@ -113,6 +121,83 @@ class _ShortPasses:
         return out
 
 
+class _DraftingPasses(_ShortPasses):
+    """A third way, for drafters in int8 whose products take and give float32: no bits have to stay the same there.
+
+    From the first layer's input to the last one's output everything but attention is float32. Queries, keys and values
+    are in the model's own dtype, for the cache may be the target's.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """As the layer's own; short passes give float32 whatever they are given."""
+        batch, length, _ = hidden_states.shape
+        short = batch == 1 and length <= LONGEST_PASS
+        attention: Any = self._modules["self_attn"]  # type: ignore[attr-defined]
+        parts = self._parts
+        if parts is None or parts.query is not attention._modules["q_proj"]:
+            parts = self._parts = _parts_of(self)
+        if not short or past_key_values is None or position_embeddings is None:
+            return super().forward(
+                hidden_states.to(parts.dtype),
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                position_embeddings=position_embeddings,
+                **arguments,
+            )
+        heads, shared, size = parts.heads, parts.shared_heads, parts.head_size
+        turned = heads + shared
+
+        residual = hidden_states.float()
+        x = _root_mean_square_norm(residual, *parts.attention_scale)
+        x = parts.projections.forward(x).to(parts.dtype).view(1, length, turned + shared, size)
+        rotated = x[:, :, :turned]
+        if parts.head_norms is not None:
+            query_norm, key_norm = parts.head_norms
+            rotated = torch.cat((query_norm(rotated[:, :, :heads]), key_norm(rotated[:, :, heads:])), dim=2)
+        cosines, sines = _rotation(position_embeddings)
+        half = size // 2
+        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
+        rotated = (rotated * cosines).addcmul_(swapped, sines).transpose(1, 2)
+        keys, values = past_key_values.update(
+            rotated[:, heads:], x[:, :, turned:].transpose(1, 2), attention.layer_idx
+        )
+        x, _ = folded_attention(
+            attention, rotated[:, :heads], keys, values, attention_mask, scaling=attention.scaling
+        )
+        residual = parts.output.forward(x.reshape(1, length, heads * size).float()).add_(residual)
+
+        x = parts.gates.forward(_root_mean_square_norm(residual, *parts.mlp_scale))
+        middle = x.shape[-1] // 2
+        x = silu(x[..., :middle]).mul_(x[..., middle:])
+        out: torch.Tensor = parts.down.forward(x).add_(residual)
+        return out
+
+
+def _root_mean_square_norm(x: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """RMS norm (Zhang and Sennrich 2019) in few operators, in float32.
+
+    x·w / sqrt(mean(x²) + ε) = x·(w·√n) / hypot(‖x‖, √(n·ε)) over n elements.
+
+    Args:
+        x: [..., n].
+        scale: w·√n, [n].
+        least: √(n·ε), [1].
+    """
+    length = torch.linalg.vector_norm(x, 2, -1, True)
+    return (x * scale).div_(length.hypot_(least))
+
+
 def _parts_of(layer: Any) -> _Parts:
     attention, mlp = layer.self_attn, layer.mlp
     query = attention.q_proj
@@ -131,7 +216,16 @@ def _parts_of(layer: Any) -> _Parts:
         heads=query.out_features // attention.head_dim,
         shared_heads=attention.k_proj.out_features // attention.head_dim,
         head_size=attention.head_dim,
+        dtype=layer.input_layernorm.weight.dtype,
+        attention_scale=_scale_of(layer.input_layernorm),
+        mlp_scale=_scale_of(layer.post_attention_layernorm),
     )
+
+
+def _scale_of(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``_root_mean_square_norm`` needs of a norm."""
+    root = math.sqrt(norm.weight.numel())
+    return norm.weight.detach().float() * root, torch.tensor([root * math.sqrt(norm.variance_epsilon)])
 
 
 _last_rotation: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -153,7 +247,12 @@ def _rotation(embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tens
 
 @cache
 def _shortened(kind: Any) -> Any:
-    return type(kind.__name__, (_ShortPasses, kind), {"__module__": __name__})
+    return type(kind.__name__, (_ShortPasses, kind), {"__module__": __name__, "own_kind": kind})
+
+
+@cache
+def _quickened(kind: Any) -> Any:
+    return type(kind.__name__, (_DraftingPasses, kind), {"__module__": __name__, "own_kind": kind})
 
 
 def shorten_layers(model: PreTrainedModel) -> bool:
@@ -178,6 +277,33 @@ def shorten_layers(model: PreTrainedModel) -> bool:
     found = _trial(layers[0], model)
     limit = _CLOSE.get(expected.dtype, 0.0) * float(expected.abs().max())
     if not float((found - expected).abs().max()) <= limit:
+        for layer, kind in zip(layers, own, strict=True):
+            layer.__class__ = kind
+        return False
+    return True
+
+
+def quicken_layers(model: PreTrainedModel) -> bool:
+    """Give the layers of a drafter that ``shorten_layers`` has changed their third way, in place.
+
+    Returns:
+        Whether it was done: all their products have to be int8 ones that take and give float32. It is undone if a trial
+        of the first layer comes out differently.
+    """
+    layers = [module for module in model.modules() if isinstance(module, _ShortPasses)]
+    if not layers or any(isinstance(layer, _DraftingPasses) for layer in layers):
+        return False
+    for layer in layers:
+        parts = _parts_of(layer)
+        products = (parts.projections, parts.output, parts.gates, parts.down)
+        if not all(isinstance(product, Int8Linear) and product.quick for product in products):
+            return False
+    own: list[Any] = [type(layer) for layer in layers]
+    expected = _trial(layers[0], model).float()
+    for layer, kind in zip(layers, own, strict=True):
+        layer.__class__ = _quickened(kind.own_kind)
+    found = _trial(layers[0], model)
+    if not float((found - expected).abs().max()) <= _CLOSE_IN_INT8 * float(expected.abs().max()):
         for layer, kind in zip(layers, own, strict=True):
             layer.__class__ = kind
         return False

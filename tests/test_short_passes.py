@@ -12,9 +12,9 @@ from tiny import tiny_llama
 import specbench.short_passes
 from specbench.attention import fold_attention
 from specbench.caches import CacheKind
-from specbench.packing import can_pack, int8_copy, pack_linears, quantise_linears
+from specbench.packing import Int8Linear, can_pack, int8_copy, pack_linears, quantise_linears
 from specbench.scorer import Scorer
-from specbench.short_passes import shorten_layers
+from specbench.short_passes import quicken_layers, shorten_layers
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.float32, "cpu"), reason="no packed layers on this processor"
@@ -183,3 +183,105 @@ def test_what_is_not_known_is_left_alone() -> None:
     assert not shorten_layers(shortened)
     for model in (unfolded, unpacked, wrapped, other):
         assert not any(isinstance(layer, specbench.short_passes._ShortPasses) for layer in model.model.layers)
+
+
+# --- Drafters in int8 -----------------------------------------------------------------------------
+
+
+def drafter(kind: str, dtype: torch.dtype) -> Any:
+    model = build(kind, dtype)
+    assert shorten_layers(model)
+    return int8_copy(model)
+
+
+def deviation(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Mean over all passes, relative to the size of the logits."""
+    pairs = [(one.float(), other) for one, other in zip(found, exact, strict=True)]
+    return sum(float((one - other).norm() / other.norm()) for one, other in pairs) / len(pairs)
+
+
+def quick_here() -> bool:
+    return Int8Linear(torch.eye(4), None, alike=False).quick
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quickened_drafter_is_the_same_up_to_rounding(
+    kind: str, dtype: torch.dtype, cache: CacheKind
+) -> None:
+    if not can_pack(dtype, "cpu") or not quick_here():
+        pytest.skip(f"no int8 products of FBGEMM's, or no packed layers in {dtype}")
+    exact = passes(build(kind), cache)
+    model = drafter(kind, dtype)
+    expected = passes(model, cache)
+    assert quicken_layers(model)
+    assert not quicken_layers(model), "once is enough"
+    found = passes(model, cache)
+    assert deviation(found, exact) < 1.2 * deviation(expected, exact), "no coarser than the usual way"
+    assert dtype == torch.bfloat16 or deviation(found, exact) < 0.2
+    whole = slice(1, 2) if cache != "none" else slice(1, None)
+    assert identical(found[whole], expected[whole]), "long passes go the old way"
+
+
+def test_a_quickened_drafter_leaves_the_cache_in_its_dtype() -> None:
+    if not can_pack(torch.bfloat16, "cpu") or not quick_here():
+        pytest.skip("no int8 products of FBGEMM's, or no packed layers in bfloat16")
+    target = build("Llama", torch.bfloat16)
+    assert shorten_layers(target)
+    model = int8_copy(target)
+    assert quicken_layers(model)
+    owner = Scorer(target)
+    owner.begin()
+    expected = owner.logits([*CONTEXT, 5])
+    owner.begin()
+    owner.logits(CONTEXT)
+    drafting = Scorer(model, owner.cache)
+    drafted = drafting.logits(CONTEXT, [5, 6])
+    layers = owner.cache.model_arguments()["past_key_values"].layers
+    assert {layer.keys.dtype for layer in layers} == {torch.bfloat16}
+    assert drafted.dtype == torch.float32
+    owner.rollback(len(CONTEXT))
+    assert float((owner.logits([*CONTEXT, 5]) - expected).abs().max()) < 0.1 * float(expected.abs().max())
+
+
+def test_the_target_of_a_quickened_copy_stays_as_it_was() -> None:
+    if not quick_here():
+        pytest.skip("no int8 products of FBGEMM's")
+    target = build("Qwen2")
+    assert shorten_layers(target)
+    expected = passes(target)
+    assert quicken_layers(int8_copy(target))
+    assert identical(passes(target), expected)
+
+
+def test_layers_without_quick_products_are_not_quickened() -> None:
+    packed = build("Llama")
+    assert not quicken_layers(packed), "not even shortened"
+    assert shorten_layers(packed)
+    assert not quicken_layers(packed)
+    alike = build("Llama", int8=True)
+    assert shorten_layers(alike)
+    assert not quicken_layers(alike)
+
+
+def test_a_drafter_that_comes_out_differently_is_not_quickened(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not quick_here():
+        pytest.skip("no int8 products of FBGEMM's")
+    model = drafter("Llama", torch.float32)
+    expected = passes(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(specbench.short_passes, "_root_mean_square_norm", lambda x, *_: x)
+        assert not quicken_layers(model)
+    assert identical(passes(model), expected)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_the_norm_in_few_operators_is_the_norm(scale: float) -> None:
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * scale
+    norm = hf.models.llama.modeling_llama.LlamaRMSNorm(40, eps=1e-5)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    few = specbench.short_passes._root_mean_square_norm(x, *specbench.short_passes._scale_of(norm))
+    torch.testing.assert_close(few, norm(x).detach())
+    zeros = specbench.short_passes._root_mean_square_norm(x * 0, *specbench.short_passes._scale_of(norm))
+    assert not zeros.any()
