@@ -62,6 +62,7 @@ CATCH_UP = (
 SAMPLING = ("tests/test_sampling.py",)
 CACHES = ("tests/test_caches.py", "-k", "mistral or llama or gemma3")
 STORE = ("tests/test_store.py",)
+SIBLINGS = ("tests/test_siblings.py",)
 CONTROL = Mutant(
     "(nothing changed)",
     "accept.py",
@@ -91,9 +92,44 @@ MUTANTS = (
     Mutant(
         "the drafter is not rolled back",
         "decode.py",
-        "        drafter.rollback(len(context) - 1)\n",
-        "",
+        "        drafter.rollback(min(len(context) - 1, verified_drafts))",
+        "        pass",
         DECODE,
+    ),
+    Mutant(
+        "the drafter keeps what it drafted in a sibling's place",
+        "decode.py",
+        "drafter.rollback(min(len(context) - 1, verified_drafts))",
+        "drafter.rollback(len(context) - 1)",
+        SIBLINGS,
+    ),
+    Mutant(
+        "the entry of a sibling that was right stays where it is",
+        "decode.py",
+        "            target.move(position + len(draft.tokens) + verdict.sibling, verified_drafts)\n",
+        "            pass\n",
+        SIBLINGS,
+    ),
+    Mutant(
+        "a sibling sees the draft beside it",
+        "siblings.py",
+        "mask[row, : past + fresh + each.place] = True",
+        "mask[row, : past + fresh + each.place + 1] = True",
+        SIBLINGS,
+    ),
+    Mutant(
+        "a sibling has the place behind the draft beside it",
+        "siblings.py",
+        "[past + fresh + each.place for each in siblings]",
+        "[past + fresh + each.place + 1 for each in siblings]",
+        SIBLINGS,
+    ),
+    Mutant(
+        "the logits behind another sibling are read",
+        "accept.py",
+        "behind = logits[gamma + 1 + row : gamma + 2 + row]",
+        "behind = logits[gamma + row : gamma + 1 + row]",
+        SIBLINGS,
     ),
     Mutant(
         "the drafter does not catch up with what it was not fed",
@@ -162,8 +198,8 @@ MUTANTS = (
     Mutant(
         "the rejected token is returned instead of the corrected one",
         "accept.py",
-        "return Verdict(accepted, choices[: accepted + 1],",
-        "return Verdict(accepted, [*choices[:accepted], (draft.tokens + choices)[accepted]],",
+        "verdict = Verdict(accepted, choices[: accepted + 1],",
+        "verdict = Verdict(accepted, [*choices[:accepted], (draft.tokens + choices)[accepted]],",
         DECODE,
         fast=True,
     ),

@@ -15,6 +15,7 @@ import torch
 from specbench.drafters.base import Draft
 from specbench.records import Closing
 from specbench.sampling import Randomness, Sampling
+from specbench.siblings import Sibling
 
 __all__ = ["Verdict", "acceptance_probabilities", "expected_acceptance", "judge", "residual"]
 
@@ -27,11 +28,12 @@ class Verdict:
 
     Attributes:
         accepted: Number of drafts kept.
-        tokens: The kept drafts and the closing token: ``accepted + 1`` ids.
-        closing: Where the last of them came from.
+        tokens: The kept drafts and the closing token, ``accepted + 1`` ids; one more if that is among the siblings.
+        closing: Where the token behind the kept drafts came from.
         p: The target's distributions, float32 [γ + 1, vocab]; ``None`` in greedy decoding, which needs none.
         closing_distribution: What the closing token was drawn from, [vocab], not normalised; ``None`` in greedy mode.
         r: The γ uniform numbers the drafts were tested with; empty in greedy decoding.
+        sibling: Which of the siblings the closing token is; ``None`` if it is none of them.
     """
 
     accepted: int
@@ -40,6 +42,7 @@ class Verdict:
     p: torch.Tensor | None = None
     closing_distribution: torch.Tensor | None = None
     r: Sequence[float] = ()
+    sibling: int | None = None
 
     @property
     def tested(self) -> int:
@@ -55,24 +58,33 @@ def judge(
     random: Randomness,
     *,
     residual_adjustment: bool = True,
+    siblings: Sequence[Sibling] = (),
 ) -> Verdict:
     """Judge a draft by the target's logits.
 
     Args:
         draft: γ tokens and what they were drawn from.
-        logits: The target's, [γ + 1, vocab]; row i stands before draft i, row γ after the last.
+        logits: The target's, [γ + 1 + siblings, vocab]; row i stands before draft i, row γ after the last, and the
+            others behind a sibling each.
         context: The tokens before the draft (the repetition penalty looks at them).
         sampling: The transforms; they make p out of the logits.
         random: Source of the tests and the closing draw.
         residual_adjustment: False draws the corrected token from p itself, which is wrong and exists to show that.
+        siblings: Alternatives verified beside the draft; in greedy decoding only.
     """
     gamma = len(draft.tokens)
     if sampling.greedy:
-        choices = sampling.choose(logits, context, draft.tokens)
+        choices = sampling.choose(logits[: gamma + 1], context, draft.tokens)
         accepted = next(
             (i for i, (t, best) in enumerate(zip(draft.tokens, choices, strict=False)) if t != best), gamma
         )
-        return Verdict(accepted, choices[: accepted + 1], _closing(accepted, gamma))
+        verdict = Verdict(accepted, choices[: accepted + 1], _closing(accepted, gamma))
+        if (accepted, choices[accepted]) in siblings:
+            row = siblings.index(Sibling(accepted, choices[accepted]))
+            behind = logits[gamma + 1 + row : gamma + 2 + row]
+            verdict.sibling = row
+            verdict.tokens += sampling.choose(behind, [*context, *verdict.tokens])
+        return verdict
     p = sampling.probabilities(logits, context, draft.tokens)
     accepted, r = random.test(acceptance_probabilities(draft, p)) if gamma else (0, [])
     distribution = p[accepted]

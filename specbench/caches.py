@@ -7,6 +7,7 @@ an early exit on the target's cache lengthens only the first layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
     DynamicCache,
+    DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
@@ -51,6 +53,19 @@ class KVCache(Protocol):
     @property
     def widest_pass(self) -> int | None:
         """Tokens up to which a position's sums do not depend on the pass it is computed in; ``None``: not known."""
+        ...
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether every layer keeps every position as it is, so that a pass may hold several branches."""
+        ...
+
+    def keys(self, tokens: int) -> int:
+        """Positions that attention is handed in a pass of so many tokens."""
+        ...
+
+    def move(self, source: int, to: int) -> None:
+        """Put the entry at one position in the place of another, in every layer."""
         ...
 
     def model_arguments(self) -> dict[str, Any]:
@@ -98,6 +113,13 @@ class NoKVCache:
     length = 0
     prefill_apart = False
     widest_pass = None
+    takes_trees = False
+
+    def keys(self, tokens: int) -> int:
+        return tokens
+
+    def move(self, source: int, to: int) -> None:
+        """Nothing is kept."""
 
     def model_arguments(self) -> dict[str, Any]:
         return {"use_cache": False}
@@ -134,6 +156,16 @@ class DynamicKVCache:
     @property
     def length(self) -> int:
         return int(self._cache.get_seq_length())
+
+    @property
+    def takes_trees(self) -> bool:
+        return all(type(layer) in (DynamicLayer, DummyLayer) for layer in self._cache.layers)
+
+    def keys(self, tokens: int) -> int:
+        return self.length + tokens
+
+    def move(self, source: int, to: int) -> None:
+        _move(self._cache.layers, source, to)
 
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
@@ -180,6 +212,15 @@ class DynamicKVCache:
             if surplus > state.shape[-1] - layer.conv_kernel_size[index]:
                 raise ValueError(f"cannot roll back by {surplus}: the states before have been given up")
         layer.crop(-surplus)
+
+
+@torch.inference_mode()
+def _move(layers: Iterable[Any], source: int, to: int) -> None:
+    """See ``KVCache.move``; of layers that keep every position."""
+    for layer in layers:
+        if not isinstance(layer, DummyLayer):
+            layer.keys[:, :, to] = layer.keys[:, :, source]
+            layer.values[:, :, to] = layer.values[:, :, source]
 
 
 def _forgets(layer: object) -> bool:
@@ -353,6 +394,16 @@ class PreallocatedKVCache:
     @property
     def length(self) -> int:
         return self._layers[0].get_seq_length()
+
+    @property
+    def takes_trees(self) -> bool:
+        return not any(layer.is_sliding for layer in self._layers)
+
+    def keys(self, tokens: int) -> int:
+        return self._layers[0].get_mask_sizes(tokens)[0]
+
+    def move(self, source: int, to: int) -> None:
+        _move(self._layers, source, to)
 
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}

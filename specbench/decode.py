@@ -17,6 +17,7 @@ from specbench.measure import Clock, WallClock
 from specbench.records import DraftVerdict, FinishReason, Prefill, Step, StepTimes
 from specbench.sampling import Randomness, Sampling
 from specbench.scorer import Scorer
+from specbench.siblings import Sibling
 from specbench.text import StopRules
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ def decode_steps(
             reason = "length" if len(context) >= end else "context-limit"
         return reason  # type: ignore[return-value]
 
+    # A sibling's logits follow another context than the draft's, which transforms that look back would need.
+    branching = sampling.greedy and sampling.repetition_penalty == 1.0 and policy.most_siblings > 0
+    branching = branching and target.takes_siblings
     target.begin()
     drafter.begin(prompt)
     policy.reset()
@@ -100,22 +104,33 @@ def decode_steps(
             policy.observe(step)  # here, where its time counts
         room = limit - len(context) - 1
         draft = drafter.propose(context, room, policy, sampling, random)
+        siblings = policy.siblings(draft) if branching else ()
         drafted = clock.now()
-        logits = target.logits(context, draft.tokens)
+        logits = (
+            target.logits(context, draft.tokens, siblings=siblings)
+            if siblings
+            else target.logits(context, draft.tokens)
+        )
         verified = clock.now()
-        verdict = judge(draft, logits, context, sampling, random, residual_adjustment=residual_adjustment)
+        verdict = judge(
+            draft, logits, context, sampling, random,
+            residual_adjustment=residual_adjustment, siblings=siblings,
+        )  # fmt: skip
         kept, reason = stops.cut(verdict.tokens)
         judged = clock.now()
         position = len(context)
+        verified_drafts = position + verdict.accepted
         context += verdict.tokens[:kept]
         finished = end_of(reason)
-        drafter.commit(context, kept, logits)
+        drafter.commit(context, kept, _rows_behind(logits, draft, verdict))
         committed = clock.now()
+        if verdict.sibling is not None:
+            target.move(position + len(draft.tokens) + verdict.sibling, verified_drafts)
         target.rollback(len(context) - 1)
-        drafter.rollback(len(context) - 1)
+        drafter.rollback(min(len(context) - 1, verified_drafts))  # a drafter has not read the sibling
         ended = clock.now()
         step = _record(
-            index, position, draft, verdict, kept, finished, policy,
+            index, position, draft, siblings, verdict, kept, finished, policy,
             StepTimes(
                 draft_s=drafted - began,
                 verify_s=verified - drafted,
@@ -144,10 +159,18 @@ def _check(prompt: Sequence[int], target: Scorer, max_new_tokens: int) -> None:
         )
 
 
+def _rows_behind(logits: torch.Tensor, draft: Draft, verdict: Verdict) -> torch.Tensor:
+    """The logits before every token of a verdict, [at least as many, vocab]."""
+    if verdict.sibling is None:
+        return logits
+    return logits[[*range(verdict.accepted + 1), len(draft.tokens) + 1 + verdict.sibling]]
+
+
 def _record(
     index: int,
     position: int,
     draft: Draft,
+    siblings: Sequence[Sibling],
     verdict: Verdict,
     kept: int,
     finished: FinishReason | None,
@@ -156,7 +179,7 @@ def _record(
     traced_logits: torch.Tensor | None,
 ) -> Step:
     """The record of a step; made after the clock was read, for α costs a pass over the vocabulary per position."""
-    cut = kept < len(verdict.tokens)
+    cut = kept <= verdict.accepted
     tested = kept if cut else verdict.tested
     return Step(
         index=index,
@@ -174,6 +197,8 @@ def _record(
         closing_probability=None
         if traced_logits is None or cut
         else _closing_probability(verdict, traced_logits),
+        siblings=tuple(siblings),
+        passes=draft.passes,
     )
 
 
@@ -203,7 +228,7 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
 
 def _closing_probability(verdict: Verdict, logits: torch.Tensor) -> float:
     """Probability of the closing token under what it was drawn from (greedy: the untempered softmax)."""
-    token = verdict.tokens[-1]
+    token = verdict.tokens[verdict.accepted]
     if verdict.closing_distribution is None:
         return float(logits[verdict.accepted].float().softmax(dim=-1)[token])
     return float(verdict.closing_distribution[token] / verdict.closing_distribution.sum())

@@ -177,11 +177,13 @@ def parse_policies(specs: Sequence[str], **options: Any) -> tuple[str, ...]:
     for spec in specs:
         policy, own = read_policy(spec)
         if policy.word == "fixed":
-            if own:
+            if "gamma" in own:
                 raise UsageError(
                     "The lengths of the rule fixed are those of --gamma.", f"Give --gamma {own['gamma']}."
                 )
-            names.append("fixed")
+            siblings = own.get("siblings", given.get("siblings", 0))
+            build_policy("fixed", siblings=siblings)  # refuses what is none
+            names.append(f"fixed:siblings={siblings}" if siblings else "fixed")
         else:
             taken = {name: value for name, value in given.items() if policy.option(name)}
             names.append(build_policy(spec, **taken).name)
@@ -223,9 +225,12 @@ def _configs_at(
     ]
     for name in drafters:
         for policy in options.policies:
-            if policy == "fixed":
+            word, _, own = policy.partition(":")
+            if word == "fixed":
+                end = f",{own}" if own else ""
                 grid += [
-                    ("speculative", f"{name}@{g}", f"{name} γ={g}", name, g, policy) for g in options.gammas
+                    ("speculative", f"{name}@{g}{end}", f"{name} γ={g}{end}", name, g, policy)
+                    for g in options.gammas
                 ]
             elif _applies(policy, name):
                 grid.append(("speculative", f"{name}@{policy}", f"{name} {policy}", name, None, policy))

@@ -103,8 +103,9 @@ class Step:
         drafted: The proposed tokens, after all cuts of the draft length; its length is the γ of this step.
         accepted: How many of them were kept (a stop inside the accepted run cuts this too).
         tested: How many of them got a verdict that counts.
-        tokens: What the step emitted: the accepted tokens and, unless a stop cut it off, the closing one.
-        closing: Where the last token came from; ``None`` when a stop among the accepted tokens ended the output.
+        tokens: What the step emitted: the accepted tokens, unless a stop cut them off the closing one, and behind that
+            the target's next one if the closing token was among the siblings.
+        closing: Where the token behind the accepted ones came from; ``None`` when a stop among those ended the output.
         expected_acceptance: For each tested position ``sum_x min(p(x), q(x))`` of the distributions that decide
             (0 or 1 in greedy decoding, p of the token for a drafter without probabilities).
         times: Where the time went.
@@ -113,6 +114,9 @@ class Step:
         verdicts: One per drafted token when a trace was asked for, else ``None``.
         closing_probability: Probability of the closing token under the distribution it was drawn from, when a trace
             was asked for, else ``None``.
+        siblings: Alternatives to drafted tokens that were verified beside them, as pairs of the draft's place, from 0,
+            and the token (``specbench.siblings``).
+        passes: Passes of the drafter's model; ``None`` if it has none or makes one for every draft.
     """
 
     index: int
@@ -128,11 +132,23 @@ class Step:
     policy: Mapping[str, float] = field(default_factory=dict)
     verdicts: tuple[DraftVerdict, ...] | None = None
     closing_probability: float | None = None
+    siblings: tuple[tuple[int, int], ...] = ()
+    passes: int | None = None
 
     @property
     def gamma(self) -> int:
         """Number of tokens drafted in this step."""
         return len(self.drafted)
+
+    @property
+    def verified(self) -> int:
+        """Rows of logits of the target's pass: one for the context, and one for each draft and sibling."""
+        return 1 + len(self.drafted) + len(self.siblings)
+
+    @property
+    def gained(self) -> int:
+        """Tokens emitted behind the closing one: 1 if that was among the siblings, else 0."""
+        return len(self.tokens) - self.accepted - (self.closing is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict with every field."""

@@ -281,7 +281,7 @@ def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) ->
 
 def _described(row: Mapping[str, Any]) -> str:
     drafter = one_line(row["drafter"])
-    if row["policy"] == "fixed" and not math.isnan(row["gamma"]):
+    if row["policy"].startswith("fixed") and not math.isnan(row["gamma"]):
         return f"γ = {row['gamma']:g} with {drafter}"
     return f"the rule {one_line(row['policy'])} with {drafter}"
 

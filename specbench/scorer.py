@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from specbench.caches import CacheKind, KVCache, make_cache
+from specbench.siblings import Sibling, tree_mask, tree_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,8 +57,17 @@ class Scorer:
         """Start on a new context."""
         self.cache.reset()
 
+    @cached_property
+    def takes_siblings(self) -> bool:
+        """Whether siblings can be verified: a trial on the model as it is gives what separate passes give."""
+        return self.cache.takes_trees and self._change is None and self._trees_are_right()
+
     def logits(
-        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+        self,
+        context: Sequence[int],
+        drafted: Sequence[int] = (),
+        rows: int | None = None,
+        siblings: Sequence[Sibling] = (),
     ) -> torch.Tensor:
         """Feed what the cache lacks of ``context + drafted`` and return the logits behind its last tokens.
 
@@ -64,10 +75,14 @@ class Scorer:
             context: All tokens so far.
             drafted: Tokens that continue it and may be rolled back.
             rows: Number of positions wanted, counted from the end; ``None`` for the context's last and every draft.
+            siblings: Alternatives to drafted tokens, verified beside them if ``takes_siblings``; not with ``rows``.
 
         Returns:
-            [rows, vocab], in the model's dtype; with ``rows=None`` row i is what stands behind ``drafted[:i]``.
+            [rows, vocab], in the model's dtype; with ``rows=None`` row i is what stands behind ``drafted[:i]``, and the
+            rows behind the siblings follow.
         """
+        if siblings:
+            return self._feed_tree(context, drafted, siblings)
         rows = len(drafted) + 1 if rows is None else rows
         if self._change is not None and self.cache.length <= self._change < len(context) + len(drafted):
             return self._across_change(context, drafted, rows, self._change)
@@ -107,6 +122,49 @@ class Scorer:
             found.append(self._forward(part, min(len(part), max(1, rows - behind))))  # a head takes its time
         return torch.cat(found)[-rows:]
 
+    def _feed_tree(
+        self, context: Sequence[int], drafted: Sequence[int], siblings: Sequence[Sibling]
+    ) -> torch.Tensor:
+        if self.cache.length < len(context) - 1:
+            self._feed(context[:-1], (), 1)
+        past = self.cache.length
+        tokens = [*context[past:], *drafted, *(each.token for each in siblings)]
+        shape = (past, len(context) - past, len(drafted), siblings)
+        return self._forward(
+            tokens,
+            1 + len(drafted) + len(siblings),
+            attention_mask=tree_mask(*shape, self.cache.keys(len(tokens)), self.device),
+            position_ids=tree_positions(*shape, self.device),
+        )
+
+    def _trees_are_right(self) -> bool:
+        """Try it out on a few tokens; the context in the cache is lost."""
+        context, draft = [token % self.embeddings for token in (1, 2, 3, 5, 8, 13)], [3, 4]
+        siblings = (Sibling(1, 6), Sibling(0, 7))
+        try:
+            self.begin()
+            self.logits(context)
+            self.rollback(len(context) - 1)
+            found = self.logits(context, draft, siblings=siblings).float()
+            apart = []
+            for branch in ([3, 6], [7]):
+                self.begin()
+                self.logits(context)
+                apart.append(self.logits(context, branch, rows=1)[0].float())
+            self.begin()
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            self.begin()
+            return False
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.05
+        return all(
+            float((one - other).norm()) <= tolerance * float((other - other.mean()).norm())
+            for one, other in zip(found[-len(siblings) :], apart, strict=True)
+        )
+
+    def move(self, source: int, to: int) -> None:
+        """Put a cached position in the place of another: a sibling that was right in that of the draft."""
+        self.cache.move(source, to)
+
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens in the cache."""
         if self._change is not None and length <= self._change < self.cache.length:
@@ -114,8 +172,11 @@ class Scorer:
         self.cache.rollback(length)
 
     @torch.inference_mode()
-    def _forward(self, tokens: Sequence[int], rows: int, *, cached: bool = True) -> torch.Tensor:
+    def _forward(
+        self, tokens: Sequence[int], rows: int, *, cached: bool = True, **extra: torch.Tensor
+    ) -> torch.Tensor:
         arguments: dict[str, Any] = self.cache.model_arguments() if cached else {"use_cache": False}
+        arguments |= extra
         if self._keeps_logits:
             arguments["logits_to_keep"] = rows
         ids = torch.tensor([tokens], device=self.device)

@@ -331,20 +331,22 @@ def verification_cost(pass_s: Mapping[int, float], widths: ArrayLike) -> Floats:
     return np.asarray(v)
 
 
-def predicted_speedup(tokens: ArrayLike, gammas: ArrayLike, c: float, pass_s: Mapping[int, float]) -> float:
-    """``Σ E(γ) / Σ (γ·c + v(γ + 1))`` over the steps of a run; with one γ throughout the formula of the papers.
+def predicted_speedup(
+    tokens: ArrayLike, passes: ArrayLike, widths: ArrayLike, c: float, pass_s: Mapping[int, float]
+) -> float:
+    """``Σ E / Σ (k·c + v(n))`` over the steps of a run; with k = γ and n = γ + 1 throughout the formula of the papers.
 
     Leviathan et al. 2023, theorem 3.8, with v in place of their assumption that a wide pass costs as much as a narrow.
 
     Args:
         tokens: Expected tokens of every step, from ``expected_tokens`` or ``expected_tokens_by_position``.
-        gammas: Draft length of every step, 0 for a plain pass.
+        passes: Passes of the drafter in every step, 0 for a plain one.
+        widths: Tokens that the target verified in it: 1, the drafts and their siblings.
         c: Time of one drafter pass over that of a target pass with one token.
         pass_s: Target passes as for ``verification_cost``.
 
     Returns:
         The speedup over plain decoding that the costs of the passes alone would allow; NaN without steps.
     """
-    gamma = np.asarray(gammas, dtype=np.float64)
-    cost = gamma * c + verification_cost(pass_s, gamma + 1.0)
-    return float(np.sum(np.asarray(tokens, dtype=np.float64)) / np.sum(cost)) if len(gamma) else math.nan
+    cost = np.asarray(passes, dtype=np.float64) * c + verification_cost(pass_s, widths)
+    return float(np.sum(np.asarray(tokens, dtype=np.float64)) / np.sum(cost)) if len(cost) else math.nan

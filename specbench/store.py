@@ -51,6 +51,9 @@ STEP_LISTS = (
 )  # fmt: skip
 """The per-step numbers of a line; beside them stand ``expected_acceptance``, ``closing`` and ``policy``."""
 
+LATER_STEP_LISTS = ("siblings", "passes")
+"""More of them, which older lines lack: no siblings then, and a pass of the drafter for every drafted token."""
+
 
 def key_of(row: Mapping[str, Any]) -> Key:
     """The key of a line of ``generations.jsonl``."""
@@ -554,6 +557,7 @@ def _is_row(row: dict[str, Any]) -> bool:
     if not isinstance(steps, dict):
         return False
     lists = [steps.get(name) for name in (*STEP_LISTS, "expected_acceptance")]
+    lists += [steps[name] for name in LATER_STEP_LISTS if name in steps]
     return (
         all(isinstance(each, list) for each in lists)
         and len({len(each) for each in lists if each is not None}) == 1
@@ -597,7 +601,8 @@ class _Columns:
     def __init__(self) -> None:
         names = (
             *_PLAIN_FIELDS, *_MEASURED_FIELDS, "token_ids", "warnings", "target", *_CONFIG_FIELDS, *_DERIVED,
-            *(f"steps_{name}" for name in (*STEP_LISTS, "expected_acceptance", "closing", "policy")),
+            *(f"steps_{name}" for name in (*STEP_LISTS, *LATER_STEP_LISTS)),
+            *(f"steps_{name}" for name in ("expected_acceptance", "closing", "policy")),
         )  # fmt: skip
         self.values: dict[str, list[Any]] = {name: [] for name in names}
 
@@ -658,6 +663,9 @@ def _step_arrays(steps: Mapping[str, Any]) -> dict[str, Any]:
     arrays: dict[str, Any] = {
         name: _array(steps.get(name, ()), float if name.endswith("_s") else int) for name in STEP_LISTS
     }
+    drafted = arrays["drafted"]
+    arrays["siblings"] = _array(steps.get("siblings", [0] * len(drafted)), int)
+    arrays["passes"] = _array(steps["passes"], int) if "passes" in steps else drafted
     arrays["expected_acceptance"] = steps.get("expected_acceptance", [])
     arrays["closing"] = [None if each is None else intern(each) for each in steps.get("closing", ())]
     arrays["policy"] = {

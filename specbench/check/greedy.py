@@ -171,10 +171,7 @@ def run_greedy(setup: DecodingSetup, prompt: Sequence[int], *, plain: bool = Fal
 
 def _rows(seen: Observation) -> list[tuple[torch.Tensor, list[int]]]:
     """Logits before every emitted token, with the context they stand behind."""
-    if not seen.passes:
-        return []
-    rows = seen.passes[-1].logits[: len(seen.tokens)]
-    return [(row, [*seen.context, *seen.tokens[:i]]) for i, row in enumerate(rows)]
+    return [(row, [*seen.context, *seen.tokens[:i]]) for i, row in enumerate(seen.deciding)]
 
 
 def run_plain(setup: DecodingSetup, prompt: Sequence[int]) -> PlainRun:

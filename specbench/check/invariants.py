@@ -212,16 +212,21 @@ def _passes(seen: Observation) -> Complaints:
         yield "pass", "the target was not given the context"
     if given.drafted != seen.record.drafted:
         yield "pass", "the target was not given the drafts"
-    if len(given.logits) != seen.record.gamma + 1:
-        yield "pass", f"{len(given.logits)} rows of logits for {seen.record.gamma} drafts"
+    if given.siblings != seen.record.siblings:
+        yield "pass", "the target was not given the siblings"
+    if len(given.logits) != seen.record.verified:
+        yield "pass", f"{len(given.logits)} rows of logits for {seen.record.verified} tokens to verify"
 
 
 def _counts(step: Step) -> Complaints:
     gamma, accepted = step.gamma, step.accepted
     if not 0 <= accepted <= step.tested <= gamma:
         yield "count", f"{accepted} accepted, {step.tested} tested, {gamma} drafted"
-    if len(step.tokens) != accepted + (step.closing is not None):
+    known = step.tokens[accepted:] and (accepted, step.tokens[accepted]) in step.siblings
+    if not 0 <= step.gained <= bool(known and step.closing == "corrected"):
         yield "count", f"{len(step.tokens)} tokens for {accepted} accepted, closed by {step.closing}"
+    if any(not 0 <= place < gamma or step.drafted[place] == token for place, token in step.siblings):
+        yield "count", "there are siblings of no draft, or the drafts themselves"
     if step.tokens[:accepted] != step.drafted[:accepted]:
         yield "count", "the accepted tokens are not the drafted ones"
     if step.closing is None:
@@ -246,9 +251,8 @@ def _choices(seen: Observation, rules: Rules) -> Complaints:
     """Greedy: every token has the largest logit of its own row, and nothing was left to chance."""
     if seen.events or any(proposal.events for proposal in seen.proposals):
         yield "choice", "greedy decoding drew a random number"
-    logits = seen.passes[-1].logits
-    for i, token in enumerate(seen.tokens[: len(logits)]):
-        scores = rules.sampling.scores(logits[i : i + 1], [*seen.context, *seen.tokens[:i]])[0]
+    for i, (token, row) in enumerate(zip(seen.tokens, seen.deciding, strict=False)):
+        scores = rules.sampling.scores(row.unsqueeze(0), [*seen.context, *seen.tokens[:i]])[0]
         if float(scores[token]) != float(scores.max()):
             yield (
                 "choice",

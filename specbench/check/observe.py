@@ -21,6 +21,7 @@ from specbench.measure import clock_for
 from specbench.records import Prefill, Step
 from specbench.sampling import Greedy, Randomness, Sampling
 from specbench.scorer import Scorer
+from specbench.siblings import Sibling
 from specbench.text import StopRules
 
 __all__ = [
@@ -117,7 +118,7 @@ class Pass:
     """A target pass.
 
     Attributes:
-        context, drafted: The tokens handed to it.
+        context, drafted, siblings: The tokens handed to it.
         cached: Length of the target's cache before it.
         logits: [rows, vocab].
     """
@@ -126,6 +127,7 @@ class Pass:
     drafted: tuple[int, ...]
     cached: int
     logits: torch.Tensor
+    siblings: tuple[Sibling, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,19 @@ class Observation:
             return self.record.tokens
         return () if self.record.token is None else (self.record.token,)
 
+    @property
+    def deciding(self) -> list[torch.Tensor]:
+        """The logits before every emitted token, [vocab] each, as far as the target's pass has them."""
+        if not self.passes:
+            return []
+        given = self.passes[-1]
+        chain = list(given.logits[: len(self.tokens)])
+        place = self.record.accepted if isinstance(self.record, Step) else 0
+        if place + 1 < len(self.tokens) and (place, self.tokens[place]) in given.siblings:
+            row = given.siblings.index(Sibling(place, self.tokens[place]))
+            chain[place + 1 :] = [given.logits[1 + len(given.drafted) + row]]
+        return chain
+
 
 @dataclass(slots=True)
 class _Log:
@@ -178,11 +193,18 @@ class _WatchedTarget:
         self.begin, self.rollback = scorer.begin, scorer.rollback
 
     def logits(
-        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+        self,
+        context: Sequence[int],
+        drafted: Sequence[int] = (),
+        rows: int | None = None,
+        siblings: Sequence[Sibling] = (),
     ) -> torch.Tensor:
         cached = self._scorer.cache.length
-        logits = self._scorer.logits(context, drafted, rows)
-        self._log.passes.append(Pass(tuple(context), tuple(drafted), cached, logits))
+        if siblings:
+            logits = self._scorer.logits(context, drafted, siblings=siblings)
+        else:
+            logits = self._scorer.logits(context, drafted, rows)
+        self._log.passes.append(Pass(tuple(context), tuple(drafted), cached, logits, tuple(siblings)))
         return logits
 
     def __getattr__(self, name: str) -> Any:

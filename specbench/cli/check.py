@@ -35,6 +35,7 @@ _LARGEST_BIAS = 0.5
 _NEED_NO_DECODING = (
     "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "egag", "gamma", "gamma_min",
     "gamma_max", "egag_ema_beta", "egag_scale", "confidence", "adapt_confidence", "entropy_lambda", "svip_threshold",
+    "siblings",
     "costs", "max_new_tokens", "stop", "bit_exact", "first_target", "no_residual_adjustment", "temperature", "top_k",
     "top_p", "min_p", "seed", "bias",
 )  # fmt: skip
@@ -144,6 +145,7 @@ def check(
     adapt_confidence: opt.AdaptConfidenceOption = False,
     entropy_lambda: opt.EntropyLambdaOption = None,
     svip_threshold: opt.SvipThresholdOption = None,
+    siblings: opt.SiblingsOption = None,
     costs: opt.CostsOption = None,
     max_new_tokens: opt.MaxNewTokensOption = 64,
     stop: opt.StopOption = None,
@@ -211,6 +213,7 @@ def check(
                 "adapt_confidence": adapt_confidence,
                 "entropy_lambda": entropy_lambda,
                 "svip_threshold": svip_threshold,
+                "siblings": siblings,
             }
             rules = length_rules(
                 [*(length_policy or []), *(["egag"] if egag else [])],
@@ -218,6 +221,7 @@ def check(
                 parse_gammas(gamma) if gamma is not None else [],
                 rule_options,
                 greedy=sampling.greedy,
+                bit_exact=bit_exact,
             )
             job = _DecodingJob(
                 request,

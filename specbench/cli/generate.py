@@ -28,7 +28,7 @@ __all__ = ["generate"]
 _WARM_UP_TOKENS = 8
 _LENGTH_OPTIONS = (
     "length_policy", "egag", "gamma", "gamma_min", "gamma_max", "egag_ema_beta", "egag_scale", "confidence",
-    "adapt_confidence", "entropy_lambda", "svip_threshold", "costs",
+    "adapt_confidence", "entropy_lambda", "svip_threshold", "siblings", "costs",
 )  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def generate(
     adapt_confidence: opt.AdaptConfidenceOption = False,
     entropy_lambda: opt.EntropyLambdaOption = None,
     svip_threshold: opt.SvipThresholdOption = None,
+    siblings: opt.SiblingsOption = None,
     costs: opt.CostsOption = None,
     max_new_tokens: opt.MaxNewTokensOption = 256,
     stop: opt.StopOption = None,
@@ -146,6 +147,7 @@ def generate(
         "adapt_confidence": adapt_confidence,
         "entropy_lambda": entropy_lambda,
         "svip_threshold": svip_threshold,
+        "siblings": siblings,
     }
     with ExitStack() as stack:
         trace_to = None
@@ -165,7 +167,9 @@ def generate(
             drafter_options = LoadOptions(drafter_dtype, drafter_device, drafter_device_map)
             check_options(load_options)
             check_options(drafter_options)
-            rule = LengthRule(length_policy, egag, costs, rule_options, greedy=sampling.greedy)
+            rule = LengthRule(
+                length_policy, egag, costs, rule_options, greedy=sampling.greedy, bit_exact=bit_exact
+            )
             if drafter_word(drafter) != "none":
                 check_policy(rule.spec, drafter)
             check_drafter(drafter, target, progress=progress)

@@ -42,6 +42,7 @@ __all__ = [
     "PromptFile",
     "RepetitionPenaltyOption",
     "SeedOption",
+    "SiblingsOption",
     "StopOption",
     "SvipThresholdOption",
     "TargetOption",
@@ -240,6 +241,16 @@ EntropyLambdaOption = Annotated[
 SvipThresholdOption = Annotated[
     float | None,
     typer.Option("--svip-threshold", metavar="H", help="svip: the threshold (0.3).", rich_help_panel=LENGTH),
+]
+SiblingsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--siblings",
+        min=0,
+        metavar="N",
+        help="Most alternatives that are verified beside a draft in greedy decoding (auto: 8, other rules: 0).",
+        rich_help_panel=LENGTH,
+    ),
 ]
 CostsOption = Annotated[
     Path | None,

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["LengthRule", "left_out", "length_rules"]
+__all__ = ["LengthRule", "left_out", "length_rules", "refuse_siblings"]
 
 
 class LengthRule:
@@ -26,6 +26,7 @@ class LengthRule:
         options: dict[str, Any],
         *,
         greedy: bool,
+        bit_exact: bool = False,
     ) -> None:
         from specbench.errors import UsageError
         from specbench.lengths import build_policy, check_costs, load_costs, policy_word
@@ -34,8 +35,12 @@ class LengthRule:
             raise UsageError("--egag and --length-policy are both given.", "Give one of them.")
         default = "auto" if greedy and options.get("gamma") is None else "fixed"
         self.spec = "egag" if egag else length_policy or default
-        self._options, self._costs = options, None
-        self.name: str = build_policy(self.spec, **options).name
+        self._options, self._costs = dict(options), None
+        if bit_exact and options.get("siblings") is None:
+            self._options["siblings"] = 0
+        self.name: str = build_policy(self.spec, **self._options).name
+        if bit_exact:
+            refuse_siblings([self.name])
         if costs is not None:
             policy_word(self.spec).require("costs")
             self._costs = load_costs(costs)
@@ -56,6 +61,7 @@ def length_rules(
     options: dict[str, Any],
     *,
     greedy: bool,
+    bit_exact: bool = False,
 ) -> list[LengthRule]:
     """Every rule that is asked for; those that begin with a γ once with each.
 
@@ -65,6 +71,7 @@ def length_rules(
         gammas: Lengths; empty if none are asked for.
         options: Others that they may share. Each goes to the rules that take it.
         greedy: Whether nothing is sampled.
+        bit_exact: Whether passes are to be the same to the bit, so that nothing may stand beside a draft.
 
     Raises:
         UsageError: An option that none of the rules takes, or one rule twice.
@@ -75,7 +82,8 @@ def length_rules(
     starts: Sequence[int | None] = gammas or [None]
     if not specs:
         rules = [
-            LengthRule(None, False, costs, {**options, "gamma": gamma}, greedy=greedy) for gamma in starts
+            LengthRule(None, False, costs, {**options, "gamma": gamma}, greedy=greedy, bit_exact=bit_exact)
+            for gamma in starts
         ]
     else:
         asked = {name: value for name, value in options.items() if value is not None and value is not False}
@@ -90,7 +98,7 @@ def length_rules(
             open_start = word.option("gamma") and "gamma" not in read_policy(spec)[1]
             own = costs if word.option("costs") else None
             rules += [
-                LengthRule(spec, False, own, {**taken, "gamma": gamma}, greedy=greedy)
+                LengthRule(spec, False, own, {**taken, "gamma": gamma}, greedy=greedy, bit_exact=bit_exact)
                 for gamma in (starts if open_start else [None])
             ]
     names = [rule.name for rule in rules]
@@ -98,6 +106,23 @@ def length_rules(
     if repeated:
         raise UsageError(f"The draft-length rule {repeated[0]} is given twice.", "Give each once.")
     return rules
+
+
+def refuse_siblings(policies: Sequence[str]) -> None:
+    """Refuse rules that have siblings verified, where passes are to be the same to the bit.
+
+    Raises:
+        UsageError: One of them does: its passes sum up what another one's do in another order.
+    """
+    from specbench.errors import UsageError
+    from specbench.lengths import build_policy
+
+    for policy in policies:
+        if build_policy(policy).most_siblings:
+            raise UsageError(
+                f"--bit-exact does not go with siblings, as in {policy}.",
+                "Write siblings=0, or leave them out.",
+            )
 
 
 def left_out(policies: Sequence[str], drafters: Sequence[str]) -> list[str]:

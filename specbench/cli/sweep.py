@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.rule import left_out
+from specbench.cli.rule import left_out, refuse_siblings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,6 +96,7 @@ def sweep(
     adapt_confidence: opt.AdaptConfidenceOption = False,
     entropy_lambda: opt.EntropyLambdaOption = None,
     svip_threshold: opt.SvipThresholdOption = None,
+    siblings: opt.SiblingsOption = None,
     costs: opt.CostsOption = None,
     keep_policy_state: Annotated[
         bool,
@@ -252,10 +253,13 @@ def sweep(
         adapt_confidence=adapt_confidence,
         entropy_lambda=entropy_lambda,
         svip_threshold=svip_threshold,
+        siblings=0 if bit_exact and siblings is None else siblings,
     )
+    if bit_exact:
+        refuse_siblings(policies)
     names = tuple(dict.fromkeys(name for name in drafter or [opt.DEFAULT_DRAFTER] if name != "none"))
     gammas = parse_gammas(gamma)
-    if "fixed" not in policies:
+    if not any(policy.partition(":")[0] == "fixed" for policy in policies):
         _refuse_gamma(ctx, policies)
         gammas = []
     notes = left_out(policies, names)

@@ -166,6 +166,9 @@ class AutoLength(Rule):
         """What tells the chance of draft ``i``: evidence and probabilities are not on one scale."""
         return self._matched if is_free(draft, i) else self._drafted
 
+    def sibling_price(self, rows: int) -> float:
+        return self._rate * (self._verify_s[rows + 1] - self._verify_s[rows])
+
     # -- learning ----------------------------------------------------------------------------------
 
     def observe(self, step: Step) -> None:
@@ -190,13 +193,13 @@ class AutoLength(Rule):
         self._tokens = _MEMORY * self._tokens + len(step.tokens)
         self._passes = _MEMORY * self._passes + passes
         self._widths = {n: _MEMORY * count for n, count in self._widths.items()}
-        self._widths[step.gamma + 1] = self._widths.get(step.gamma + 1, 0.0) + 1
+        self._widths[step.verified] = self._widths.get(step.verified, 0.0) + 1
         self._weigh()
 
     def _weigh(self) -> None:
         """Renew what decisions go by: costs, and the rate."""
         d = self._draft_s = self._costs.draft_s
-        v = self._verify_s = self._costs.verify_s(self.gamma_max + 1)
+        v = self._verify_s = self._costs.verify_s(max(self.gamma_max + 2, *self._widths, 0))
         self._probe_s = d + v[2] - v[1]
         chance = self._upcoming.chance(self._last)
         survival = tokens = 1.0

@@ -9,12 +9,13 @@ before the token is drawn, and never after that: it can stop behind a token, but
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from specbench.errors import UsageError
+from specbench.siblings import Sibling, choose_siblings
 
 if TYPE_CHECKING:
     from specbench.drafters.base import Draft
@@ -25,12 +26,17 @@ __all__ = [
     "KeptState",
     "LengthPolicy",
     "Rule",
+    "WithSiblings",
     "confidence",
     "entropy",
     "is_free",
     "normalised_entropy",
     "written",
 ]
+
+
+_SIBLING_PRICE = 0.02
+"""Where nothing is known of what a pass costs: a token more takes a few per cent of it on a processor."""
 
 
 class LengthPolicy(Protocol):
@@ -68,6 +74,15 @@ class LengthPolicy(Protocol):
         Args:
             logits: The drafter's for this token, shape [vocab], before any sampling transform.
         """
+        ...
+
+    @property
+    def most_siblings(self) -> int:
+        """How many alternatives it may ask to be verified in a step; 0 if it never does."""
+        ...
+
+    def siblings(self, draft: Draft) -> Sequence[Sibling]:
+        """Alternatives to verify beside a finished draft. Asked in greedy decoding only."""
         ...
 
     def observe(self, step: Step) -> None:
@@ -114,6 +129,15 @@ class Rule:
     def look(self, logits: torch.Tensor) -> bool:  # noqa: ARG002
         return True
 
+    most_siblings = 0
+
+    def siblings(self, draft: Draft) -> Sequence[Sibling]:  # noqa: ARG002
+        return ()
+
+    def sibling_price(self, rows: int) -> float:  # noqa: ARG002
+        """The chance of giving a token from which on one more to verify, with ``rows`` there, is worth its time."""
+        return _SIBLING_PRICE
+
     def observe(self, step: Step) -> None:
         """There is nothing to learn."""
 
@@ -146,6 +170,38 @@ class FixedLength(Rule):
         return f"fixed:gamma={self.gamma}"
 
 
+class WithSiblings:
+    """A rule that also has alternatives verified beside its drafts.
+
+    Args:
+        policy: The rule.
+        most: How many alternatives in a step, 0 or more.
+        default: How many the rule has where its name says nothing of them.
+
+    Raises:
+        UsageError: ``most`` is negative.
+    """
+
+    def __init__(self, policy: Rule, most: int, default: int = 0) -> None:
+        if most < 0:
+            raise UsageError(f"The most siblings of a draft are {most}.", "Give 0 or more.")
+        self.policy, self.most_siblings, self._default = policy, most, default
+        self.reset, self.begin, self.another, self.look = (
+            policy.reset, policy.begin, policy.another, policy.look,
+        )  # fmt: skip
+        self.observe, self.notes, self.costs = policy.observe, policy.notes, policy.costs
+
+    @property
+    def name(self) -> str:
+        name = self.policy.name
+        if self.most_siblings == self._default:
+            return name
+        return f"{name}{',' if ':' in name else ':'}siblings={self.most_siblings}"
+
+    def siblings(self, draft: Draft) -> Sequence[Sibling]:
+        return choose_siblings(draft, self.most_siblings, self.policy.sibling_price(len(draft.tokens) + 1))
+
+
 class KeptState:
     """A rule that carries what it learnt from one prompt to the next.
 
@@ -156,6 +212,7 @@ class KeptState:
     def __init__(self, policy: LengthPolicy) -> None:
         self.policy = policy
         self.begin, self.another, self.look = policy.begin, policy.another, policy.look
+        self.most_siblings, self.siblings = policy.most_siblings, policy.siblings
         self.observe, self.notes, self.costs = policy.observe, policy.notes, policy.costs
 
     @property

@@ -180,7 +180,7 @@ class MeasuredCosts:
         if draft_s is not None:
             self._drafts.append(draft_s)
         if verify_s is not None:
-            self._steps.setdefault(step.gamma + 1, deque(maxlen=_STEPS)).append(verify_s)
+            self._steps.setdefault(step.verified, deque(maxlen=_STEPS)).append(verify_s)
             self._fit()
 
     def _sample(self, step: Step, caught_up: bool, passes: int) -> tuple[float | None, float | None]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specbench.drafters import drafter_word
 from specbench.drafters.options import split_spec
 from specbench.errors import UsageError
 from specbench.lengths.auto import AutoLength
-from specbench.lengths.base import FixedLength, KeptState, LengthPolicy
+from specbench.lengths.base import FixedLength, KeptState, LengthPolicy, Rule, WithSiblings
 from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
 
@@ -56,13 +56,15 @@ class PolicyWord:
         options: What it takes.
         needs_logits: Whether it reads the drafter's distributions, which n-gram and lookup have none of.
         build: Its class.
+        siblings: How many siblings it has verified if nothing is said.
     """
 
     word: str
     summary: str
     options: tuple[PolicyOption, ...]
     needs_logits: bool
-    build: Callable[..., LengthPolicy]
+    build: Callable[..., Rule]
+    siblings: int = 0
 
     def option(self, name: str) -> PolicyOption | None:
         """The option of that name."""
@@ -84,11 +86,20 @@ class PolicyWord:
         return option
 
 
+_SIBLINGS = PolicyOption(
+    "siblings",
+    "siblings",
+    "siblings",
+    int,
+    "most alternatives verified beside a draft in greedy decoding (auto: 8, others: 0)",
+)
+
+
 def _most(default: int) -> PolicyOption:
     return PolicyOption("gamma_max", "max", "gamma_max", int, f"most tokens drafted in a step ({default})")
 
 
-POLICY_WORDS: tuple[PolicyWord, ...] = (
+_WORDS: tuple[PolicyWord, ...] = (
     PolicyWord(
         "auto",
         "Goes on as long as one more draft is likely to pay for its time, measured as the run goes. Nothing to tune.",
@@ -100,6 +111,7 @@ POLICY_WORDS: tuple[PolicyWord, ...] = (
         ),
         False,
         AutoLength,
+        siblings=8,
     ),
     PolicyWord(
         "fixed",
@@ -172,6 +184,7 @@ POLICY_WORDS: tuple[PolicyWord, ...] = (
         HeuristicLength,
     ),
 )
+POLICY_WORDS = tuple(replace(word, options=(*word.options, _SIBLINGS)) for word in _WORDS)
 
 
 def policy_names() -> tuple[str, ...]:
@@ -244,7 +257,10 @@ def build_policy(spec: str, *, keep: bool = False, **options: Any) -> LengthPoli
     """
     policy, own = read_policy(spec)
     given = {option: value for option, value in options.items() if value is not None and value is not False}
-    built = policy.build(**{policy.require(name).argument: value for name, value in {**given, **own}.items()})
+    taken = {policy.require(name).argument: value for name, value in {**given, **own}.items()}
+    most = taken.pop("siblings", policy.siblings)
+    rule = policy.build(**taken)
+    built: LengthPolicy = WithSiblings(rule, most, policy.siblings) if most or policy.siblings else rule
     return KeptState(built) if keep else built
 
 

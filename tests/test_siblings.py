@@ -1,0 +1,356 @@
+"""Siblings: alternatives verified beside a draft. The output stays the target's own, and steps emit more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedCache, ScriptedScorer, random_table
+from tiny import tiny_language_model, tiny_llama
+
+from specbench.caches import CacheKind
+from specbench.check.observe import DecodingSetup
+from specbench.check.results import CheckResult
+from specbench.check.run import Case, DecodingCheck
+from specbench.decode import decode_steps
+from specbench.drafters.base import Draft
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.errors import UsageError
+from specbench.lengths import FixedLength, LengthPolicy, build_policy
+from specbench.lengths.auto import AutoLength
+from specbench.records import Step
+from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.scorer import Scorer
+from specbench.siblings import Sibling, choose_siblings, tree_mask, tree_positions
+from specbench.text import StopRules
+
+VOCAB = 9
+PROMPT = (1, 4, 2)
+
+
+def logits_of(*chances: float) -> torch.Tensor:
+    return torch.tensor([math.log(chance) if chance else -math.inf for chance in chances])
+
+
+# --- Choosing them --------------------------------------------------------------------------------
+
+
+def test_the_likeliest_alternatives_come_first() -> None:
+    draft = Draft(
+        tokens=[0, 1],
+        logits=[logits_of(0.6, 0.3, 0.1, 0.0), logits_of(0.25, 0.5, 0.2, 0.05)],
+    )
+    # Beside the first 0.3 and 0.1; beside the second 0.6 times 0.25, 0.2 and 0.05.
+    everything = choose_siblings(draft, 10, 0.0)
+    assert everything[:5] == ((0, 1), (1, 0), (1, 2), (0, 2), (1, 3))
+    assert choose_siblings(draft, 10, 0.11) == ((0, 1), (1, 0), (1, 2))
+    assert choose_siblings(draft, 2, 0.0) == ((0, 1), (1, 0))
+    assert all(isinstance(each, Sibling) for each in everything)
+
+
+def test_what_is_certain_or_unknown_has_no_alternatives() -> None:
+    certain = torch.full((4,), -math.inf)
+    certain[2] = 0.0
+    draft = Draft(tokens=[2, 0], logits=[certain, logits_of(0.7, 0.2, 0.1, 0.0)])
+    assert choose_siblings(draft, 10, 0.01) == ((1, 1), (1, 2))
+    assert choose_siblings(Draft(tokens=[2, 0]), 10, 0.0) == ()
+    assert choose_siblings(Draft(), 10, 0.0) == ()
+
+
+def test_a_sibling_stands_where_the_draft_does() -> None:
+    siblings = (Sibling(1, 7), Sibling(0, 8))
+    assert tree_positions(5, 1, 2, siblings, torch.device("cpu")).tolist() == [[5, 6, 7, 7, 6]]
+    mask = tree_mask(2, 1, 2, siblings, 9, torch.device("cpu"))
+    assert mask.shape == (1, 1, 5, 9)
+    assert mask[0, 0].int().tolist() == [
+        [1, 1, 1, 0, 0, 0, 0, 0, 0],  # the context's last
+        [1, 1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 1, 0, 0, 0],  # beside the second draft, behind the first
+        [1, 1, 1, 0, 0, 0, 1, 0, 0],  # beside the first
+    ]
+
+
+def test_the_rules_take_them_as_an_option() -> None:
+    for word in ("fixed:gamma=3", "auto", "confidence", "svip", "egag", "entropy-bound", "heuristic"):
+        policy = build_policy(f"{word}{',' if ':' in word else ':'}siblings=6")
+        assert policy.most_siblings == 6
+        assert policy.name == build_policy(policy.name).name
+        assert policy.name.endswith("siblings=6")
+        none = build_policy(f"{word}{',' if ':' in word else ':'}siblings=0")
+        assert none.most_siblings == 0
+        assert none.name == build_policy(none.name).name
+    kept = build_policy("auto:siblings=2", keep=True)
+    assert kept.most_siblings == 2
+    assert kept.siblings(Draft(tokens=[0], logits=[logits_of(0.5, 0.5)])) == ((0, 1),)
+    assert build_policy("auto").most_siblings == 8
+    assert build_policy("auto:siblings=8").name == "auto"
+    assert build_policy("fixed").most_siblings == build_policy("auto:siblings=0").most_siblings == 0
+    assert build_policy("fixed").siblings(Draft(tokens=[0], logits=[logits_of(0.5, 0.5)])) == ()
+    with pytest.raises(UsageError, match="siblings of a draft are -1"):
+        build_policy("auto:siblings=-1")
+
+
+def test_auto_asks_for_those_that_pay() -> None:
+    steep = build_policy("auto:siblings=8", costs=_costs(slope=0.2))
+    level = build_policy("auto:siblings=8", costs=_costs(slope=0.0))
+    draft = Draft(tokens=[0], logits=[logits_of(0.7, 0.15, 0.1, 0.05)])
+    assert steep.siblings(draft) == ()
+    assert len(level.siblings(draft)) == 3
+
+
+def _costs(slope: float) -> Any:
+    from specbench.lengths import parse_costs
+
+    return parse_costs(
+        {"drafter_pass_s": 0.1, "target_pass_s": {str(n): 1 + slope * (n - 1) for n in range(1, 20)}}
+    )
+
+
+# --- The loop -------------------------------------------------------------------------------------
+
+TARGET = random_table(0, VOCAB)
+BENT = random_table(1, VOCAB)
+
+
+def drafting(tokens: Sequence[int]) -> torch.Tensor:
+    """Near the target: right about half of the time, with the right one among the next otherwise."""
+    return TARGET(tokens) + 0.8 * BENT(tokens)
+
+
+def drafter(kind: str = "model") -> Any:
+    model = ModelDrafter(ScriptedScorer(drafting, VOCAB, cache=ScriptedCache()), "model")
+    fronts: dict[str, Any] = {"lookup": LookupDrafter(), "ngram": NGramDrafter(top_k=2)}
+    return model if kind == "model" else CascadeDrafter(fronts[kind], model)
+
+
+def decode(
+    policy: LengthPolicy, drafter: Any, *, new: int = 60, ends: Sequence[int] = (), **options: Any
+) -> tuple[list[int], list[Step]]:
+    given: dict[str, Any] = {"sampling": Greedy(), "random": Randomness(0), **options}
+    target: Any = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+    stops = StopRules(ends)
+    records = list(
+        decode_steps(PROMPT, target, drafter, policy=policy, max_new_tokens=new, stops=stops, **given)
+    )
+    steps = [record for record in records if isinstance(record, Step)]
+    first = getattr(records[0], "token", None)
+    return [*([] if first is None else [first]), *(t for step in steps for t in step.tokens)], steps
+
+
+def plain(new: int = 60, **options: Any) -> list[int]:
+    from specbench.drafters.base import NoDraft
+
+    return decode(FixedLength(1), NoDraft(), new=new, **options)[0]
+
+
+@pytest.mark.parametrize("first_target", [True, False])
+@pytest.mark.parametrize("kind", ["model", "lookup", "ngram"])
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+def test_greedy_output_is_the_targets_own(gamma: int, kind: str, first_target: bool) -> None:
+    for new in (1, 2, 3, 4, 5, 60):
+        policy = build_policy(f"fixed:gamma={gamma},siblings=8")
+        found, steps = decode(policy, drafter(kind), new=new, first_target=first_target)
+        assert found == plain(new)
+    least = 4 if kind == "model" else 1
+    assert sum(step.gained for step in steps) >= least, "alternatives were right now and then"
+    for step in steps:
+        assert step.gained == len(step.tokens) - step.accepted - 1
+        if step.gained:
+            assert (step.accepted, step.tokens[step.accepted]) in step.siblings
+            assert step.closing == "corrected"
+
+
+def test_they_save_steps() -> None:
+    _, without = decode(FixedLength(3), drafter())
+    _, with_them = decode(build_policy("fixed:gamma=3,siblings=8"), drafter())
+    assert len(with_them) < 0.9 * len(without)
+    drafted = [step.drafted for step in with_them]
+    assert all(step.verified == 1 + len(step.drafted) + len(step.siblings) for step in with_them)
+    assert any(drafted), "the drafter drafts behind a sibling too"
+
+
+def test_an_end_token_among_them_ends_the_output() -> None:
+    whole = plain()
+    for end in set(whole):
+        expected = whole[: whole.index(end) + 1]
+        for gamma in (1, 3):
+            found, steps = decode(
+                build_policy(f"fixed:gamma={gamma},siblings=8"), drafter(), ends=(end,), first_target=False
+            )
+            assert found == expected
+            assert steps[-1].finish_reason == "eos"
+
+
+def test_sampling_and_penalties_do_without() -> None:
+    policy = build_policy("fixed:gamma=3,siblings=8")
+    for sampling in (Multinomial(0.9), Greedy(1.3)):
+        _, steps = decode(policy, drafter(), sampling=sampling)
+        assert not any(step.siblings for step in steps)
+        assert any(step.drafted for step in steps)
+
+
+def test_a_target_that_cannot_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedScorer, "takes_siblings", False)
+    found, steps = decode(build_policy("fixed:gamma=3,siblings=8"), drafter())
+    assert found == plain()
+    assert not any(step.siblings for step in steps)
+
+
+def test_the_trace_numbers_fit() -> None:
+    _, steps = decode(build_policy("fixed:gamma=3,siblings=8"), drafter(), trace=True)
+    gaining = next(step for step in steps if step.gained)
+    assert gaining.verdicts is not None
+    assert [each.verdict for each in gaining.verdicts].count("rejected") == 1
+    assert gaining.closing_probability is not None
+    assert 0 < gaining.closing_probability <= 1
+
+
+def checked(siblings: int = 8) -> CheckResult:
+    setup = DecodingSetup(
+        target=ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache()),  # type: ignore[arg-type]
+        drafter=drafter(),
+        policy=build_policy(f"fixed:gamma=3,siblings={siblings}"),
+        max_new_tokens=40,
+    )
+    checking = DecodingCheck(setup, [Case("a", PROMPT)])
+    checking.greedy()
+    return checking.result()
+
+
+def test_the_check_follows_them() -> None:
+    result = checked()
+    assert result.violations == []
+    assert result.verdict == "identical"
+    assert result.bitwise[0] == result.bitwise[1] == 40
+    assert result.greedy[0].tokens == 40
+
+
+def test_the_check_finds_an_entry_that_was_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedScorer, "move", lambda *_: None)
+    assert checked().verdict == "wrong"
+
+
+def test_the_check_finds_an_alternative_that_was_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import specbench.decode
+
+    judge = specbench.decode.judge
+
+    def first_sibling(
+        draft: Any, logits: Any, context: Any, *rest: Any, siblings: Any = (), **options: Any
+    ) -> Any:
+        verdict = judge(draft, logits, context, *rest, siblings=siblings, **options)
+        places = [each.place for each in siblings]
+        if verdict.accepted in places and verdict.sibling is None:
+            verdict.sibling = places.index(verdict.accepted)
+            token = siblings[verdict.sibling].token
+            row = len(draft.tokens) + 1 + verdict.sibling
+            verdict.tokens[-1:] = [token, int(logits[row].argmax())]
+        return verdict
+
+    monkeypatch.setattr(specbench.decode, "judge", first_sibling)
+    result = checked(siblings=1)
+    assert result.verdict == "wrong"
+    assert "choice" in {violation.invariant for _, violation in result.violations}
+
+
+# --- Real passes ----------------------------------------------------------------------------------
+
+CONTEXT = [5, 9, 14, 3, 8, 21, 2]
+DRAFT, SIBLINGS = [11, 4, 17], (Sibling(1, 6), Sibling(0, 12), Sibling(2, 1), Sibling(1, 13))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("fold", [True, False])
+def test_a_pass_with_siblings_is_the_separate_passes(cache: CacheKind, fold: bool) -> None:
+    from specbench.attention import fold_attention
+
+    model = tiny_llama()
+    if fold:
+        fold_attention(model)
+    scorer = Scorer(model, cache)
+    assert scorer.takes_siblings
+    for fresh in (1, 3, len(CONTEXT)):
+        scorer.begin()
+        if fresh < len(CONTEXT):
+            scorer.logits(CONTEXT[:-fresh])
+        found = scorer.logits(CONTEXT, DRAFT, siblings=SIBLINGS)
+        other = Scorer(model, cache)
+        other.begin()
+        expected = [*other.logits(CONTEXT, DRAFT)]
+        for place, token in SIBLINGS:
+            other.begin()
+            expected.append(other.logits(CONTEXT, [*DRAFT[:place], token], rows=1)[0])
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
+        # The second sibling was right: the context goes on behind it.
+        scorer.move(len(CONTEXT) + len(DRAFT) + 1, len(CONTEXT))
+        scorer.rollback(len(CONTEXT) + 1)
+        after = scorer.logits([*CONTEXT, 12, 7])
+        other.begin()
+        torch.testing.assert_close(after, other.logits([*CONTEXT, 12, 7]), rtol=1e-4, atol=1e-5)
+
+
+def test_caches_that_forget_take_none() -> None:
+    import transformers as hf
+
+    config = hf.MistralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=8,
+    )  # fmt: skip
+    sliding = hf.MistralForCausalLM(config).eval()
+    assert not Scorer(sliding).takes_siblings
+    assert not Scorer(sliding, "preallocated").takes_siblings
+    assert not Scorer(tiny_llama(), "none").takes_siblings
+
+
+def test_models_that_go_by_the_order_of_tokens_are_found_out() -> None:
+    """ALiBi takes distances from the places of tokens in the pass: the trial shows that siblings come out wrong."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
+    assert not Scorer(hf.BloomForCausalLM(config).eval()).takes_siblings
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("spec", ["self:layers=1", "self:int8", "lookup+self:layers=1"])
+@pytest.mark.parametrize("rule", ["fixed:gamma=3,siblings=6", "auto:siblings=6", "confidence:siblings=3"])
+def test_on_real_caches_the_output_is_the_targets_own(cache: CacheKind, spec: str, rule: str) -> None:
+    from specbench.generate import GenerationRun
+    from specbench.loading import load_drafter, wrap_target
+
+    language_model = tiny_language_model()
+    target = wrap_target(language_model.model, language_model.tokenizer, cache=cache)
+    drafter = load_drafter(spec, target, cache=cache)
+
+    def output(drafter: Any, policy: LengthPolicy | None) -> tuple[list[int], Sequence[Step]]:
+        run = GenerationRun(
+            CONTEXT, target, drafter, policy=policy, sampling=Sampling(), max_new_tokens=60, ignore_eos=True
+        )
+        for _ in run:
+            pass
+        generation = run.result()
+        return list(generation.token_ids), generation.steps
+
+    expected, _ = output(None, None)
+    found, steps = output(drafter, build_policy(rule))
+    assert found == expected
+    if rule.startswith("fixed"):
+        assert any(step.siblings for step in steps)
+
+
+def test_auto_learns_costs_by_what_was_verified() -> None:
+    _, steps = decode(build_policy("auto:siblings=4", costs=_costs(0.0)), drafter())
+    assert any(step.siblings for step in steps)
+    rule = AutoLength()
+    for step in steps:
+        rule.begin(10)
+        rule.observe(step)
+    measured = rule.costs()["target_pass_s"]
+    assert {int(n) for n in measured} == {step.verified for step in steps}
