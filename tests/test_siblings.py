@@ -167,6 +167,25 @@ def test_greedy_output_is_the_targets_own(gamma: int, kind: str, first_target: b
             assert step.closing == "corrected"
 
 
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_both_caches_hold_the_context_behind_a_sibling(kind: str) -> None:
+    made = drafter(kind)
+    model = made.model if kind == "lookup" else made
+    target: Any = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+    policy = build_policy("fixed:gamma=3,siblings=8")
+    context, gained = list(PROMPT), 0
+    for record in decode_steps(
+        PROMPT, target, made, policy=policy, sampling=Greedy(), random=Randomness(0), max_new_tokens=60
+    ):
+        context += record.tokens if isinstance(record, Step) else [record.token]
+        gained += isinstance(record, Step) and record.gained
+        for scorer in (target, model.scorer):
+            held = [token for token, _ in scorer.cache.entries]
+            assert held == context[: len(held)]
+        assert len(target.cache.entries) == len(context) - 1
+    assert gained
+
+
 def test_they_save_steps() -> None:
     _, without = decode(FixedLength(3), drafter())
     _, with_them = decode(build_policy("fixed:gamma=3,siblings=8"), drafter())
