@@ -3,8 +3,9 @@
 A pass over a token or two streams all weights through the caches of the processor. What comes between two products
 then finds its code and data gone, and takes several times as long as in a loop of its own: what counts is how many
 operators, modules and lines of Python there are. The layers of the Llama family get a second way through, for passes of
-drafting and verifying: the same sums in the same order, to the bit, with the joined products read in one piece, one
-rotation for queries and keys together, and no modules in between. Long passes go the way of ``transformers``.
+drafting and verifying: the same formulas, with the joined products read in one piece, one rotation for queries and keys
+together, norms by the length of the vector, and no modules in between. All of it is done row by row, so that a row's
+bits do not depend on the pass. Long passes go the way of ``transformers``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 from transformers.cache_utils import DynamicCache
 
 from specbench.attention import LONGEST_PASS, folded_attention, is_folded
@@ -45,10 +46,6 @@ class _Parts(NamedTuple):
     output: nn.Module
     gates: PackedLinear | Int8Linear
     down: nn.Module
-    attention_norm: torch.Tensor
-    attention_epsilon: float
-    mlp_norm: torch.Tensor
-    mlp_epsilon: float
     head_norms: tuple[nn.Module, nn.Module] | None
     heads: int
     shared_heads: int
@@ -95,8 +92,8 @@ class _ShortPasses:
         heads, shared, size = parts.heads, parts.shared_heads, parts.head_size
         turned = heads + shared
 
-        x = rms_norm(hidden_states, parts.attention_norm.shape, None, parts.attention_epsilon)
-        x = parts.projections.forward(x.mul_(parts.attention_norm)).view(1, length, turned + shared, size)
+        x = _root_mean_square_norm(hidden_states.float(), *parts.attention_scale).to(parts.dtype)
+        x = parts.projections.forward(x).view(1, length, turned + shared, size)
         rotated = x[:, :, :turned]
         if parts.head_norms is not None:
             query_norm, key_norm = parts.head_norms
@@ -104,7 +101,7 @@ class _ShortPasses:
         cosines, sines = _rotation(position_embeddings)
         half = size // 2
         swapped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
-        rotated = (rotated * cosines).add_(swapped.mul_(sines)).transpose(1, 2)
+        rotated = (rotated * cosines).addcmul_(swapped, sines).transpose(1, 2)
         keys, values = past_key_values.update(
             rotated[:, heads:], x[:, :, turned:].transpose(1, 2), attention.layer_idx
         )
@@ -113,8 +110,8 @@ class _ShortPasses:
         )
         hidden_states = parts.output.forward(x.reshape(1, length, heads * size)).add_(hidden_states)
 
-        x = rms_norm(hidden_states, parts.mlp_norm.shape, None, parts.mlp_epsilon)
-        x = parts.gates.forward(x.mul_(parts.mlp_norm))
+        x = _root_mean_square_norm(hidden_states.float(), *parts.mlp_scale).to(parts.dtype)
+        x = parts.gates.forward(x)
         middle = x.shape[-1] // 2
         x = silu(x[..., :middle]).mul_(x[..., middle:])
         out: torch.Tensor = parts.down.forward(x).add_(hidden_states)
@@ -208,10 +205,6 @@ def _parts_of(layer: Any) -> _Parts:
         output=attention.o_proj,
         gates=mlp.gate_proj.join.layer,
         down=mlp.down_proj,
-        attention_norm=layer.input_layernorm.weight,
-        attention_epsilon=layer.input_layernorm.variance_epsilon,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        mlp_epsilon=layer.post_attention_layernorm.variance_epsilon,
         head_norms=head_norms,
         heads=query.out_features // attention.head_dim,
         shared_heads=attention.k_proj.out_features // attention.head_dim,

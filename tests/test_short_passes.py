@@ -1,4 +1,4 @@
-"""Decoder layers with a second way for short passes: the same, to the bit, as the way of `transformers`."""
+"""Decoder layers with a second way for short passes: the same as the way of `transformers` up to rounding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tiny import tiny_llama
 
 import specbench.short_passes
 from specbench.attention import fold_attention
+from specbench.bitexact import require_bit_exact
 from specbench.caches import CacheKind
+from specbench.errors import UsageError
 from specbench.packing import Int8Linear, can_pack, int8_copy, pack_linears, quantise_linears
 from specbench.scorer import Scorer
 from specbench.short_passes import quicken_layers, shorten_layers
@@ -30,8 +32,8 @@ KINDS: dict[str, dict[str, Any]] = {
 CONTEXT = torch.randint(0, 300, (41,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def build(kind: str, dtype: torch.dtype = torch.float32, *, int8: bool = False) -> Any:
-    """A random model as it is before its layers are shortened."""
+def build(kind: str, dtype: torch.dtype = torch.float32, *, int8: bool = False, rounded: bool = False) -> Any:
+    """A random model as it is before its layers are shortened; in float32 with weights of ``dtype`` if ``rounded``."""
     config = getattr(hf, f"{kind}Config")(**SIZES, **KINDS[kind])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -39,6 +41,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32, *, int8: bool = False) 
         for name, parameter in model.named_parameters():
             if "norm" in name:  # all ones so far, which would hide a missing weight
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model = model.float() if rounded else model
     fold_attention(model)
     if int8:
         quantise_linears(model)
@@ -67,13 +70,46 @@ def identical(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pass_gives_the_same_bits(kind: str, dtype: torch.dtype, cache: CacheKind) -> None:
+def test_every_pass_is_that_of_transformers(kind: str, dtype: torch.dtype, cache: CacheKind) -> None:
     if not can_pack(dtype, "cpu"):
         pytest.skip(f"no packed layers in {dtype}")
     model = build(kind, dtype)
     expected = passes(model, cache)
     assert shorten_layers(model)
-    assert identical(passes(model, cache), expected)
+    found = passes(model, cache)
+    if dtype == torch.float32:
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    else:  # the order of roundings differs, their number is no larger
+        exact = passes(build(kind, dtype, rounded=True), cache)
+        assert deviation(found, exact) < 1.3 * deviation(expected, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_a_row_has_the_same_bits_in_every_short_pass(kind: str, dtype: torch.dtype) -> None:
+    if not can_pack(dtype, "cpu"):
+        pytest.skip(f"no packed layers in {dtype}")
+    model = build(kind, dtype)
+    assert shorten_layers(model)
+    scorer = Scorer(model, "preallocated")
+    if not bit_exact(scorer):
+        pytest.skip("not even products and attention are independent of the width here")
+    scorer.begin()
+    scorer.logits(CONTEXT)
+    one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(20)]
+    for width in (2, 3, 7, 20):
+        scorer.rollback(len(CONTEXT))
+        together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
+        assert identical(list(together), one_by_one[:width])
+
+
+def bit_exact(scorer: Scorer) -> bool:
+    try:
+        require_bit_exact(scorer)
+    except UsageError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,13 +117,13 @@ def test_short_passes_do_take_the_second_way(kind: str, monkeypatch: pytest.Monk
     model = build(kind)
     assert shorten_layers(model)
     taken: list[tuple[int, ...]] = []
-    whole = specbench.short_passes.rms_norm
+    whole = specbench.short_passes._root_mean_square_norm
 
     def counted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         taken.append(tuple(x.shape))
         return whole(x, *arguments)
 
-    monkeypatch.setattr(specbench.short_passes, "rms_norm", counted)
+    monkeypatch.setattr(specbench.short_passes, "_root_mean_square_norm", counted)
     scorer = Scorer(model)
     scorer.begin()
     scorer.logits(CONTEXT)
@@ -98,35 +134,38 @@ def test_short_passes_do_take_the_second_way(kind: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_int8_model_can_be_shortened_too(kind: str) -> None:
+    exact = passes(build(kind))
     model = build(kind, int8=True)
     expected = passes(model)
     assert shorten_layers(model)
-    assert identical(passes(model), expected)
+    assert deviation(passes(model), exact) < 1.1 * deviation(expected, exact)
 
 
 def test_an_int8_copy_of_shortened_layers_has_products_of_its_own() -> None:
     model = build("Llama")
-    expected = passes(int8_copy(model))
     assert shorten_layers(model)
+    expected = passes(int8_copy(model))
     own = passes(model)  # looks up the parts of the layers
+    assert not identical(own, expected)
     assert identical(passes(int8_copy(model)), expected)
     assert identical(passes(model), own)
 
 
 def test_products_that_are_replaced_later_are_noticed() -> None:
-    plain, model = build("Llama"), build("Llama")
+    fresh, model = build("Llama"), build("Llama")
     assert shorten_layers(model)
     passes(model)
-    for each in (plain, model):
+    for each in (fresh, model):
         quantise_linears(each)
-    assert identical(passes(model), passes(plain))
+    assert shorten_layers(fresh)
+    assert identical(passes(model), passes(fresh))
 
 
 def test_two_models_in_turn_do_not_mix_up_their_rotations() -> None:
     first, second = build("Llama"), build("Qwen3")
+    assert shorten_layers(first)
+    assert shorten_layers(second)
     wanted = [passes(first), passes(second)]
-    shorten_layers(first)
-    shorten_layers(second)
     one, other = Scorer(first), Scorer(second)
     found: list[list[torch.Tensor]] = [[], []]
     for context in (CONTEXT[:7], CONTEXT):
@@ -212,7 +251,7 @@ def test_a_quickened_drafter_is_the_same_up_to_rounding(
 ) -> None:
     if not can_pack(dtype, "cpu") or not quick_here():
         pytest.skip(f"no int8 products of FBGEMM's, or no packed layers in {dtype}")
-    exact = passes(build(kind), cache)
+    exact = passes(build(kind, dtype, rounded=True), cache)
     model = drafter(kind, dtype)
     expected = passes(model, cache)
     assert quicken_layers(model)
@@ -270,9 +309,15 @@ def test_a_drafter_that_comes_out_differently_is_not_quickened(monkeypatch: pyte
         pytest.skip("no int8 products of FBGEMM's")
     model = drafter("Llama", torch.float32)
     expected = passes(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(specbench.short_passes, "_root_mean_square_norm", lambda x, *_: x)
-        assert not quicken_layers(model)
+
+    def broken(kind: Any) -> type:
+        def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            return hidden_states.float()
+
+        return type(kind.__name__, (specbench.short_passes._ShortPasses, kind), {"forward": forward})
+
+    monkeypatch.setattr(specbench.short_passes, "_quickened", broken)
+    assert not quicken_layers(model)
     assert identical(passes(model), expected)
 
 
