@@ -384,6 +384,18 @@ def test_the_table_has_figures_configuration_and_steps(tmp_path: Path) -> None:
     assert frame.attrs["run"]["run_id"] == "abc"
 
 
+def test_lists_of_later_versions_may_be_missing(tmp_path: Path) -> None:
+    with RunStore.create(tmp_path, RUN) as store:
+        store.append(row())
+        steps = {**row()["steps"], "siblings": [3, 0, 0], "passes": [1, 2, 0]}
+        store.append(row(repeat=1, steps=steps))
+        store.append(row(repeat=2, steps={**steps, "siblings": [3, 0]}))
+    frame = load_results(tmp_path)
+    assert [each.tolist() for each in frame["steps_siblings"]] == [[0, 0, 0], [3, 0, 0]]
+    assert [each.tolist() for each in frame["steps_passes"]] == [[2, 2, 0], [1, 2, 0]]
+    assert len(frame) == 2, "a list that is too short makes the line none"
+
+
 def test_speed_counts_the_tokens_behind_the_first_emission(tmp_path: Path) -> None:
     with RunStore.create(tmp_path, RUN) as store:
         store.append(row(first_tokens=4))

@@ -192,6 +192,17 @@ class TestSummary:
         figures = one(tables.summary_frame(df), "never-g2")
         assert 0.95 < figures["predicted_speedup"] < 1.1
 
+    def test_siblings_and_passes_count_in_predictions(self) -> None:
+        """Two drafts a step and one pass for both; both accepted, or one and then a sibling that was right."""
+        times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
+        steps = [(2, 2, 2, 3, [1.0, 1.0], times), (2, 2, 1, 3, [1.0, 0.0], times)]
+        mine = row("x", "a-1", drafter="d", steps=steps)
+        mine["steps_siblings"], mine["steps_passes"] = np.array([4, 4]), np.array([1, 1])
+        costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "7": 0.75}, "drafter_pass_s": {"d": 0.1}}
+        figures = one(tables.summary_frame(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        expected = 1 + 1.0 + 0.5 + 0.5  # by position 1 and 1/2, and a sibling every other step
+        assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
+
     def test_without_costs_nothing_is_predicted(self, tmp_path: Path) -> None:
         df = load_results(
             write_run(tmp_path, drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",), costs=False)
