@@ -550,7 +550,7 @@ class TraceView:
 
     def _siblings(self, siblings: Sequence[Mapping[str, Any]]) -> None:
         """What was verified beside which draft."""
-        self._items("beside", [f"{each['place'] + 1}: {self._one_line(each['text'])}" for each in siblings])
+        self._items("beside", [f"{each['place'] + 1}: {self._fitted(each['text'], 12)}" for each in siblings])
 
     def _source(self, closing: str, accepted: int) -> str:
         """The distribution that the closing token came from, by its formula."""

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -232,6 +233,29 @@ def test_a_step_event_holds_the_whole_record() -> None:
 
 def test_the_header_keeps_only_the_end_of_the_prompt() -> None:
     assert header(prompt="x" * 10_000 + "end")["prompt_tail"] == "x" * 237 + "end"
+
+
+SIBLING_RIGHT = replace(REJECTION, tokens=(AIR, SCATTERS, IS), siblings=((1, SCATTERS), (1, BREAK), (0, IS)))
+
+
+def test_siblings_and_what_they_gave_are_shown() -> None:
+    made = event(SIBLING_RIGHT)
+    assert made["siblings"] == [
+        {"place": 1, "token": SCATTERS, "text": " scatters"},
+        {"place": 1, "token": BREAK, "text": "\n\n"},
+        {"place": 0, "token": IS, "text": " is"},
+    ]
+    text = last(event(REJECTION), made)
+    assert re.search(r"beside +2: ␣scatters +2: ⏎⏎ +1: ␣is\n", text)
+    assert re.search(r"corrected +␣scatters ", text)
+    assert re.search(r"gained +␣is\n", text)
+    assert "air⟨scatters⟩ ⟨+is⟩" in text.replace("⟨ ", "⟨").replace(" ⟨scatters", "⟨scatters")
+
+
+def test_traces_from_before_siblings_are_shown_too() -> None:
+    old = event(REJECTION)
+    del old["siblings"]
+    assert last(event(REJECTION), old) == last(event(REJECTION), event(REJECTION))
 
 
 def test_a_step_without_verdicts_is_no_trace() -> None:
