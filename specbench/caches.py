@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CACHE_KINDS", "CacheKind", "KVCache", "make_cache", "prune_legacy"]
 
-CacheKind = Literal["dynamic", "preallocated", "none"]
-CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "none")
+CacheKind = Literal["dynamic", "preallocated", "static", "none"]
+CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none")
 
 _FIRST_CAPACITY = 256
 _SLIDING_SLACK = 256
@@ -90,7 +90,8 @@ def make_cache(kind: CacheKind, config: PretrainedConfig, dtype: torch.dtype = t
 
     Args:
         kind: ``dynamic`` grows by concatenation (``transformers``' DynamicCache), ``preallocated`` writes by index into
-            buffers that double when full, ``none`` recomputes everything (the reference in tests).
+            buffers that double when full, ``static`` does so in passes of fixed shapes, ``none`` recomputes everything
+            (the reference in tests).
         config: The model's. If its attention is ``specbench.attention``'s, a preallocated cache hands keys and values
             out in whole blocks, which that attention masks.
         dtype: Of the model.
@@ -102,6 +103,8 @@ def make_cache(kind: CacheKind, config: PretrainedConfig, dtype: torch.dtype = t
         return DynamicKVCache(config)
     if kind == "preallocated":
         return PreallocatedKVCache(config, key_block(dtype) if is_folded(config) else 1)
+    if kind == "static":
+        return StaticKVCache(config)
     if kind == "none":
         return NoKVCache()
     raise UsageError(f"There is no cache kind {kind!r}.", f"Choose one of {', '.join(CACHE_KINDS)}.")
@@ -421,6 +424,123 @@ class PreallocatedKVCache:
     def reset(self) -> None:
         for layer in self._layers:
             layer.reset()
+
+
+class _StaticLayer(CacheLayerMixin):
+    """Keys and values of one layer of a ``StaticKVCache``, which knows where the next ones go."""
+
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, owner: StaticKVCache) -> None:
+        CacheLayerMixin.__init__(self)
+        self._owner = owner
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        capacity = self._owner.capacity
+        self.keys, self.values = _buffer_like(key_states, capacity), _buffer_like(value_states, capacity)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys.index_copy_(2, self._owner.slots, key_states)
+        self.values.index_copy_(2, self._owner.slots, value_states)
+        return self.keys, self.values
+
+    def grow(self, capacity: int) -> None:
+        """Move to buffers of this capacity."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = _buffer_like(old, capacity)
+            new[:, :, : old.shape[-2]] = old
+            setattr(self, name, new)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        return self._owner.capacity, 0
+
+    def get_seq_length(self) -> int:
+        return self._owner.length
+
+    def get_max_length(self) -> int:
+        return self._owner.capacity
+
+    def reset(self) -> None:
+        """The owner's length says what counts."""
+
+
+class StaticKVCache:
+    """A cache whose passes have the same shapes whatever it holds (see ``specbench.static_passes``).
+
+    Every pass is handed the whole buffers and a mask. The number of tokens held is kept here and not by the layers, and
+    changes nothing on the device.
+
+    Args:
+        config: The model's.
+
+    Attributes:
+        length: Tokens held.
+        capacity: Tokens there is room for; doubles when it is full.
+        generation: Grows by 1 whenever the buffers move.
+        slots: Where the pass that runs writes, a tensor on its device.
+
+    Raises:
+        UsageError: The model has layers that are no full attention.
+    """
+
+    prefill_apart = False
+    widest_pass = None
+    takes_trees = True
+    slots: torch.Tensor
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.length, self.capacity, self.generation = 0, _FIRST_CAPACITY, 0
+        kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+        other = next((kind for kind in kinds if kind not in ("DynamicLayer", "DummyLayer")), None)
+        if other is not None:
+            raise UsageError(
+                f"The static cache cannot hold layers of the kind {other}.",
+                "Use --cache dynamic for this model.",
+            )
+        self._cache = Cache(
+            layers=[_StaticLayer(self) if kind == "DynamicLayer" else DummyLayer() for kind in kinds]
+        )
+
+    def keys(self, tokens: int) -> int:
+        self.reserve(self.length + tokens)
+        return self.capacity
+
+    @torch.inference_mode()
+    def reserve(self, length: int) -> None:
+        """Make room for so many tokens."""
+        if length <= self.capacity:
+            return
+        while self.capacity < length:
+            self.capacity *= 2
+        self.generation += 1
+        for layer in self._cache.layers:
+            if isinstance(layer, _StaticLayer):
+                layer.grow(self.capacity)
+
+    def move(self, source: int, to: int) -> None:
+        _move(self._cache.layers, source, to)
+
+    def model_arguments(self) -> dict[str, Any]:
+        return {"past_key_values": self._cache, "use_cache": True}
+
+    def fed(self) -> None:
+        """``StaticPasses`` counts."""
+
+    def rollback(self, length: int) -> None:
+        self.length = min(self.length, max(length, 0))
+
+    def reset(self) -> None:
+        self.length = 0
 
 
 LegacyCache = tuple[tuple[torch.Tensor, torch.Tensor], ...]

@@ -3,19 +3,64 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 
-from specbench.caches import CacheKind, KVCache, make_cache
+from specbench.caches import CacheKind, KVCache, StaticKVCache, make_cache
+from specbench.errors import UsageError
 from specbench.siblings import Sibling, tree_mask, tree_positions
+from specbench.static_passes import PassInputs, StaticPasses, cuda_capture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Scorer"]
+__all__ = ["DeviceTokens", "Scorer"]
+
+_CLOSE = 0.05
+"""Largest distance of two rows of logits that rounding explains, over their spread: bfloat16 leaves up to 0.04."""
+
+
+class DeviceTokens(Sequence[int]):
+    """Token ids that stay on their device until somebody reads one: only that waits for the device."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self._tensors = list(tensors)
+        self._read: list[int] | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """[length], on the device."""
+        return torch.stack(self._tensors)
+
+    def append(self, token: torch.Tensor) -> None:
+        """Add one, a tensor of no dimension."""
+        self._tensors.append(token)
+        self._read = None
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> DeviceTokens: ...
+
+    def __getitem__(self, index: int | slice) -> int | DeviceTokens:
+        if isinstance(index, slice):
+            return DeviceTokens(self._tensors[index])
+        return self._values()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values())
+
+    def _values(self) -> list[int]:
+        if self._read is None:
+            self._read = [int(token) for token in self.tensor.tolist()] if self._tensors else []
+        return self._read
 
 
 class Scorer:
@@ -52,6 +97,21 @@ class Scorer:
         self.embeddings = weight.shape[0]
         self._change = _change_of_rotation(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._static: StaticPasses | None = None
+        if isinstance(self.cache, StaticKVCache):
+            if self._change is not None:
+                raise UsageError(
+                    "The static cache cannot hold a model whose positions are rotated otherwise in long contexts.",
+                    "Use --cache dynamic for this model.",
+                )
+            capture = cuda_capture if self.device.type == "cuda" else None
+            self._static = StaticPasses(self._static_forward, self.cache, self.device, None)
+            if not self._static_is_right(self._static):
+                raise UsageError(
+                    "This model's passes cannot have fixed shapes: it goes by more than positions and masks.",
+                    "Use --cache dynamic for this model.",
+                )
+            self._static = StaticPasses(self._static_forward, self.cache, self.device, capture)
 
     def begin(self) -> None:
         """Start on a new context."""
@@ -111,8 +171,12 @@ class Scorer:
         if drafted and start == 0 and self.cache.prefill_apart:
             behind_context = self._forward(context, 1)
             return torch.cat([behind_context, self._forward(drafted, len(drafted))])[-rows:]
-        tokens = [*context[start:], *drafted[max(0, start - len(context)) :]]
         widest = self.cache.widest_pass
+        left = drafted[max(0, start - len(context)) :]
+        if isinstance(left, DeviceTokens) and len(left) and widest is None:
+            read = torch.tensor(context[start:], dtype=torch.long, device=self.device)
+            return self._forward(torch.cat([read, left.tensor.to(self.device)]), rows)
+        tokens = [*context[start:], *left]
         if widest is None or start == 0 or len(tokens) <= widest:
             return self._forward(tokens, rows)
         found = []
@@ -155,11 +219,7 @@ class Scorer:
         except (RuntimeError, TypeError, ValueError, IndexError):
             self.begin()
             return False
-        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.05
-        return all(
-            float((one - other).norm()) <= tolerance * float((other - other.mean()).norm())
-            for one, other in zip(found[-len(siblings) :], apart, strict=True)
-        )
+        return _close(found[-len(siblings) :], torch.stack(apart))
 
     def move(self, source: int, to: int) -> None:
         """Put a cached position in the place of another: a sibling that was right in that of the draft."""
@@ -173,17 +233,50 @@ class Scorer:
 
     @torch.inference_mode()
     def _forward(
-        self, tokens: Sequence[int], rows: int, *, cached: bool = True, **extra: torch.Tensor
+        self, tokens: Sequence[int] | torch.Tensor, rows: int, *, cached: bool = True, **extra: torch.Tensor
     ) -> torch.Tensor:
+        ids = tokens[None] if isinstance(tokens, torch.Tensor) else torch.tensor([tokens], device=self.device)
+        if self._static is not None and cached:
+            return self._static.run(ids, rows, extra.get("position_ids"), extra.get("attention_mask"))
         arguments: dict[str, Any] = self.cache.model_arguments() if cached else {"use_cache": False}
         arguments |= extra
         if self._keeps_logits:
             arguments["logits_to_keep"] = rows
-        ids = torch.tensor([tokens], device=self.device)
         logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0, -rows:].to(self.output_device)
         if cached:
             self.cache.fed()
         return self._fit(logits)
+
+    @torch.inference_mode()
+    def _static_forward(self, inputs: PassInputs, rows: int) -> torch.Tensor:
+        """A pass that reads and writes nothing but its inputs and the buffers of the cache."""
+        assert isinstance(self.cache, StaticKVCache)
+        self.cache.slots = inputs.slots
+        keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
+        output = self.model(
+            input_ids=inputs.ids,
+            position_ids=inputs.positions,
+            attention_mask=inputs.mask,
+            **self.cache.model_arguments(),
+            **keep,
+        )
+        return self._fit(output.logits[0, -rows:].to(self.output_device))
+
+    def _static_is_right(self, passes: StaticPasses) -> bool:
+        """Try it out on a few tokens; what is in the cache is lost."""
+        tokens = [token % self.embeddings for token in (1, 2, 3, 5, 8, 13)]
+        expected = self._forward(tokens, len(tokens), cached=False).float()
+        self.begin()
+        try:
+            parts = [
+                passes.run(torch.tensor([part], device=self.device), len(part))
+                for part in (tokens[:4], tokens[4:5], tokens[5:])
+            ]
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False
+        finally:
+            self.begin()
+        return _close(torch.cat(parts).float(), expected)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         width = logits.shape[-1]
@@ -192,6 +285,15 @@ class Scorer:
         if width > self.vocab_size:
             return logits[..., : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether every row of logits is another's up to rounding."""
+    known = expected.isfinite()
+    found, expected = found.where(known, 0.0), expected.where(known, 0.0)
+    apart = (found - expected).norm(dim=-1)
+    size = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    return bool((apart <= _CLOSE * size).all())
 
 
 def _change_of_rotation(model: PreTrainedModel) -> int | None:

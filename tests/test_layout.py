@@ -29,7 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lengths.words",),
     ("lengths",),
     ("accept", "caches", "packing", "gguf_files", "hub"),
-    ("builtin", "scorer", "short_passes"),
+    ("builtin", "short_passes", "static_passes"),
+    ("scorer",),
     (
         "models",
         "bitexact",

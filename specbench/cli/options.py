@@ -58,7 +58,7 @@ DEFAULT_DRAFTER = "lookup"
 """What measured best for the built-in model on ordinary prompts (docs/log.md)."""
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-CacheName = Literal["dynamic", "preallocated", "none"]
+CacheName = Literal["dynamic", "preallocated", "static", "none"]
 
 PROMPT, MODELS, DECODING, SAMPLING, OUTPUT = "Prompt", "Models", "Decoding", "Sampling", "Output"
 LENGTH = "Draft length"
@@ -277,7 +277,8 @@ CacheOption = Annotated[
     typer.Option(
         "--cache",
         metavar="KIND",
-        help="Key/value cache: dynamic (grown), preallocated (written by index), or none (all is recomputed).",
+        help="Key/value cache: dynamic (grown), preallocated (written by index), static (fixed shapes; CUDA graphs"
+        " on a GPU), or none (all is recomputed).",
         rich_help_panel=DECODING,
     ),
 ]

@@ -11,13 +11,16 @@ import torch
 
 from specbench.drafters.base import Draft
 from specbench.measure import Clock, clock_for
-from specbench.scorer import Scorer
+from specbench.scorer import DeviceTokens, Scorer
 
 if TYPE_CHECKING:
     from specbench.lengths import LengthPolicy
     from specbench.sampling import Randomness, Sampling
 
 __all__ = ["Drawn", "ModelDrafter", "SelfDrafter"]
+
+_READ_LATE = ("cuda",)
+"""Devices that work on while nobody reads what they have computed."""
 
 _FEW = 8
 """A pass that reads more tokens than this costs more than a usual one."""
@@ -55,6 +58,9 @@ class ModelDrafter:
     ) -> Draft:
         """Draft token by token; nothing once the context is behind the model's own limit or holds ids it lacks."""
         limit = policy.begin(max(0, min(room, self._room(context))))
+        plain_greedy = sampling.greedy and sampling.repetition_penalty == 1.0
+        if self.scorer.device.type in _READ_LATE and policy.unconditional and plain_greedy:
+            return self._propose_unread(context, limit)
         draft = Draft(logits=[], passes=0)
         distributions: list[torch.Tensor] = []
         with self.drafting():
@@ -68,6 +74,17 @@ class ModelDrafter:
                     distributions.append(drawn.q)
         if distributions:
             draft.q = torch.stack(distributions)
+        return draft
+
+    def _propose_unread(self, context: Sequence[int], length: int) -> Draft:
+        """So many tokens, greedily, and not one of them is read before the target has verified them."""
+        tokens = DeviceTokens()
+        draft = Draft(tokens, logits=[], passes=0)  # type: ignore[arg-type]
+        with self.drafting():
+            for _ in range(length):
+                logits = self._next_logits(context, draft)
+                draft.logits.append(logits[0])  # type: ignore[union-attr]
+                tokens.append(logits[0].argmax())
         return draft
 
     @contextmanager

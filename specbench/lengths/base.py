@@ -56,6 +56,11 @@ class LengthPolicy(Protocol):
         """Forget everything: a new prompt begins."""
         ...
 
+    @property
+    def unconditional(self) -> bool:
+        """Whether a step's length is settled with ``begin``, and nothing is read off the draft."""
+        ...
+
     def begin(self, room: int) -> int:
         """Start a step in which at most ``room`` tokens may be drafted; return the most it wants (0: none)."""
         ...
@@ -130,6 +135,7 @@ class Rule:
         return True
 
     most_siblings = 0
+    unconditional = False
 
     def siblings(self, draft: Draft) -> Sequence[Sibling]:  # noqa: ARG002
         return ()
@@ -157,6 +163,8 @@ class FixedLength(Rule):
     Raises:
         UsageError: It is less.
     """
+
+    unconditional = True
 
     def __init__(self, gamma: int = 5) -> None:
         super().__init__(gamma)
@@ -186,6 +194,7 @@ class WithSiblings:
         if most < 0:
             raise UsageError(f"The most siblings of a draft are {most}.", "Give 0 or more.")
         self.policy, self.most_siblings, self._default = policy, most, default
+        self.unconditional = policy.unconditional and most == 0
         self.reset, self.begin, self.another, self.look = (
             policy.reset, policy.begin, policy.another, policy.look,
         )  # fmt: skip
@@ -210,7 +219,7 @@ class KeptState:
     """
 
     def __init__(self, policy: LengthPolicy) -> None:
-        self.policy = policy
+        self.policy, self.unconditional = policy, policy.unconditional
         self.begin, self.another, self.look = policy.begin, policy.another, policy.look
         self.most_siblings, self.siblings = policy.most_siblings, policy.siblings
         self.observe, self.notes, self.costs = policy.observe, policy.notes, policy.costs

@@ -1,0 +1,281 @@
+"""Passes of fixed shapes: the static cache, the capture of passes, and drafts that nobody reads before the verdict."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tiny import tiny_language_model, tiny_llama
+
+import specbench.caches
+from specbench.attention import fold_attention
+from specbench.errors import RunError, UsageError
+from specbench.generate import GenerationRun
+from specbench.lengths import FixedLength, KeptState, LengthPolicy, build_policy
+from specbench.loading import load_drafter, wrap_target
+from specbench.records import Step
+from specbench.sampling import Greedy, Sampling
+from specbench.scorer import DeviceTokens, Scorer
+from specbench.siblings import Sibling
+from specbench.static_passes import cuda_capture
+
+CONTEXT = [5, 9, 14, 3, 8, 21, 2]
+SIZES: dict[str, Any] = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def repeated(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Stands in for a CUDA graph: does the same once more, with what the buffers hold then, into the same output."""
+    CAPTURES.append(1)
+    output = torch.full_like(run(), float("nan"))
+
+    def replay() -> None:
+        output.copy_(run())
+
+    return replay, output
+
+
+CAPTURES: list[int] = []
+
+
+def static(model: Any, *, captured: bool = False) -> Scorer:
+    scorer = Scorer(model, "static")
+    if captured:
+        CAPTURES.clear()
+        assert scorer._static is not None
+        scorer._static._capture = repeated
+    return scorer
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("fold", [False, True])
+def test_its_passes_are_those_of_other_caches(fold: bool, captured: bool) -> None:
+    model = tiny_llama()
+    if fold:
+        fold_attention(model)
+    scorer, other = static(model, captured=captured), Scorer(model)
+    context = list(CONTEXT)
+    for each in (scorer, other):
+        each.begin()
+    for width, kept in ((3, 1), (1, 1), (5, 0), (3, 3), (1, 0), (40, 2), (3, 2)):
+        drafted = [(7 * i + width) % 20 for i in range(width)]
+        found, expected = scorer.logits(context, drafted), other.logits(context, drafted)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        context += [*drafted[:kept], width % 20]
+        for each in (scorer, other):
+            each.rollback(len(context) - 1)
+            assert each.cache.length == len(context) - 1
+    if captured:
+        assert 3 <= len(CAPTURES) <= 6, "one for each width, and none for the widest"
+
+
+def test_the_result_of_a_captured_pass_stays_when_it_is_repeated() -> None:
+    scorer = static(tiny_llama(), captured=True)
+    scorer.begin()
+    scorer.logits(CONTEXT)
+    first = scorer.logits([*CONTEXT, 4])
+    kept = first.clone()
+    scorer.rollback(len(CONTEXT))
+    second = scorer.logits([*CONTEXT, 9])
+    assert not torch.equal(first, second)
+    assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_it_grows_and_captures_anew(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specbench.caches, "_FIRST_CAPACITY", 8)
+    model = tiny_llama()
+    scorer, other = static(model, captured=captured), Scorer(model)
+    for each in (scorer, other):
+        each.begin()
+    context = list(CONTEXT)
+    for i in range(30):
+        torch.testing.assert_close(scorer.logits(context), other.logits(context), rtol=1e-4, atol=1e-5)
+        context.append(i % 20)
+    assert scorer.cache.capacity == 64  # type: ignore[attr-defined]
+    if captured:
+        assert len(CAPTURES) >= 3, "the buffers have moved"
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_siblings_are_verified_in_it(captured: bool) -> None:
+    model = tiny_llama()
+    scorer, other = static(model, captured=captured), Scorer(model)
+    assert scorer.takes_siblings
+    siblings = (Sibling(1, 6), Sibling(0, 12))
+    for each in (scorer, other):
+        each.begin()
+        each.logits(CONTEXT)
+        each.rollback(len(CONTEXT) - 1)
+    found, expected = (each.logits(CONTEXT, [3, 4], siblings=siblings) for each in (scorer, other))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for each in (scorer, other):
+        each.move(len(CONTEXT) + 2 + 1, len(CONTEXT))
+        each.rollback(len(CONTEXT) + 1)
+    after = [each.logits([*CONTEXT, 12, 7]) for each in (scorer, other)]
+    torch.testing.assert_close(*after, rtol=1e-4, atol=1e-5)
+
+
+def test_models_it_cannot_hold_are_refused() -> None:
+    sliding = hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=8)).eval()
+    with pytest.raises(UsageError, match="cannot hold layers of the kind"):
+        Scorer(sliding, "static")
+    torch.manual_seed(0)
+    alibi = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
+    with pytest.raises(UsageError, match="cannot have fixed shapes"):
+        Scorer(hf.BloomForCausalLM(alibi).eval(), "static")
+    changing = hf.Phi3Config(
+        **SIZES, original_max_position_embeddings=16, pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            "partial_rotary_factor": 1.0,
+        },
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="rotated otherwise"):
+        Scorer(hf.Phi3ForCausalLM(changing).eval(), "static")
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Gemma", "Olmo2", "Phi3", "Mixtral"])
+def test_families_of_models_give_the_same_in_it(kind: str) -> None:
+    torch.manual_seed(0)
+    more = {"pad_token_id": 0} if kind == "Phi3" else {"num_local_experts": 2} if kind == "Mixtral" else {}
+    config = getattr(hf, f"{kind}Config")(**SIZES, **more)
+    model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
+    scorer, other = static(model, captured=True), Scorer(model)
+    for each in (scorer, other):
+        each.begin()
+    for drafted in ([1, 2, 3], [4], [5, 6]):
+        found, expected = scorer.logits(CONTEXT, drafted), other.logits(CONTEXT, drafted)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        for each in (scorer, other):
+            each.rollback(len(CONTEXT))
+
+
+# --- Whole outputs --------------------------------------------------------------------------------
+
+
+def output(
+    spec: str | None, rule: str, cache: Any = "static", sampling: Sampling | None = None
+) -> tuple[list[int], Sequence[Step]]:
+    language_model = tiny_language_model()
+    target = wrap_target(language_model.model, language_model.tokenizer, cache=cache)
+    drafter = None if spec is None else load_drafter(spec, target, cache=cache)
+    run = GenerationRun(
+        CONTEXT, target, drafter, policy=build_policy(rule), sampling=sampling or Greedy(), max_new_tokens=60,
+        ignore_eos=True,
+    )  # fmt: skip
+    for _ in run:
+        pass
+    generation = run.result()
+    return list(generation.token_ids), generation.steps
+
+
+@pytest.fixture
+def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft as on a device that works on by itself."""
+    monkeypatch.setattr(importlib.import_module("specbench.drafters.model"), "_READ_LATE", ("cpu",))
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("rule", ["fixed:gamma=4", "auto", "svip"])
+@pytest.mark.parametrize("spec", ["self:layers=1", "self:int8", "lookup+self:layers=1"])
+def test_the_output_is_the_targets_own(spec: str, rule: str, cache: str, read_late: None) -> None:
+    expected, _ = output(None, "fixed:gamma=1", "dynamic")
+    found, steps = output(spec, rule, cache)
+    assert found == expected
+    assert any(step.drafted for step in steps)
+
+
+def test_drafts_read_late_are_the_same_drafts(read_late: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]]
+    monkeypatch.setattr(importlib.import_module("specbench.drafters.model"), "_READ_LATE", ())
+    assert [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]] == late
+
+
+def test_nothing_is_read_before_the_target_has_verified(
+    read_late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    original = Scorer.logits
+
+    def watched(self: Scorer, context: Any, drafted: Any = (), *rest: Any, **options: Any) -> torch.Tensor:
+        found = original(self, context, drafted, *rest, **options)
+        if isinstance(drafted, DeviceTokens):
+            seen.append(drafted._read)
+        return found
+
+    monkeypatch.setattr(Scorer, "logits", watched)
+    output("self:layers=1", "fixed:gamma=4")
+    assert len(seen) > 10
+    assert all(each is None for each in seen)
+
+
+def test_rules_that_read_and_sampling_draft_as_ever(read_late: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("drafted unread")
+
+    monkeypatch.setattr(
+        importlib.import_module("specbench.drafters.model").ModelDrafter, "_propose_unread", never
+    )
+    for rule in ("auto", "svip", "fixed:siblings=2", "heuristic"):
+        output("self:layers=1", rule)
+    output("self:layers=1", "fixed", sampling=Sampling(0.9))
+    output("self:layers=1", "fixed", sampling=Greedy(1.2))
+    kept: LengthPolicy = KeptState(FixedLength(2))
+    assert kept.unconditional
+    assert not build_policy("fixed:siblings=2").unconditional
+
+
+def test_device_tokens_are_a_sequence() -> None:
+    tokens = DeviceTokens()
+    assert (len(tokens), list(tokens), [*tokens[:3]]) == (0, [], [])
+    for token in (4, 7, 9):
+        tokens.append(torch.tensor(token))
+    assert tokens._read is None
+    assert len(tokens) == 3
+    assert tokens.tensor.tolist() == [4, 7, 9]
+    assert tokens._read is None, "neither length nor tensor waits"
+    assert isinstance(tokens[1:], DeviceTokens)
+    assert list(tokens[1:]) == [7, 9]
+    assert (tokens[0], tuple(tokens), 7 in tokens) == (4, (4, 7, 9), True)
+    tokens.append(torch.tensor(1))
+    assert list(tokens) == [4, 7, 9, 1]
+
+
+def test_a_pass_that_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def wait_stream(self, _: Any) -> None: ...
+
+    def fails(_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", fails)
+    with pytest.raises(
+        RunError, match="cannot be captured as a CUDA graph: operation not permitted when"
+    ) as caught:
+        cuda_capture(lambda: torch.zeros(1))
+    assert "--cache dynamic" in str(caught.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graphs_give_what_single_operators_give() -> None:
+    model = tiny_llama().to("cuda")
+    scorer, other = Scorer(model, "static"), Scorer(model)
+    for each in (scorer, other):
+        each.begin()
+    context = list(CONTEXT)
+    for i in range(12):
+        drafted = [(i + j) % 20 for j in range(i % 4)]
+        found, expected = scorer.logits(context, drafted), other.logits(context, drafted)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        context.append(i)
+        for each in (scorer, other):
+            each.rollback(len(context) - 1)
