@@ -488,6 +488,7 @@ class StaticKVCache:
         capacity: Tokens there is room for; doubles when it is full.
         generation: Grows by 1 whenever the buffers move.
         slots: Where the pass that runs writes, a tensor on its device.
+        tried: Whether a trial has shown that the model's passes can have fixed shapes.
 
     Raises:
         UsageError: The model has layers that are no full attention.
@@ -500,6 +501,7 @@ class StaticKVCache:
 
     def __init__(self, config: PretrainedConfig) -> None:
         self.length, self.capacity, self.generation = 0, _FIRST_CAPACITY, 0
+        self.tried = False
         kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
         other = next((kind for kind in kinds if kind not in ("DynamicLayer", "DummyLayer")), None)
         if other is not None:

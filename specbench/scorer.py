@@ -106,7 +106,9 @@ class Scorer:
                 )
             capture = cuda_capture if self.device.type == "cuda" else None
             self._static = StaticPasses(self._static_forward, self.cache, self.device, None)
-            if not self._static_is_right(self._static):
+            # A drafter that shares the target's cache is made of the same layers.
+            self.cache.tried = self.cache.tried or self._static_is_right(self._static)
+            if not self.cache.tried:
                 raise UsageError(
                     "This model's passes cannot have fixed shapes: it goes by more than positions and masks.",
                     "Use --cache dynamic for this model.",

@@ -496,9 +496,9 @@ def test_the_preallocated_cache_refuses_layers_it_cannot_hold() -> None:
 
 
 def test_an_unknown_cache_kind_is_refused() -> None:
-    with pytest.raises(UsageError, match="'static'") as caught:
-        make_cache("static", FAMILIES["llama"][1]())  # type: ignore[arg-type]
-    assert "dynamic, preallocated, none" in str(caught.value)
+    with pytest.raises(UsageError, match="'paged'") as caught:
+        make_cache("paged", FAMILIES["llama"][1]())  # type: ignore[arg-type]
+    assert "dynamic, preallocated, static, none" in str(caught.value)
 
 
 # -- widths and rows ------------------------------------------------------------------------------
