@@ -168,6 +168,7 @@ def summary(generation: Generation) -> dict[str, Any]:
         "steps": len(steps),
         "drafted": sum(step.gamma for step in steps),
         "accepted": sum(step.accepted for step in steps),
+        "gained_by_siblings": sum(step.gained for step in steps),
         "acceptance_rate": acceptance_rate(steps),
         "tokens_per_step": tokens_per_step(steps),
         "alpha": mean_expected_acceptance(steps),

@@ -110,6 +110,7 @@ def test_json_is_one_object_with_every_figure(tiny: Cli) -> None:
         "steps": int,
         "drafted": int,
         "accepted": int,
+        "gained_by_siblings": int,
         "acceptance_rate": float,
         "tokens_per_step": float,
         "accepted_lengths": list,

@@ -373,3 +373,34 @@ def test_auto_learns_costs_by_what_was_verified() -> None:
         rule.observe(step)
     measured = rule.costs()["target_pass_s"]
     assert {int(n) for n in measured} == {step.verified for step in steps}
+
+
+def test_the_summary_counts_what_they_gave(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    import json
+
+    from tiny import save_tiny
+
+    from specbench.cli import run
+
+    folder = str(save_tiny(tmp_path / "tiny"))
+    asked = [
+        "generate",
+        "the thing",
+        "--target",
+        folder,
+        "--drafter",
+        "self:layers=1",
+        "-n",
+        "40",
+        "--ignore-eos",
+    ]
+    asked += ["--dtype", "float32", "--gamma", "3", "--siblings", "8"]
+    assert run([*asked, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    gained = figures["gained_by_siblings"]
+    assert gained > 0
+    assert figures["new_tokens"] == 1 + figures["accepted"] + figures["steps"] + gained
+    assert run(asked) == 0
+    assert f", {gained} more by siblings" in " ".join(capsys.readouterr().err.split())
+    assert run([*asked, "--siblings", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gained_by_siblings"] == 0

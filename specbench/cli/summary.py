@@ -103,6 +103,8 @@ def _lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         if figures["drafted"]:
             accepted = f"{figures['accepted']} of {_count(figures['drafted'], 'draft')} accepted"
             steps += f", {accepted} ({figures['acceptance_rate']:.0%})"
+            if gained := figures["gained_by_siblings"]:
+                steps += f", {gained} more by siblings"
         elif figures["drafter"] != "none":
             steps += ", nothing drafted"
         lines.append(("steps", steps))
