@@ -59,6 +59,8 @@ class _ShortPasses:
     """The second way through a decoder layer; comes before the layer's own class."""
 
     _parts: _Parts | None = None
+    _in_float32 = False
+    """Whether short passes are float32 but for attention, and give that whatever they are given."""
 
     def forward(
         self,
@@ -73,77 +75,13 @@ class _ShortPasses:
         """As the layer's own, which takes what is no short pass over one sequence, [1, tokens, hidden size]."""
         batch, length, _ = hidden_states.shape
         short = batch == 1 and length <= LONGEST_PASS
-        if not short or past_key_values is None or position_embeddings is None:
-            whole: torch.Tensor = super().forward(  # type: ignore[misc]
-                hidden_states,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                position_embeddings=position_embeddings,
-                **arguments,
-            )
-            return whole
         attention: Any = self._modules["self_attn"]  # type: ignore[attr-defined]
         parts = self._parts
         # A copy of the layer, or one whose products were replaced, has others.
         if parts is None or parts.query is not attention._modules["q_proj"]:
             parts = self._parts = _parts_of(self)
-        heads, shared, size = parts.heads, parts.shared_heads, parts.head_size
-        turned = heads + shared
-
-        x = _root_mean_square_norm(hidden_states.float(), *parts.attention_scale).to(parts.dtype)
-        x = parts.projections.forward(x).view(1, length, turned + shared, size)
-        rotated = x[:, :, :turned]
-        if parts.head_norms is not None:
-            query_norm, key_norm = parts.head_norms
-            rotated = torch.cat((query_norm(rotated[:, :, :heads]), key_norm(rotated[:, :, heads:])), dim=2)
-        cosines, sines = _rotation(position_embeddings)
-        half = size // 2
-        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
-        rotated = (rotated * cosines).addcmul_(swapped, sines).transpose(1, 2)
-        keys, values = past_key_values.update(
-            rotated[:, heads:], x[:, :, turned:].transpose(1, 2), attention.layer_idx
-        )
-        x, _ = folded_attention(
-            attention, rotated[:, :heads], keys, values, attention_mask, scaling=attention.scaling
-        )
-        hidden_states = parts.output.forward(x.reshape(1, length, heads * size)).add_(hidden_states)
-
-        x = _root_mean_square_norm(hidden_states.float(), *parts.mlp_scale).to(parts.dtype)
-        x = parts.gates.forward(x)
-        middle = x.shape[-1] // 2
-        x = silu(x[..., :middle]).mul_(x[..., middle:])
-        out: torch.Tensor = parts.down.forward(x).add_(hidden_states)
-        return out
-
-
-class _DraftingPasses(_ShortPasses):
-    """A third way, for drafters in int8 whose products take and give float32: no bits have to stay the same there.
-
-    From the first layer's input to the last one's output everything but attention is float32. Queries, keys and values
-    are in the model's own dtype, for the cache may be the target's.
-    """
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **arguments: Any,
-    ) -> torch.Tensor:
-        """As the layer's own; short passes give float32 whatever they are given."""
-        batch, length, _ = hidden_states.shape
-        short = batch == 1 and length <= LONGEST_PASS
-        attention: Any = self._modules["self_attn"]  # type: ignore[attr-defined]
-        parts = self._parts
-        if parts is None or parts.query is not attention._modules["q_proj"]:
-            parts = self._parts = _parts_of(self)
         if not short or past_key_values is None or position_embeddings is None:
-            return super().forward(
+            whole: torch.Tensor = super().forward(  # type: ignore[misc]
                 hidden_states.to(parts.dtype),
                 attention_mask=attention_mask,
                 position_ids=position_ids,
@@ -152,11 +90,13 @@ class _DraftingPasses(_ShortPasses):
                 position_embeddings=position_embeddings,
                 **arguments,
             )
+            return whole
+        carried = torch.float32 if self._in_float32 else parts.dtype
         heads, shared, size = parts.heads, parts.shared_heads, parts.head_size
         turned = heads + shared
 
-        residual = hidden_states.float()
-        x = _root_mean_square_norm(residual, *parts.attention_scale)
+        residual = hidden_states.to(carried)
+        x = _root_mean_square_norm(residual.float(), *parts.attention_scale).to(carried)
         x = parts.projections.forward(x).to(parts.dtype).view(1, length, turned + shared, size)
         rotated = x[:, :, :turned]
         if parts.head_norms is not None:
@@ -172,13 +112,23 @@ class _DraftingPasses(_ShortPasses):
         x, _ = folded_attention(
             attention, rotated[:, :heads], keys, values, attention_mask, scaling=attention.scaling
         )
-        residual = parts.output.forward(x.reshape(1, length, heads * size).float()).add_(residual)
+        residual = parts.output.forward(x.reshape(1, length, heads * size).to(carried)).add_(residual)
 
-        x = parts.gates.forward(_root_mean_square_norm(residual, *parts.mlp_scale))
+        x = _root_mean_square_norm(residual.float(), *parts.mlp_scale).to(carried)
+        x = parts.gates.forward(x)
         middle = x.shape[-1] // 2
         x = silu(x[..., :middle]).mul_(x[..., middle:])
         out: torch.Tensor = parts.down.forward(x).add_(residual)
         return out
+
+
+class _DraftingPasses(_ShortPasses):
+    """A third way, for drafters in int8 whose products take and give float32, so that nothing is converted in between.
+
+    Queries, keys and values are in the model's own dtype all the same, for the cache may be the target's.
+    """
+
+    _in_float32 = True
 
 
 def _root_mean_square_norm(x: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
