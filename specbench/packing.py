@@ -32,6 +32,7 @@ __all__ = [
     "PackedLinear",
     "can_pack",
     "first_layers",
+    "float32_sample",
     "int8_copy",
     "pack_linears",
     "quantise_linears",
@@ -344,6 +345,28 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         if getattr(module, "config", None) is parent.config and module is not parent:
             module.config = short
     parent.config = short
+    return clone
+
+
+def float32_sample(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The model's first two decoder layers with copies of their weights in float32, where rounding hides nothing.
+
+    Returns:
+        ``None`` if its layers were not found, or hold weights that are no parameters (packed or int8 ones).
+    """
+    if any(isinstance(module, PackedLinear | Int8Linear | JoinedLinear) for module in model.modules()):
+        return None
+    try:
+        clone = first_layers(model, min(2, model.config.get_text_config(decoder=True).num_hidden_layers))
+    except (ValueError, UsageError):
+        return None
+    made: dict[int, nn.Parameter] = {}
+    for module in clone.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+                module._parameters[name] = made[id(parameter)]
     return clone
 
 

@@ -11,6 +11,7 @@ import torch
 
 from specbench.caches import CacheKind, KVCache, StaticKVCache, make_cache
 from specbench.errors import UsageError
+from specbench.packing import float32_sample
 from specbench.siblings import Sibling, tree_mask, tree_positions
 from specbench.static_passes import PassInputs, StaticPasses, cuda_capture
 
@@ -107,6 +108,12 @@ class Scorer:
             capture = cuda_capture if self.device.type == "cuda" else None
             self._static = StaticPasses(self._static_forward, self.cache, self.device, None)
             # A drafter that shares the target's cache is made of the same layers.
+            if not self.cache.tried and weight.dtype != torch.float32:
+                # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
+                sample = float32_sample(model)
+                self.cache.tried = sample is not None
+                if sample is not None:
+                    Scorer(sample, "static")  # raises
             self.cache.tried = self.cache.tried or self._static_is_right(self._static)
             if not self.cache.tried:
                 raise UsageError(

@@ -122,6 +122,27 @@ def test_siblings_are_verified_in_it(captured: bool) -> None:
     torch.testing.assert_close(*after, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.real
+def test_the_built_in_model_takes_it_in_bfloat16() -> None:
+    from specbench.loading import load_target
+    from specbench.models import LoadOptions
+
+    target = load_target("smollm2-135m", LoadOptions(dtype="bfloat16", device="cpu"), cache="static")
+    plain = load_target("smollm2-135m", LoadOptions(dtype="float32", device="cpu"), cache="static")
+    assert target.scorer.cache.length == plain.scorer.cache.length == 0
+
+
+def test_a_model_in_bfloat16_is_tried_in_float32() -> None:
+    before = tiny_llama().to(torch.bfloat16)
+    weights = {name: (id(each), each.dtype) for name, each in before.named_parameters()}
+    assert Scorer(before, "static").cache.tried  # type: ignore[attr-defined]
+    assert {name: (id(each), each.dtype) for name, each in before.named_parameters()} == weights
+    torch.manual_seed(0)
+    alibi = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
+    with pytest.raises(UsageError, match="cannot have fixed shapes"):
+        Scorer(hf.BloomForCausalLM(alibi).to(torch.bfloat16).eval(), "static")
+
+
 def test_models_it_cannot_hold_are_refused() -> None:
     sliding = hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=8)).eval()
     with pytest.raises(UsageError, match="cannot hold layers of the kind"):
