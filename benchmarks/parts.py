@@ -1,6 +1,6 @@
-"""What benchmarks share: progress kept in a file, a busy neighbour, and threads that wait as the command line's do.
+"""What benchmarks share: progress kept in a file, a busy neighbour, and the command line's settings of torch.
 
-Import it before torch: OpenMP reads its settings when it is loaded.
+Import it before torch, which reads them when it is loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class Parts:

@@ -51,7 +51,8 @@ _MANY = 20  # intervals of which one is expected to miss
 _KEY = ["prompt", "turn", "repeat"]
 _MACHINE = {"cpu": "processor", "physical_cores": "cores", "cores": "logical cores", "ram_gb": "memory in GB",
             "devices": "accelerators"}  # fmt: skip
-_SOFTWARE = ("os", "python", "torch", "transformers", "specbench", "git_commit", "cpu_capability", "threads")
+_SOFTWARE = ("os", "python", "torch", "transformers", "specbench", "git_commit", "cpu_capability", "threads",
+             "huge_pages")  # fmt: skip
 _OPTIONS = {
     "max_new_tokens": "new tokens",
     "ignore_eos": "ignore end tokens",

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from specbench._version import __version__
+from specbench.huge_pages import huge_page_setting
 
 __all__ = [
     "LoadSnapshot",
@@ -30,9 +31,10 @@ def describe_environment() -> dict[str, Any]:
 
     Returns:
         ``cpu`` (model), ``cpu_capability`` (torch's instruction set), ``physical_cores``, ``cores`` (logical
-        ones this process may use), ``threads`` (torch's), ``ram_gb``, ``os``, ``python``, ``torch``,
-        ``transformers``, ``specbench``, ``devices`` (names of accelerators), ``git_commit`` of the checkout
-        specbench runs from, with "+" behind it if files were changed since. ``None`` stands for what cannot
+        ones this process may use), ``threads`` (torch's), ``huge_pages`` (Linux's setting for transparent ones),
+        ``ram_gb``, ``os``, ``python``, ``torch``, ``transformers``, ``specbench``, ``devices`` (names of
+        accelerators), ``git_commit`` of the checkout specbench runs from, with "+" behind it if files were
+        changed since. ``None`` stands for what cannot
         be told.
     """
     import torch
@@ -44,6 +46,7 @@ def describe_environment() -> dict[str, Any]:
         "physical_cores": psutil.cpu_count(logical=False),
         "cores": _usable_cores(),
         "threads": torch.get_num_threads(),
+        "huge_pages": huge_page_setting(),
         "ram_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "os": _system(),
         "python": platform.python_version(),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from specbench.errors import UsageError
+from specbench.huge_pages import in_huge_pages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +48,9 @@ _QUICK_OUTPUTS = 32_768
 
 _QUICK_ROWS = 128
 """Rows that FBGEMM gets at once: the results of many lie in memory that the system has to hand out every time."""
+
+_LARGE_MODEL = 1 << 23
+"""Weights in linear layers from which looking for memory to lay together is worth it."""
 
 _LEAST = 1e-30
 """The largest element of a row is taken to be no less, so that rows of zeros have a scale."""
@@ -402,7 +407,7 @@ _Kind = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear | Int8Linear]
 
 
 def _replace(model: nn.Module, kind: _Kind, suits: Callable[[torch.Tensor], bool]) -> bool:
-    """Put layers of one kind in the place of all linear layers that suit; shared layers stay shared.
+    """Put layers of one kind, in huge pages, in the place of all linear layers that suit; shared layers stay shared.
 
     Args:
         model: Changed in place.
@@ -411,17 +416,19 @@ def _replace(model: nn.Module, kind: _Kind, suits: Callable[[torch.Tensor], bool
     """
     built: dict[tuple[int, ...], tuple[Sequence[nn.Module], list[nn.Module]]] = {}
     changed = False
-    for parent in list(model.modules()):
-        for names in _groups(parent):
-            layers = [parent._modules[name] for name in names]
-            key = tuple(map(id, layers))
-            if key not in built:
-                made = _build(layers, kind, suits)  # type: ignore[arg-type]
-                built[key] = (layers, made)  # type: ignore[assignment]
-            for name, old, new in zip(names, layers, built[key][1], strict=True):
-                if new is not old:
-                    setattr(parent, name, new)
-                    changed = True
+    large = sum(_weights_of(module) for module in model.modules()) >= _LARGE_MODEL
+    with in_huge_pages() if large else nullcontext():
+        for parent in list(model.modules()):
+            for names in _groups(parent):
+                layers = [parent._modules[name] for name in names]
+                key = tuple(map(id, layers))
+                if key not in built:
+                    made = _build(layers, kind, suits)  # type: ignore[arg-type]
+                    built[key] = (layers, made)  # type: ignore[assignment]
+                for name, old, new in zip(names, layers, built[key][1], strict=True):
+                    if new is not old:
+                        setattr(parent, name, new)
+                        changed = True
     return changed
 
 
@@ -438,6 +445,10 @@ def _groups(parent: nn.Module) -> list[list[str]]:
     ]
     taken = {name for group in groups for name in group}
     return groups + [[name] for name in names if name not in taken]
+
+
+def _weights_of(module: Any) -> int:
+    return module.in_features * module.out_features if _is_linear(module) else 0
 
 
 def _is_linear(module: nn.Module | None) -> bool:

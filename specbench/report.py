@@ -415,7 +415,8 @@ def _costs(run: Mapping[str, Any]) -> list[list[str]]:
 
 _MACHINE = {
     "cpu": "processor", "cpu_capability": "instruction set", "physical_cores": "cores", "cores": "logical cores",
-    "threads": "threads", "ram_gb": "memory (GB)", "devices": "accelerators", "os": "system", "python": "Python",
+    "threads": "threads", "huge_pages": "huge pages", "ram_gb": "memory (GB)", "devices": "accelerators",
+    "os": "system", "python": "Python",
     "torch": "torch", "transformers": "transformers", "specbench": "specbench", "git_commit": "commit",
 }  # fmt: skip
 _TARGET = {"name": "target", "dtype": "dtype", "device": "device", "fingerprint": "fingerprint"}

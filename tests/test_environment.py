@@ -43,7 +43,7 @@ def quiet(**changed: object) -> LoadSnapshot:
 def test_the_environment_says_what_figures_depend_on() -> None:
     found = describe_environment()
     assert set(found) == {
-        "cpu", "cpu_capability", "physical_cores", "cores", "threads", "ram_gb", "os", "python", "torch",
+        "cpu", "cpu_capability", "physical_cores", "cores", "threads", "huge_pages", "ram_gb", "os", "python", "torch",
         "transformers", "specbench", "devices", "git_commit",
     }  # fmt: skip
     assert found["cores"] >= 1

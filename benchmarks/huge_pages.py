@@ -1,0 +1,111 @@
+"""What do huge pages gain? Passes of two copies of a model in turn, one in pages of 4 KiB, one as specbench lays it.
+
+    python benchmarks/huge_pages.py                                      # the built-in model
+    python benchmarks/huge_pages.py --target FOLDER --dtype bfloat16 --assistant FOLDER
+
+For the target, and for drafters in int8 (the target itself, and a model of your own), the median time of a pass in both
+and their ratio for some numbers of tokens. Ends with one line of JSON. It needs memory for both copies, and says so if
+the system gave no huge pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # or the first copy would have them too
+
+import parts  # noqa: F401 - before torch
+import torch
+
+from specbench.huge_pages import huge_page_setting
+from specbench.loading import LoadOptions, load_drafter, load_target
+from specbench.scorer import Scorer
+
+CONTEXT = 256
+
+
+def in_huge_pages_gb() -> float:
+    """How much of this process's memory lies in huge pages."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024 / 1e9
+    return 0.0
+
+
+def scorers(given: argparse.Namespace) -> dict[str, Scorer]:
+    """One target and its drafters."""
+    target = load_target(given.target, LoadOptions(dtype=given.dtype))
+    found = {"target": target.scorer}
+    for spec in ["self:int8", *([given.assistant] if given.assistant else [])]:
+        drafter: Any = load_drafter(spec, target)
+        found[drafter.name] = drafter.scorer
+    return found
+
+
+def timer(scorer: Scorer, text: list[int], count: int) -> Callable[[], float]:
+    """Seconds of one pass over so many tokens behind the context."""
+
+    if scorer.cache.length != CONTEXT:  # a self-drafter has the target's cache
+        scorer.begin()
+        scorer.logits(text[:CONTEXT], rows=1)
+
+    def once() -> float:
+        began = time.perf_counter()
+        for _ in range(3):
+            scorer.logits(text[: CONTEXT + count], rows=count)
+            scorer.rollback(CONTEXT)
+        return (time.perf_counter() - began) / 3
+
+    return once
+
+
+def main() -> None:
+    """See the module's description."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--assistant", help="a drafter model")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 5, 9])
+    parser.add_argument("--rounds", type=int, default=9)
+    given = parser.parse_args()
+    with patch("specbench.packing.in_huge_pages", nullcontext):
+        small = scorers(given)
+    ordinary = in_huge_pages_gb()
+    huge = scorers(given)
+    gained = in_huge_pages_gb() - ordinary
+    print(
+        f"The system's setting is {huge_page_setting()}; {gained:.2f} GB of the second copy lie in huge pages."
+    )
+    text = torch.randint(0, 1000, (CONTEXT + max(given.widths),), generator=torch.Generator().manual_seed(0))
+    rows = []
+    for name in small:
+        for width in given.widths:
+            both = [timer(kind[name], text.tolist(), width) for kind in (small, huge)]
+            times = [[each() for each in both] for _ in range(given.rounds + 1)][1:]
+            before, after = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+            ratio = statistics.median(slow / quick for slow, quick in times)
+            rows.append(
+                {"model": name, "tokens": width, "ms": before, "huge_ms": after, "ratio": round(ratio, 3)}
+            )
+            print(
+                f"{name}: {width} tokens {before:.1f} ms, in huge pages {after:.1f} ms, ratio {ratio:.2f}",
+                flush=True,
+            )
+    print(
+        json.dumps({"benchmark": "huge_pages", "target": given.target, "gb": round(gained, 2), "rows": rows})
+    )
+
+
+if __name__ == "__main__":
+    main()

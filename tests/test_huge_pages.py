@@ -1,0 +1,162 @@
+"""Large pages of memory: what is laid there, what is left alone, and that contents stay."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from specbench import huge_pages
+from specbench.huge_pages import huge_page_setting, in_huge_pages
+from specbench.packing import PackedLinear, can_pack, pack_linears, quantise_linears
+
+MEBIBYTE = 1 << 20
+SIZE = 32 * MEBIBYTE
+
+
+class Region:
+    """Memory of its own, in ordinary pages, all of it used."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self.memory.write(bytes(range(256)) * (size // 256))
+        self.memory.madvise(mmap.MADV_HUGEPAGE)  # the kernel merges nothing that was told not to be
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    @property
+    def huge(self) -> int:
+        """Bytes in huge pages of the mapping it lies in, by proc_pid_smaps(5)."""
+        found = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            head = line.split()[0]
+            if not head.endswith(":"):
+                begin, _, end = head.partition("-")
+                found = int(begin, 16) <= self.address < int(end, 16)
+            elif found and head == "AnonHugePages:":
+                return int(line.split()[1]) * 1024
+        raise AssertionError("its mapping was not found")
+
+
+def _can_collapse() -> bool:
+    if huge_page_setting() in (None, "never"):
+        return False
+    with in_huge_pages():
+        region = Region()
+    return region.huge > 0
+
+
+needs_huge_pages = pytest.mark.skipif(not _can_collapse(), reason="this system gives no huge pages")
+
+
+@needs_huge_pages
+def test_what_is_allocated_inside_lies_in_huge_pages_and_keeps_its_contents() -> None:
+    with in_huge_pages():
+        region = Region()
+        address = region.address
+    assert region.huge >= SIZE // 2
+    assert region.address == address
+    region.memory.seek(0)
+    assert region.memory.read() == bytes(range(256)) * (SIZE // 256)
+
+
+@needs_huge_pages
+def test_what_was_there_before_is_left_alone() -> None:
+    before = Region()
+    with in_huge_pages():
+        pass
+    assert before.huge == 0
+
+
+@needs_huge_pages
+def test_memory_that_is_mostly_unused_is_not_filled_up() -> None:
+    with in_huge_pages():
+        memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        for page in range(0, SIZE, 4 * mmap.PAGESIZE):
+            memory[page] = 1
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        sparse = Region.__new__(Region)
+        sparse.memory, sparse.address = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert sparse.huge == 0
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("kind", ["packed", "int8", "draft"])
+def test_weights_are_laid_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "packed" and not can_pack(torch.float32, "cpu"):
+        pytest.skip("this torch lacks oneDNN's operators")
+    collapsed: list[int] = []
+    collapse = huge_pages._collapse
+    monkeypatch.setattr(
+        huge_pages,
+        "_collapse",
+        lambda blocks, size: (collapsed.append(len(blocks) * size), collapse(blocks, size)),
+    )
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).requires_grad_(False)
+    x = torch.randn(3, 2048)
+    expected = model(x)
+    if kind == "packed":
+        pack_linears(model)  # type: ignore[arg-type]
+        assert isinstance(model[0], PackedLinear)
+    else:
+        quantise_linears(model, alike=kind == "int8")  # type: ignore[arg-type]
+    weights = 4 * 2048 * 2048 * (4 if kind == "packed" else 1)
+    assert sum(collapsed) >= weights / 2
+    assert (model(x) - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
+def test_small_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Iterator[None]:
+        raise AssertionError("looked through the memory for a small model")
+
+    monkeypatch.setattr("specbench.packing.in_huge_pages", refuse)
+    model = nn.Sequential(nn.Linear(64, 64))
+    assert quantise_linears(model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("always [madvise] never\n", "madvise"),
+        ("always madvise [never]\n", "never"),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_setting_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, setting: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "enabled").write_text(text)
+    monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)
+    assert huge_page_setting() == setting
+
+
+@pytest.mark.parametrize("text", ["always madvise [never]\n", None])
+def test_nothing_is_done_where_they_are_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "enabled").write_text(text)
+        (tmp_path / "hpage_pmd_size").write_text("2097152\n")
+    monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(huge_pages, "_collapse", lambda *_: pytest.fail("asked for huge pages"))
+    with in_huge_pages():
+        tensor = torch.ones(SIZE // 4)
+    assert tensor.sum() == SIZE // 4
+
+
+def test_nothing_is_done_where_proc_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "enabled").write_text("[always] madvise never\n")
+    (tmp_path / "hpage_pmd_size").write_text("2097152\n")
+    monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(huge_pages, "_PROCESS", tmp_path)
+    with in_huge_pages():
+        tensor = torch.ones(SIZE // 4)
+    assert tensor.sum() == SIZE // 4
