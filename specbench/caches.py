@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CACHE_KINDS", "CacheKind", "KVCache", "make_cache", "prune_legacy"]
 
-CacheKind = Literal["dynamic", "preallocated", "static", "none"]
+CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
 CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none")
+"""Those that hold on every device."""
 
 _FIRST_CAPACITY = 256
 _SLIDING_SLACK = 256
@@ -90,8 +91,8 @@ def make_cache(kind: CacheKind, config: PretrainedConfig, dtype: torch.dtype = t
 
     Args:
         kind: ``dynamic`` grows by concatenation (``transformers``' DynamicCache), ``preallocated`` writes by index into
-            buffers that double when full, ``static`` does so in passes of fixed shapes, ``none`` recomputes everything
-            (the reference in tests).
+            buffers that double when full, ``static`` does so in passes of fixed shapes, ``compiled`` in compiled ones,
+            ``none`` recomputes everything (the reference in tests).
         config: The model's. If its attention is ``specbench.attention``'s, a preallocated cache hands keys and values
             out in whole blocks, which that attention masks.
         dtype: Of the model.
@@ -105,6 +106,8 @@ def make_cache(kind: CacheKind, config: PretrainedConfig, dtype: torch.dtype = t
         return PreallocatedKVCache(config, key_block(dtype) if is_folded(config) else 1)
     if kind == "static":
         return StaticKVCache(config)
+    if kind == "compiled":
+        return StaticKVCache(config, compiled=True)
     if kind == "none":
         return NoKVCache()
     raise UsageError(f"There is no cache kind {kind!r}.", f"Choose one of {', '.join(CACHE_KINDS)}.")
@@ -482,6 +485,7 @@ class StaticKVCache:
 
     Args:
         config: The model's.
+        compiled: Whether short passes over it are to be compiled.
 
     Attributes:
         length: Tokens held.
@@ -499,9 +503,10 @@ class StaticKVCache:
     takes_trees = True
     slots: torch.Tensor
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    def __init__(self, config: PretrainedConfig, *, compiled: bool = False) -> None:
         self.length, self.capacity, self.generation = 0, _FIRST_CAPACITY, 0
         self.tried = False
+        self.compiled = compiled
         kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
         other = next((kind for kind in kinds if kind not in ("DynamicLayer", "DummyLayer")), None)
         if other is not None:

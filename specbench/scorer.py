@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
@@ -13,7 +13,7 @@ from specbench.caches import CacheKind, KVCache, StaticKVCache, make_cache
 from specbench.errors import UsageError
 from specbench.packing import float32_sample
 from specbench.siblings import Sibling, tree_mask, tree_positions
-from specbench.static_passes import PassInputs, StaticPasses, cuda_capture
+from specbench.static_passes import PassInputs, StaticPasses, compiled, cuda_capture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,6 +100,7 @@ class Scorer:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._static: StaticPasses | None = None
         if isinstance(self.cache, StaticKVCache):
+            quick = compiled(model.forward, self.device) if self.cache.compiled else None
             if self._change is not None:
                 raise UsageError(
                     "The static cache cannot hold a model whose positions are rotated otherwise in long contexts.",
@@ -120,7 +121,8 @@ class Scorer:
                     "This model's passes cannot have fixed shapes: it goes by more than positions and masks.",
                     "Use --cache dynamic for this model.",
                 )
-            self._static = StaticPasses(self._static_forward, self.cache, self.device, capture)
+            short = partial(self._static_forward, forward=quick) if quick else None
+            self._static = StaticPasses(self._static_forward, self.cache, self.device, capture, short)
 
     def begin(self) -> None:
         """Start on a new context."""
@@ -257,12 +259,14 @@ class Scorer:
         return self._fit(logits)
 
     @torch.inference_mode()
-    def _static_forward(self, inputs: PassInputs, rows: int) -> torch.Tensor:
+    def _static_forward(
+        self, inputs: PassInputs, rows: int, forward: Callable[..., Any] | None = None
+    ) -> torch.Tensor:
         """A pass that reads and writes nothing but its inputs and the buffers of the cache."""
         assert isinstance(self.cache, StaticKVCache)
         self.cache.slots = inputs.slots
         keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
-        output = self.model(
+        output = (forward or self.model)(
             input_ids=inputs.ids,
             position_ids=inputs.positions,
             attention_mask=inputs.mask,

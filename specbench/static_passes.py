@@ -3,7 +3,8 @@
 Over a static cache (``specbench.caches.StaticKVCache``) a pass of n tokens is the same sequence of kernels every time:
 it writes keys and values at given slots of buffers that stay where they are, and attends to all of them under a mask.
 On a CUDA device each width is captured once as a graph and replayed from then on. Elsewhere the same passes run one
-operator at a time, which is how the tests see them.
+operator at a time, which is how the tests see them. Compiled passes (``torch.compile``) are made of fewer, larger
+kernels, and captured in the same way.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from specbench.caches import StaticKVCache
-from specbench.errors import RunError
+from specbench.errors import RunError, UsageError
 
-__all__ = ["PassInputs", "StaticPasses", "cuda_capture"]
+__all__ = ["COMPILERS", "PassInputs", "StaticPasses", "compiled", "cuda_capture"]
+
+COMPILERS: dict[str, Any] = {"cuda": "inductor"}
+"""By type of device, what ``torch.compile`` gets. A CPU has packed layers instead, which cannot be traced."""
 
 _WIDEST_GRAPH = 32
 """Wider passes read prompts, and have a width of their own each."""
@@ -59,6 +63,7 @@ class StaticPasses:
         cache: The cache.
         device: Of the model.
         capture: How a pass is made repeatable; ``None`` runs each anew.
+        short_forward: A quicker way for the passes that come again and again; ``None`` for the same.
     """
 
     def __init__(
@@ -67,7 +72,9 @@ class StaticPasses:
         cache: StaticKVCache,
         device: torch.device,
         capture: Capture | None,
+        short_forward: Callable[[PassInputs, int], torch.Tensor] | None = None,
     ) -> None:
+        self._short_forward = short_forward or forward
         self._forward, self.cache, self.device, self._capture = forward, cache, device, capture
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._generation = cache.generation
@@ -103,14 +110,14 @@ class StaticPasses:
 
     def _replayed(self, inputs: PassInputs, rows: int) -> torch.Tensor:
         if self._capture is None:
-            return self._forward(inputs, rows)
+            return self._short_forward(inputs, rows)
         if self._generation != self.cache.generation:  # its buffers are elsewhere now
             self._captured.clear()
             self._generation = self.cache.generation
         key = (inputs.ids.shape[1], rows)
         if key not in self._captured:
             own = PassInputs(*(each.clone() for each in inputs))
-            self._captured[key] = _Captured(own, *self._capture(lambda: self._forward(own, rows)))
+            self._captured[key] = _Captured(own, *self._capture(lambda: self._short_forward(own, rows)))
         captured = self._captured[key]
         for buffer, value in zip(captured.inputs, inputs, strict=True):
             buffer.copy_(value)
@@ -141,3 +148,32 @@ def cuda_capture(run: Run) -> tuple[Callable[[], None], torch.Tensor]:
             f"A pass of this model cannot be captured as a CUDA graph: {reason}.", "Use --cache dynamic."
         ) from error
     return graph.replay, output
+
+
+def compiled(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A model's ``forward``, compiled anew for every width and number of rows of its logits.
+
+    Raises:
+        UsageError: There is no compiler for passes on this device.
+        RunError: From the result: it could not be compiled.
+    """
+    backend = COMPILERS.get(device.type)
+    if backend is None:
+        raise UsageError(
+            f"Passes are not compiled on the device {device.type}.",
+            "Leave --compile out: on a CPU the packed layers are the faster way.",
+        )
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(
+        config.recompile_limit, 4 * _WIDEST_GRAPH
+    )  # or later widths would run uncompiled
+    quick = torch.compile(forward, backend=backend, dynamic=False)
+
+    def run(**arguments: Any) -> Any:
+        try:
+            return quick(**arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RunError(f"This model cannot be compiled here: {reason}", "Leave --compile out.") from error
+
+    return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from specbench.records import Step
 from specbench.sampling import Greedy, Sampling
 from specbench.scorer import DeviceTokens, Scorer
 from specbench.siblings import Sibling
-from specbench.static_passes import cuda_capture
+from specbench.static_passes import COMPILERS, cuda_capture
 
 CONTEXT = [5, 9, 14, 3, 8, 21, 2]
 SIZES: dict[str, Any] = {
@@ -182,10 +183,10 @@ def test_families_of_models_give_the_same_in_it(kind: str) -> None:
 
 
 def output(
-    spec: str | None, rule: str, cache: Any = "static", sampling: Sampling | None = None
+    spec: str | None, rule: str, cache: Any = "static", sampling: Sampling | None = None, *, pack: bool = True
 ) -> tuple[list[int], Sequence[Step]]:
     language_model = tiny_language_model()
-    target = wrap_target(language_model.model, language_model.tokenizer, cache=cache)
+    target = wrap_target(language_model.model, language_model.tokenizer, cache=cache, pack=pack)
     drafter = None if spec is None else load_drafter(spec, target, cache=cache)
     run = GenerationRun(
         CONTEXT, target, drafter, policy=build_policy(rule), sampling=sampling or Greedy(), max_new_tokens=60,
@@ -300,3 +301,98 @@ def test_cuda_graphs_give_what_single_operators_give() -> None:
         context.append(i)
         for each in (scorer, other):
             each.rollback(len(context) - 1)
+
+
+class CountingCompiler:
+    """A backend of ``torch.compile`` that counts what it is asked to compile, and runs it as traced."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, _inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> CountingCompiler:
+    torch._dynamo.reset()
+    counting = CountingCompiler()
+    monkeypatch.setitem(COMPILERS, "cpu", counting)
+    return counting
+
+
+def test_compiled_passes_are_those_of_other_caches(compiler: CountingCompiler) -> None:
+    model = tiny_llama()
+    scorer, other = Scorer(model, "compiled"), Scorer(model)
+    context = list(CONTEXT)
+    for each in (scorer, other):
+        each.begin()
+    for width, kept in ((3, 1), (1, 1), (5, 0), (3, 3), (1, 0), (40, 2), (3, 2)):
+        drafted = [(7 * i + width) % 20 for i in range(width)]
+        found, expected = scorer.logits(context, drafted), other.logits(context, drafted)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        context += [*drafted[:kept], width % 20]
+        for each in (scorer, other):
+            each.rollback(len(context) - 1)
+    assert compiler.graphs > 0
+
+
+def test_a_width_is_compiled_once_whatever_the_cache_holds(compiler: CountingCompiler) -> None:
+    scorer = Scorer(tiny_llama(), "compiled")
+    scorer.begin()
+    context = list(CONTEXT)
+    scorer.logits(context)
+    counts = []
+    for i in range(12):
+        context.append(i % 20)
+        scorer.logits(context)
+        counts.append(compiler.graphs)
+    assert counts[-1] == counts[0]
+
+
+def test_every_width_is_compiled(compiler: CountingCompiler) -> None:
+    scorer = Scorer(tiny_llama(layers=1), "compiled")
+    scorer.begin()
+    scorer.logits(CONTEXT)
+    scorer.rollback(len(CONTEXT) - 1)
+    counts = []
+    for width in range(14):
+        scorer.logits(CONTEXT, [1] * width)
+        scorer.rollback(len(CONTEXT) - 1)
+        counts.append(compiler.graphs)
+    assert all(later > earlier for earlier, later in itertools.pairwise(counts)), (
+        "the limit of recompiling was met"
+    )
+
+
+@pytest.mark.parametrize("rule", ["fixed:gamma=4", "auto"])
+@pytest.mark.parametrize("drafter", ["lookup", "self:layers=1"])
+def test_compiled_decoding_gives_the_targets_own_tokens(
+    compiler: CountingCompiler, drafter: str, rule: str
+) -> None:
+    expected, _ = output(None, "fixed:gamma=1", "dynamic", pack=False)
+    found, steps = output(drafter, rule, "compiled", pack=False)
+    assert found == expected
+    assert any(step.drafted for step in steps)
+    assert compiler.graphs > 0
+
+
+def test_what_cannot_be_compiled_is_refused(
+    compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_graph: Any, _inputs: Any) -> Any:
+        raise RuntimeError("no such compiler")
+
+    monkeypatch.setitem(COMPILERS, "cpu", broken)
+    scorer = Scorer(tiny_llama(), "compiled")
+    scorer.begin()
+    with pytest.raises(RunError, match="cannot be compiled here") as caught:
+        scorer.logits(CONTEXT)
+    assert "Leave --compile out" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cpu_compiles_nothing() -> None:
+    with pytest.raises(UsageError, match="not compiled on the device cpu"):
+        Scorer(tiny_llama(), "compiled")

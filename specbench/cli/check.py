@@ -16,6 +16,7 @@ from specbench.cli.rule import LengthRule, left_out, length_rules
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from specbench.caches import CacheKind
     from specbench.check.greedy import PlainRun
     from specbench.check.outputs import GivenOutput, Refused
     from specbench.check.results import CheckResult, Piece
@@ -152,6 +153,7 @@ def check(
     ignore_eos: opt.IgnoreEosOption = False,
     cache: opt.CacheOption = "dynamic",
     bit_exact: opt.BitExactOption = False,
+    compiled: opt.CompileOption = False,
     first_target: opt.FirstTargetOption = True,
     no_residual_adjustment: Annotated[
         bool,
@@ -190,7 +192,7 @@ def check(
         raise UsageError("--outputs brings its own prompts.", "Leave --prompts and --category out.")
     if bias is not None and not 0 < bias <= _LARGEST_BIAS:
         raise UsageError(f"--bias is {bias:g}.", f"Give a share above 0, up to {_LARGEST_BIAS:g}.")
-    cache = opt.cache_for(ctx, cache, bit_exact)
+    kind = opt.cache_for(ctx, cache, bit_exact, compiled)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
         from specbench.grid import parse_gammas
@@ -199,7 +201,7 @@ def check(
 
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         options = LoadOptions(dtype, device, device_map)
-        request = _Request(ctx, target, options, cache, chat, system, allow_pickle, json_output, quiet)
+        request = _Request(ctx, target, options, kind, chat, system, allow_pickle, json_output, quiet)
         job: _DecodingJob | _OutputsJob
         if outputs is not None:
             job = _OutputsJob(request, outputs, sampling, ignore_eos=ignore_eos, limit=limit)
@@ -258,7 +260,7 @@ class _Request:
         ctx: typer.Context,
         target: str,
         options: LoadOptions,
-        cache: opt.CacheName,
+        cache: CacheKind,
         chat: bool | None,
         system: str | None,
         allow_pickle: bool,

@@ -77,6 +77,7 @@ def generate(
     ignore_eos: opt.IgnoreEosOption = False,
     cache: opt.CacheOption = "dynamic",
     bit_exact: opt.BitExactOption = False,
+    compiled: opt.CompileOption = False,
     first_target: opt.FirstTargetOption = True,
     no_residual_adjustment: Annotated[
         bool,
@@ -136,7 +137,7 @@ def generate(
     text = read_prompt_text(prompt, prompt_file, sys.stdin)
     if any(not item for item in stop or ()):
         raise UsageError("A stop string is empty.", "Give --stop at least one character.")
-    cache = opt.cache_for(ctx, cache, bit_exact)
+    kind = opt.cache_for(ctx, cache, bit_exact, compiled)
     rule_options: dict[str, Any] = {
         "gamma": gamma,
         "gamma_min": gamma_min,
@@ -174,7 +175,7 @@ def generate(
                 check_policy(rule.spec, drafter)
             check_drafter(drafter, target, progress=progress)
             target_model = load_target(
-                target, load_options, cache=cache, progress=progress, allow_pickle=allow_pickle
+                target, load_options, cache=kind, progress=progress, allow_pickle=allow_pickle
             )
             if bit_exact:
                 from specbench.bitexact import require_bit_exact
@@ -185,7 +186,7 @@ def generate(
                 drafter,
                 target_model,
                 drafter_options,
-                cache=cache,
+                cache=kind,
                 progress=progress,
                 allow_pickle=allow_pickle,
             )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from specbench.caches import CacheKind
 
 __all__ = [
     "DEFAULT_DRAFTER",
@@ -15,6 +18,7 @@ __all__ = [
     "BitExactOption",
     "CacheName",
     "CacheOption",
+    "CompileOption",
     "ConfidenceOption",
     "CostsOption",
     "DeviceMapOption",
@@ -282,6 +286,15 @@ CacheOption = Annotated[
         rich_help_panel=DECODING,
     ),
 ]
+CompileOption = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Compile passes of fixed shapes for a GPU (torch.compile); uses the static cache. Every width is compiled"
+        " when it is first met, which takes a while.",
+        rich_help_panel=DECODING,
+    ),
+]
 BitExactOption = Annotated[
     bool,
     typer.Option(
@@ -398,16 +411,22 @@ def given(ctx: typer.Context, *names: str) -> list[str]:
     ]
 
 
-def cache_for(ctx: typer.Context, cache: CacheName, bit_exact: bool) -> CacheName:
+def cache_for(ctx: typer.Context, cache: CacheName, bit_exact: bool, compiled: bool) -> CacheKind:
     """The kind of cache to use, given what was asked for.
 
     Raises:
-        UsageError: Bit-exact passes with another cache than the preallocated one.
+        UsageError: Bit-exact or compiled passes with another cache than theirs, or both.
     """
     from specbench.errors import UsageError
 
-    if not bit_exact or cache == "preallocated":
-        return cache
-    if given(ctx, "cache"):
-        raise UsageError(f"--bit-exact does not go with --cache {cache}.", "Leave --cache out.")
-    return "preallocated"
+    if bit_exact and compiled:
+        raise UsageError("--bit-exact and --compile exclude each other.", "Give one of the two.")
+    for asked, name, its_own in (
+        (bit_exact, "--bit-exact", "preallocated"),
+        (compiled, "--compile", "static"),
+    ):
+        if asked and cache != its_own and given(ctx, "cache"):
+            raise UsageError(f"{name} does not go with --cache {cache}.", "Leave --cache out.")
+    if compiled:
+        return "compiled"
+    return "preallocated" if bit_exact else cache

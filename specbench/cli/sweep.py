@@ -177,6 +177,7 @@ def sweep(
     allow_pickle: opt.PickleOption = False,
     cache: opt.CacheOption = "dynamic",
     bit_exact: opt.BitExactOption = False,
+    compiled: opt.CompileOption = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -242,7 +243,7 @@ def sweep(
         raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
     if accept_changes and out is None:
         raise UsageError("--accept-changes needs --out.", "Name the folder of the run to go on with.")
-    cache = opt.cache_for(ctx, cache, bit_exact)
+    kind = opt.cache_for(ctx, cache, bit_exact, compiled)
     policies = parse_policies(
         [*(length_policy or []), *(["egag"] if egag else [])] or ["fixed"],
         gamma_min=gamma_min,
@@ -273,7 +274,7 @@ def sweep(
         warmup=warmup,
         turns=turns,
         seed=seed,
-        cache=cache,
+        cache=kind,
         transformers=baseline is not None,
         assisted=assisted is not None,
         costs=None if costs is None else _costs(costs, policies),
@@ -288,7 +289,7 @@ def sweep(
         drafters=names,
         target_options=LoadOptions(dtype, device, device_map),
         drafter_options=LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
-        cache=cache,
+        cache=kind,
         reference=options.transformers,
         assistants=options.assisted,
         allow_pickle=allow_pickle,
