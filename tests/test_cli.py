@@ -702,9 +702,13 @@ def test_large_allocations_are_in_huge_pages_unless_told(
 
 
 def test_compiled_passes_need_an_accelerator_and_a_static_cache(tiny: Cli) -> None:
-    tiny("--compile", "--cache", "dynamic", "Hi").refused(2, "--compile", "--cache dynamic", "Leave --cache out")
+    tiny("--compile", "--cache", "dynamic", "Hi").refused(
+        2, "--compile", "--cache dynamic", "Leave --cache out"
+    )
     tiny("--compile", "--bit-exact", "Hi").refused(2, "--bit-exact and --compile")
-    tiny("--compile", "--device", "cpu", "Hi").refused(2, "not compiled on the device cpu", "Leave --compile out")
+    tiny("--compile", "--device", "cpu", "Hi").refused(
+        2, "not compiled on the device cpu", "Leave --compile out"
+    )
 
 
 def test_bit_exact_passes_are_had_or_refused(tiny: Cli) -> None:
