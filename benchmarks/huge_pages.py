@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # or the first copy would have them too
 
 import parts  # noqa: F401 - before torch
 import torch

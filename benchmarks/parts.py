@@ -16,7 +16,6 @@ from typing import Any
 
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class Parts:

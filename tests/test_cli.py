@@ -690,17 +690,6 @@ def test_threads_wait_briefly_unless_told(
     assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
-@pytest.mark.parametrize("own", [None, "0"])
-def test_large_allocations_are_in_huge_pages_unless_told(
-    monkeypatch: pytest.MonkeyPatch, own: str | None
-) -> None:
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    if own is not None:
-        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", own)
-    assert run(["--version"]) == 0
-    assert os.environ.get("THP_MEM_ALLOC_ENABLE") == (own or "1")
-
-
 def test_compiled_passes_need_an_accelerator_and_a_static_cache(tiny: Cli) -> None:
     tiny("--compile", "--cache", "dynamic", "Hi").refused(
         2, "--compile", "--cache dynamic", "Leave --cache out"

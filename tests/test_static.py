@@ -396,3 +396,19 @@ def test_what_cannot_be_compiled_is_refused(
 def test_a_cpu_compiles_nothing() -> None:
     with pytest.raises(UsageError, match="not compiled on the device cpu"):
         Scorer(tiny_llama(), "compiled")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_compiled_passes_on_a_gpu_give_what_single_operators_give() -> None:
+    model = tiny_llama().to("cuda")
+    scorer, other = Scorer(model, "compiled"), Scorer(model)
+    for each in (scorer, other):
+        each.begin()
+    context = list(CONTEXT)
+    for i in range(6):
+        drafted = [(i + j) % 20 for j in range(i % 2)]
+        found, expected = scorer.logits(context, drafted), other.logits(context, drafted)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        context.append(i)
+        for each in (scorer, other):
+            each.rollback(len(context) - 1)

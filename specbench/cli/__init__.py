@@ -95,7 +95,6 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every error becomes one sentence on stderr."""
     _prepare_streams()
     _wait_briefly()
-    _allocate_in_huge_pages()
     command = typer.main.get_command(app)
     try:
         result: Any = command.main(arguments, prog_name="specbench", standalone_mode=False)
@@ -127,14 +126,6 @@ def _wait_briefly() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-
-
-def _allocate_in_huge_pages() -> None:
-    """Let torch put what is large into huge pages where the system has them; must come before torch is loaded.
-
-    Models then need not be laid together later (``specbench.huge_pages``). What the user has set stays.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _explain(error: BaseException) -> int:
