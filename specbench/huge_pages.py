@@ -40,7 +40,8 @@ def huge_page_setting() -> str | None:
 def in_huge_pages() -> Iterator[None]:
     """What is allocated in here and still there at the end lies in huge pages from then on, where the system has them.
 
-    Contents and addresses stay as they are. Takes about a second for two gigabytes.
+    Contents and addresses stay as they are, and so does memory that was in use before: what is put where something else
+    has been freed is not seen. Takes one or two seconds for a gigabyte.
     """
     size = _huge_page_size()
     before = set(_full_blocks(size)) if size else set()
