@@ -34,8 +34,7 @@ def describe_environment() -> dict[str, Any]:
         ones this process may use), ``threads`` (torch's), ``huge_pages`` (Linux's setting for transparent ones),
         ``ram_gb``, ``os``, ``python``, ``torch``, ``transformers``, ``specbench``, ``devices`` (names of
         accelerators), ``git_commit`` of the checkout specbench runs from, with "+" behind it if files were
-        changed since. ``None`` stands for what cannot
-        be told.
+        changed since. ``None`` stands for what cannot be told.
     """
     import torch
 

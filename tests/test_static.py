@@ -14,6 +14,7 @@ from tiny import tiny_language_model, tiny_llama
 
 import specbench.caches
 from specbench.attention import fold_attention
+from specbench.caches import CacheKind
 from specbench.errors import RunError, UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength, KeptState, LengthPolicy, build_policy
@@ -54,13 +55,8 @@ def static(model: Any, *, captured: bool = False) -> Scorer:
     return scorer
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("fold", [False, True])
-def test_its_passes_are_those_of_other_caches(fold: bool, captured: bool) -> None:
-    model = tiny_llama()
-    if fold:
-        fold_attention(model)
-    scorer, other = static(model, captured=captured), Scorer(model)
+def assert_alike(scorer: Scorer, other: Scorer) -> None:
+    """Both give the same logits in passes of several widths, with drafts rolled back in between."""
     context = list(CONTEXT)
     for each in (scorer, other):
         each.begin()
@@ -72,6 +68,15 @@ def test_its_passes_are_those_of_other_caches(fold: bool, captured: bool) -> Non
         for each in (scorer, other):
             each.rollback(len(context) - 1)
             assert each.cache.length == len(context) - 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("fold", [False, True])
+def test_its_passes_are_those_of_other_caches(fold: bool, captured: bool) -> None:
+    model = tiny_llama()
+    if fold:
+        fold_attention(model)
+    assert_alike(static(model, captured=captured), Scorer(model))
     if captured:
         assert 3 <= len(CAPTURES) <= 6, "one for each width, and none for the widest"
 
@@ -288,9 +293,10 @@ def test_a_pass_that_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_graphs_give_what_single_operators_give() -> None:
+@pytest.mark.parametrize("cache", ["static", "compiled"])
+def test_cuda_graphs_give_what_single_operators_give(cache: CacheKind) -> None:
     model = tiny_llama().to("cuda")
-    scorer, other = Scorer(model, "static"), Scorer(model)
+    scorer, other = Scorer(model, cache), Scorer(model)
     for each in (scorer, other):
         each.begin()
     context = list(CONTEXT)
@@ -324,17 +330,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> CountingCompiler:
 
 def test_compiled_passes_are_those_of_other_caches(compiler: CountingCompiler) -> None:
     model = tiny_llama()
-    scorer, other = Scorer(model, "compiled"), Scorer(model)
-    context = list(CONTEXT)
-    for each in (scorer, other):
-        each.begin()
-    for width, kept in ((3, 1), (1, 1), (5, 0), (3, 3), (1, 0), (40, 2), (3, 2)):
-        drafted = [(7 * i + width) % 20 for i in range(width)]
-        found, expected = scorer.logits(context, drafted), other.logits(context, drafted)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        context += [*drafted[:kept], width % 20]
-        for each in (scorer, other):
-            each.rollback(len(context) - 1)
+    assert_alike(Scorer(model, "compiled"), Scorer(model))
     assert compiler.graphs > 0
 
 
@@ -396,19 +392,3 @@ def test_what_cannot_be_compiled_is_refused(
 def test_a_cpu_compiles_nothing() -> None:
     with pytest.raises(UsageError, match="not compiled on the device cpu"):
         Scorer(tiny_llama(), "compiled")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_compiled_passes_on_a_gpu_give_what_single_operators_give() -> None:
-    model = tiny_llama().to("cuda")
-    scorer, other = Scorer(model, "compiled"), Scorer(model)
-    for each in (scorer, other):
-        each.begin()
-    context = list(CONTEXT)
-    for i in range(6):
-        drafted = [(i + j) % 20 for j in range(i % 2)]
-        found, expected = scorer.logits(context, drafted), other.logits(context, drafted)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-        context.append(i)
-        for each in (scorer, other):
-            each.rollback(len(context) - 1)
