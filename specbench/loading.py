@@ -132,7 +132,8 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
         dtype = "int8"
     elif pack:
         packed = pack_linears(model)
-    shorten_layers(model)
+    if shorten_layers(model):
+        scorer.find_short_pass()
     return Target(language_model, scorer, dtype, packed)
 
 

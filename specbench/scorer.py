@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 
+from specbench.attention import LONGEST_PASS
 from specbench.caches import CacheKind, KVCache, StaticKVCache, make_cache
 from specbench.errors import UsageError
 from specbench.packing import float32_sample
+from specbench.short_passes import short_pass
 from specbench.siblings import Sibling, tree_mask, tree_positions
 from specbench.static_passes import PassInputs, StaticPasses, compiled, cuda_capture
 
@@ -98,6 +100,7 @@ class Scorer:
         self.embeddings = weight.shape[0]
         self._change = _change_of_rotation(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.find_short_pass()
         self._static: StaticPasses | None = None
         if isinstance(self.cache, StaticKVCache):
             quick = compiled(model.forward, self.device) if self.cache.compiled else None
@@ -123,6 +126,10 @@ class Scorer:
                 )
             short = partial(self._static_forward, forward=quick) if quick else None
             self._static = StaticPasses(self._static_forward, self.cache, self.device, capture, short)
+
+    def find_short_pass(self) -> None:
+        """Look for a quick way through the model; to be called again where its layers have been replaced."""
+        self._short = short_pass(self.model) if self.cache.takes_trees else None
 
     def begin(self) -> None:
         """Start on a new context."""
@@ -250,10 +257,15 @@ class Scorer:
         if self._static is not None and cached:
             return self._static.run(ids, rows, extra.get("position_ids"), extra.get("attention_mask"))
         arguments: dict[str, Any] = self.cache.model_arguments() if cached else {"use_cache": False}
-        arguments |= extra
-        if self._keeps_logits:
-            arguments["logits_to_keep"] = rows
-        logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits[0, -rows:].to(self.output_device)
+        logits: torch.Tensor
+        if cached and self._short is not None and ids.shape[1] <= LONGEST_PASS:
+            keys = self.cache.keys(ids.shape[1])
+            logits = self._short.logits(ids, arguments["past_key_values"], keys, rows, **extra)
+        else:
+            arguments |= extra
+            if self._keeps_logits:
+                arguments["logits_to_keep"] = rows
+            logits = self.model(input_ids=ids, **arguments).logits[0, -rows:].to(self.output_device)
         if cached:
             self.cache.fed()
         return self._fit(logits)

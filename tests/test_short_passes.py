@@ -9,14 +9,17 @@ import torch
 import transformers as hf
 from tiny import tiny_llama
 
+import specbench.scorer
 import specbench.short_passes
 from specbench.attention import fold_attention
 from specbench.bitexact import require_bit_exact
 from specbench.caches import CacheKind
 from specbench.errors import UsageError
-from specbench.packing import Int8Linear, can_pack, int8_copy, pack_linears, quantise_linears
+from specbench.loading import wrap_target
+from specbench.packing import Int8Linear, can_pack, first_layers, int8_copy, pack_linears, quantise_linears
 from specbench.scorer import Scorer
-from specbench.short_passes import quicken_layers, shorten_layers
+from specbench.short_passes import quicken_layers, short_pass, shorten_layers
+from specbench.siblings import Sibling
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.float32, "cpu"), reason="no packed layers on this processor"
@@ -116,6 +119,7 @@ def bit_exact(scorer: Scorer) -> bool:
 def test_short_passes_do_take_the_second_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(kind)
     assert shorten_layers(model)
+    scorer = Scorer(model)
     taken: list[tuple[int, ...]] = []
     whole = specbench.short_passes._root_mean_square_norm
 
@@ -124,7 +128,6 @@ def test_short_passes_do_take_the_second_way(kind: str, monkeypatch: pytest.Monk
         return whole(x, *arguments)
 
     monkeypatch.setattr(specbench.short_passes, "_root_mean_square_norm", counted)
-    scorer = Scorer(model)
     scorer.begin()
     scorer.logits(CONTEXT)
     assert taken == []
@@ -222,6 +225,70 @@ def test_what_is_not_known_is_left_alone() -> None:
     assert not shorten_layers(shortened)
     for model in (unfolded, unpacked, wrapped, other):
         assert not any(isinstance(layer, specbench.short_passes._ShortPasses) for layer in model.model.layers)
+
+
+# --- Whole models ---------------------------------------------------------------------------------
+
+
+def trees(scorer: Scorer) -> torch.Tensor:
+    """Logits of a pass with siblings."""
+    scorer.begin()
+    scorer.logits(CONTEXT)
+    scorer.rollback(len(CONTEXT) - 1)
+    return scorer.logits(CONTEXT, [3, 4, 5], siblings=(Sibling(1, 6), Sibling(0, 7)))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_a_short_pass_is_the_model_s_own_to_the_bit(
+    kind: str, cache: CacheKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(kind, torch.bfloat16 if can_pack(torch.bfloat16, "cpu") else torch.float32)
+    assert shorten_layers(model)
+    found, tree = passes(model, cache), trees(Scorer(model, cache))
+    monkeypatch.setattr(specbench.scorer, "short_pass", lambda _: None)
+    assert identical(found, passes(model, cache))
+    assert torch.equal(tree, trees(Scorer(model, cache)))
+
+
+def test_short_passes_leave_the_model_s_own_forward_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Llama")
+    assert shorten_layers(model)
+    scorer, early = Scorer(model), Scorer(first_layers(model, 2))
+    for each in (scorer, early):
+        each.begin()
+        each.logits(CONTEXT)
+    monkeypatch.setattr(type(model), "forward", None)
+    assert scorer.logits([*CONTEXT, 5], [7, 8]).shape == (3, 300)
+    assert early.logits([*CONTEXT, 5], [7, 8]).shape == (3, 300)
+    with pytest.raises(TypeError):
+        scorer.logits([*CONTEXT, 5, *range(40)])
+
+
+def test_a_target_s_scorer_finds_the_short_pass() -> None:
+    assert wrap_target(tiny_llama(), None, name="tiny").scorer._short is not None
+
+
+def test_models_that_are_otherwise_have_no_short_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    long_layers = build("Llama")
+    assert short_pass(long_layers) is None
+    windows = build("Mistral")
+    assert shorten_layers(windows)
+    assert short_pass(windows) is None
+    wrapped = build("Llama")
+    assert shorten_layers(wrapped)
+    wrapped.model.forward = wrapped.model.forward  # as a device map leaves it
+    assert short_pass(wrapped) is None
+    scaled = build("Llama")
+    assert shorten_layers(scaled)
+    scaled.model.norm.register_forward_hook(lambda _module, _inputs, out: out * 2)
+    assert short_pass(scaled) is not None, "hooks of the modules that are called hold in both"
+    broken = build("Llama")
+    assert shorten_layers(broken)
+    monkeypatch.setattr(
+        specbench.short_passes, "_behind", lambda tokens, keys, dtype: torch.zeros(tokens, keys, dtype=dtype)
+    )
+    assert short_pass(broken) is None, "tokens that see what follows"
 
 
 # --- Drafters in int8 -----------------------------------------------------------------------------
