@@ -79,14 +79,14 @@ def folded_attention(
         out = scaled_dot_product_attention(folded, key, value, scale=scale)
         return out.view(1, heads, 1, value.shape[-1]).transpose(1, 2).contiguous(), None
     most = max(1, _MOST_ROWS // groups)
+    masks = _folded_masks(attention_mask, groups, most, query.dtype)
+    if len(masks) == 1:
+        return _folded_rows(query, key, value, masks[0], scale).transpose(1, 2).contiguous(), None
     parts = [
         _folded_rows(query[:, :, first : first + most], key, value, rows, scale)
-        for first, rows in zip(
-            range(0, length, most), _folded_masks(attention_mask, groups, most, query.dtype), strict=True
-        )
+        for first, rows in zip(range(0, length, most), masks, strict=True)
     ]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return out.transpose(1, 2).contiguous(), None
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _folded_rows(
@@ -98,10 +98,13 @@ def _folded_rows(
     rows = heads // shared * length
     # Heads of one group stand side by side: [1, shared, groups, length, size] -> [1, shared, groups * length, size].
     folded = query.reshape(1, shared, rows, size)
-    if mask.shape[-2] > rows:
-        folded = pad(folded, (0, 0, 0, mask.shape[-2] - rows))
+    padding = mask.shape[-2] - rows
+    if padding > 0:
+        folded = pad(folded, (0, 0, 0, padding))
     out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
-    return out[:, :, :rows].reshape(1, heads, length, value.shape[-1])
+    if padding > 0:
+        out = out[:, :, :rows]
+    return out.reshape(1, heads, length, value.shape[-1])
 
 
 _last_masks: tuple[torch.Tensor, tuple[Any, ...], list[torch.Tensor]] | None = None

@@ -111,9 +111,7 @@ class _ShortPasses:
             query_norm, key_norm = parts.head_norms
             rotated = torch.cat((query_norm(rotated[:, :, :heads]), key_norm(rotated[:, :, heads:])), dim=2)
         cosines, sines = _rotation(position_embeddings)
-        half = size // 2
-        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
-        rotated = (rotated * cosines).addcmul_(swapped, sines).transpose(1, 2)
+        rotated = (rotated * cosines).addcmul_(rotated.roll(size // 2, -1), sines).transpose(1, 2)
         keys, values = past_key_values.update(
             rotated[:, heads:], x[:, :, turned:].transpose(1, 2), attention.layer_idx
         )
