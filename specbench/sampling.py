@@ -114,7 +114,11 @@ class Sampling:
         return self.temperature == 0
 
     def scores(
-        self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()
+        self,
+        logits: torch.Tensor,
+        context: Sequence[int],
+        drafted: Sequence[int] = (),
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits after the repetition penalty, float32; their argmax is the greedy choice.
 
@@ -123,11 +127,12 @@ class Sampling:
                 before it behind one draft less, and so on.
             context: Tokens, prompt included.
             drafted: At least ``rows - 1`` tokens that follow the context.
+            out: Float32 [1, vocab] on the CPU, for a single row: where to put it if it has to be put anywhere.
 
         Returns:
             Float32 [rows, vocab].
         """
-        scores = _float32(logits)
+        scores = _float32(logits, out)
         if self.repetition_penalty == 1.0:
             return scores
         if scores is logits:
@@ -177,16 +182,21 @@ class Sampling:
         return choices
 
     def probabilities(
-        self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()
+        self,
+        logits: torch.Tensor,
+        context: Sequence[int],
+        drafted: Sequence[int] = (),
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The distributions tokens are drawn from. For the arguments see ``scores``.
+        """The distributions tokens are drawn from. For the arguments see ``scores``; ``out`` is what is returned.
 
         Returns:
             Float32 [rows, vocab]; one-hot rows in greedy decoding.
         """
-        scores = self.scores(logits, context, drafted)
+        scores = self.scores(logits, context, drafted, out)
         if self.greedy:
-            return torch.zeros_like(scores).scatter_(-1, scores.argmax(dim=-1, keepdim=True), 1.0)
+            best = scores.argmax(dim=-1, keepdim=True)
+            return (torch.zeros_like(scores) if out is None else out.zero_()).scatter_(-1, best, 1.0)
         own = scores is not logits  # a copy may be written to
         if self.temperature != 1.0:
             scores = scores.div_(self.temperature) if own else scores / self.temperature
@@ -197,8 +207,10 @@ class Sampling:
         if self.min_p > 0.0:
             scores = _keep_min_p(scores, self.min_p)
         own = scores is not logits and scores.device.type == "cpu" and not scores.requires_grad
+        if out is None and own:
+            out = scores
         # In place: fresh memory of this size takes the system longer to hand out than the softmax takes.
-        return torch.softmax(scores, dim=-1, out=scores) if own else scores.softmax(dim=-1)
+        return torch.softmax(scores, dim=-1, out=out)
 
 
 # numpy's argmax works on whole vectors, where torch's goes element by element; both take the first of equals, and NaN
@@ -220,11 +232,11 @@ def _argmax_by_pieces(row: torch.Tensor) -> tuple[int, float]:
     return best, largest
 
 
-def _float32(logits: torch.Tensor) -> torch.Tensor:
+def _float32(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Logits as float32, themselves if they are that already."""
     if logits.dtype == torch.float32 or len(logits) != 1 or logits.device.type != "cpu":
         return logits.float()
-    converted = torch.empty(logits.shape, dtype=torch.float32)
+    converted = torch.empty(logits.shape, dtype=torch.float32) if out is None else out
     for begin in range(0, logits.shape[-1], _PIECE):
         converted[:, begin : begin + _PIECE] = logits[:, begin : begin + _PIECE]
     return converted
@@ -358,24 +370,20 @@ def _at_share(probabilities: torch.Tensor, u: float) -> int:
 
     In a large vocabulary sums of blocks find the block, and only within that are tokens added up one by one.
     """
-    probabilities = probabilities.detach()
-    begin, end, before = 0, len(probabilities), 0.0
+    values = probabilities.detach().numpy()
+    begin, end, before = 0, len(values), 0.0
     share: float | None = None
     if end > _SMALL:
         blocks = end // _BLOCK
-        whole = probabilities[: blocks * _BLOCK].reshape(blocks, _BLOCK)
-        pieces = whole.split(_PIECE // _BLOCK)
-        cumulative = np.concatenate(
-            [piece.sum(dim=-1, dtype=torch.float64).numpy() for piece in pieces]
-        ).cumsum()
-        cumulative[-1] += float(
-            probabilities[blocks * _BLOCK :].sum(dtype=torch.float64)
-        )  # to the last block
+        whole = blocks * _BLOCK
+        sums = np.add.reduce(values[:whole].reshape(blocks, _BLOCK), axis=1, dtype=np.float64)
+        sums[-1] += np.add.reduce(values[whole:], dtype=np.float64)
+        cumulative = sums.cumsum()
         share = u * _positive(cumulative[-1])
         block = min(int(cumulative.searchsorted(share, side="right")), blocks - 1)
         begin, end = block * _BLOCK, end if block == blocks - 1 else (block + 1) * _BLOCK
         before = cumulative[block - 1] if block else 0.0
-    within = probabilities[begin:end].numpy().cumsum(dtype=np.float64)
+    within = values[begin:end].cumsum(dtype=np.float64)
     if share is None:
         share = u * _positive(within[-1])
     index = int(within.searchsorted(share - before, side="right"))

@@ -388,3 +388,22 @@ def test_the_length_rule_sees_every_step_and_starts_afresh() -> None:
     )
     assert policy.events == ["reset", *range(len(steps))]
     assert all(step.policy == {"γ": 2.0} for step in steps)
+
+
+@pytest.mark.parametrize("gamma", [1, 8, 9, 40])
+def test_a_sampled_draft_has_the_distributions_of_its_tokens(gamma: int) -> None:
+    """They lie in memory that is used again, and grows while a draft is drawn."""
+    table, sampling = random_table(4, VOCAB), Multinomial(1.3)
+    drafter = ModelDrafter(ScriptedScorer(table, VOCAB), "model")
+    context = [1, 2, 3]
+    drafter.begin(context)
+    for length in (2, gamma, 3):
+        policy = FixedLength(length)
+        draft = drafter.propose(context, length, policy, sampling, Randomness(length))
+        assert draft.q is not None
+        assert draft.q.shape == (length, VOCAB)
+        for i, row in enumerate(draft.q):
+            logits = table([*context, *draft.tokens[:i]])[None]
+            assert torch.equal(row, sampling.probabilities(logits, context)[0])
+        context = [*context, *draft.tokens]
+        drafter.rollback(len(context) - 1)

@@ -353,6 +353,27 @@ def test_values_out_of_range_are_refused(build: Callable[[], Sampling]) -> None:
 # -- draws ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 40_000])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Greedy(), Greedy(1.3), Multinomial(), Multinomial(0.7, 1.2), TopK(3), Nucleus(0.8), TopKNucleus(4, 0.9, 1.5),
+        Sampling(temperature=1.0, min_p=0.1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_can_be_put_where_there_is_memory(sampling: Sampling, vocab: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = logits.clone()
+    memory = torch.full((2, vocab), 9.0)
+    found = sampling.probabilities(logits, [1, 2], [3], memory[1:])
+    assert found.data_ptr() == memory[1:].data_ptr()
+    assert torch.equal(memory[1:], sampling.probabilities(logits, [1, 2], [3]))
+    assert torch.equal(memory[0], torch.full((vocab,), 9.0))
+    assert torch.equal(logits, before)
+
+
 def draws(probabilities: torch.Tensor, count: int, seed: int = 0) -> list[int]:
     random = Randomness(seed)
     return [random.draw(probabilities) for _ in range(count)]

@@ -22,7 +22,8 @@ class Draft:
     Attributes:
         tokens: The γ drafted token ids; empty when there is nothing to propose.
         q: The distributions they were drawn from, float32 [γ, vocab], after the sampling transforms; ``None`` when
-            every token was certain to its drafter (q is then one-hot, and never written out).
+            every token was certain to its drafter (q is then one-hot, and never written out). It holds until the
+            drafter's next proposal, which may take the same memory.
         logits: The drafter's untransformed logits, γ tensors of shape [vocab]; ``None`` from a drafter without any. A
             cascade puts -inf but for the token itself where a token was certain to it.
         evidence: What a drafter without logits knows instead: for each token a number from 0 to 1, the higher the more
