@@ -458,6 +458,34 @@ def test_a_pass_that_the_rule_turns_down_is_counted() -> None:
     assert draft.logits is None
 
 
+class Preferring(FixedLength):
+    """Would rather have a pass than a token without one, from the place ``since`` on."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__(5)
+        self.since = since
+        self.seen: list[tuple[int, int]] = []
+
+    def rather_pass(self, draft: Draft) -> bool:
+        assert draft.evidence is not None
+        self.seen.append((len(draft.tokens), len(draft.evidence)))
+        return len(draft.tokens) >= self.since
+
+
+def test_a_rule_may_have_the_model_draft_where_there_is_a_match() -> None:
+    context = [1, 2, 3, 4, 5, 6, 7, 1, 2]
+    policy = Preferring(2)
+    draft = propose(cascade([0], len(context)), context, policy)
+    assert kinds(draft) == "ffmmm"
+    assert draft.tokens[:3] == [3, 4, 0]
+    assert policy.seen[:3] == [(0, 1), (1, 2), (2, 3)], "the evidence for the token in question is there"
+    once = kinds(propose(cascade([0], len(context), max_passes=1), context, Preferring(1)))
+    assert once.startswith("fm")
+    assert once.count("m") == 1
+    behind = cascade([0], len(context), context_limit=5)
+    assert kinds(propose(behind, context, Preferring(0))) == "fffff", "the model cannot"
+
+
 @pytest.mark.parametrize("policy", [SvipLength(), EntropyBoundLength(), ConfidenceLength(gamma_max=5)])
 def test_a_certain_token_does_not_stop_rules_that_read_distributions(policy: LengthPolicy) -> None:
     draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], policy, room=5)

@@ -42,7 +42,7 @@ from specbench.lengths import (
     read_costs,
 )
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.base import confidence, entropy, is_free, normalised_entropy
+from specbench.lengths.base import WithSiblings, confidence, entropy, is_free, normalised_entropy
 from specbench.lengths.costs import GivenCosts, MeasuredCosts
 from specbench.lengths.outcomes import best_threshold
 from specbench.records import Prefill, Step, StepTimes
@@ -1237,3 +1237,85 @@ def test_auto_tells_matches_from_probabilities() -> None:
     policy._read(mixed("m"), 1)
     assert survives > 0.8
     assert policy._survival < 0.4
+
+
+def step_of(kinds: str, accepted: int, index: int) -> tuple[Draft, Step]:
+    """A cascade's draft (m for the model's tokens, f for free ones with an evidence of 0.6) and what became of it."""
+    made = mixed(kinds)
+    made.evidence = [0.6 if kind == "f" else math.nan for kind in kinds]
+    step = a_step(len(kinds), accepted, index=index, draft_s=0.2 * kinds.count("m"), verify_s=1.0)
+    return made, replace(step, passes=kinds.count("m"))
+
+
+@pytest.mark.parametrize(
+    ("draft_s", "free_is_right", "model_is_right", "rather"),
+    [(0.05, 0.2, 0.95, True), (0.3, 0.95, 0.95, False), (0.05, 0.95, 0.2, False), (0.6, 0.2, 0.7, False)],
+)
+def test_auto_lets_the_model_draft_where_a_match_is_doubtful(
+    draft_s: float, free_is_right: float, model_is_right: float, rather: bool
+) -> None:
+    policy = AutoLength(8, GivenCosts(draft_s, {1: 1.0, 9: 1.05}))
+    chances = random.Random(0)
+    for index in range(120):
+        kind = "f" if index % 2 else "m"
+        policy.begin(20)
+        made, step = step_of(
+            kind, int(chances.random() < (free_is_right if kind == "f" else model_is_right)), index
+        )
+        policy.another(made)
+        policy.observe(step)
+    policy.begin(20)
+    ahead = mixed("", ahead=True)
+    ahead.evidence = [0.6]
+    assert policy.rather_pass(ahead) == rather
+
+
+def test_auto_looks_again_with_one_pass_and_all_free_tokens() -> None:
+    policy = AutoLength(8, GivenCosts(0.9, {1: 1.0, 9: 1.05}))
+    probes = 0
+    for index in range(300):
+        assert policy.begin(20) == 8
+        probing = bool(policy.notes()["probe"])
+        probes += probing
+        assert policy.another(mixed("")) == probing
+        if probing:
+            assert not policy.rather_pass(mixed("", ahead=True))
+            assert policy.another(mixed("", ahead=True)), "free"
+            assert policy.another(mixed("f", ahead=True))
+            assert not policy.another(mixed("fm")), "one pass is enough"
+            assert policy.another(mixed("fm", ahead=True))
+        made, step = step_of("m" if probing else "", 0, index)
+        policy.another(made)
+        policy.observe(step)
+    assert 2 <= probes <= 20
+
+
+def test_a_probe_that_took_no_pass_is_not_paid_for() -> None:
+    policy = AutoLength(8, GivenCosts(0.9, {1: 1.0, 9: 1.05}))
+    index = 0
+    while index < 1000:
+        policy.begin(20)
+        probing = bool(policy.notes()["probe"])
+        if probing and index > 100:
+            break
+        made, step = step_of("m" if probing else "", 0, index)
+        policy.another(made)
+        policy.observe(step)
+        index += 1
+    made, step = step_of("f", 1, index)
+    policy.another(made)
+    policy.observe(step)
+    policy.begin(20)
+    assert policy.notes()["probe"] == 1, "it still has to find out"
+
+
+@pytest.mark.parametrize("wrap", [lambda rule: WithSiblings(rule, 2), KeptState])
+def test_wrapped_rules_are_asked_for_a_pass_too(wrap: Any) -> None:
+    class Preferring(FixedLength):
+        def rather_pass(self, draft: Draft) -> bool:
+            return bool(draft.tokens)
+
+    policy = wrap(Preferring(4))
+    assert policy.rather_pass(Draft([1]))
+    assert not policy.rather_pass(Draft())
+    assert not wrap(FixedLength(4)).rather_pass(Draft([1]))

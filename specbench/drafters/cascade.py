@@ -71,6 +71,10 @@ class CascadeDrafter:
                 guess = self.free.guess(context, draft.tokens, sampling)
                 if guess is not None:
                     draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
+                    if self._may_draw(context, draft) and policy.rather_pass(draft):
+                        draft.evidence.pop()  # type: ignore[union-attr]
+                        guess = None
+                if guess is not None:
                     if not policy.another(draft):
                         break
                     mixed.add_guess(guess, guess.token if guess.q is None else random.draw(guess.q))

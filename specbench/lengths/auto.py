@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,8 @@ class AutoLength(Rule):
     which maximises the rate (Dinkelbach 1967): at its optimum a longer draft earns just R per second. P and a are
     learnt from how sure the drafter was and what was accepted, d and v from the times in the records, unless costs are
     given; no clock is read here. If not even a first token is worth it, nothing is drafted, but for a token as long as
-    too little is known to be sure, and now and then to see whether that has changed, at a bounded loss.
+    too little is known to be sure, and now and then to see whether that has changed, at a bounded loss. Where a cascade
+    has a token without a pass, that is weighed in the same way against what its model's pass promises.
 
     Args:
         gamma_max: The most tokens drafted in a step.
@@ -111,7 +113,6 @@ class AutoLength(Rule):
                 or self._worth(0, self._upcoming.hoped_for(self._last), self._draft_s)
             )
             self._paused = not self._probing  # but for tokens that come without a pass
-            self._limit = 1 if self._probing else self._limit
         elif (tried := self._untimed_length()) is not None:
             self._exactly = self._limit = tried
         self._asked = self._limit > 0 and not self._paused
@@ -140,8 +141,41 @@ class AutoLength(Rule):
             chance = self._upcoming.chance(self._log_odds[-1])
         if free:
             return self._worth(k, chance, 0.0)
-        forced = self._probing or self._exactly is not None or self._costs.timings == 0
+        if self._probing:
+            return (k if draft.passes is None else draft.passes) == 0
+        forced = self._exactly is not None or self._costs.timings == 0
         return not self._paused and (forced or self._worth(k, chance, self._draft_s))
+
+    def rather_pass(self, draft: Draft) -> bool:
+        if self._paused or self._probing or self._costs.timings == 0:
+            return False
+        assert draft.evidence is not None
+        k = len(draft.tokens)
+        self._read(draft, k)
+        matched = self._matched.chance(log_odds(draft.evidence[k]))
+        drawn = self._upcoming.chance(self._log_odds[-1] if k else self._last)
+        return self._promise(k, drawn, drawn, self._draft_s) > max(
+            self._promise(k, matched, drawn, 0.0), self._promise(k, matched, matched, 0.0, free=True)
+        )
+
+    def _promise(self, k: int, chance: float, later: float, pass_s: float, *, free: bool = False) -> float:
+        """Tokens that the best draft behind the ``k`` there are promises, less what its time earns otherwise.
+
+        Args:
+            k: Length of the draft so far.
+            chance: That the next token is accepted if the draft so far is.
+            later: The same of each behind it.
+            pass_s: Seconds that the next token takes to draft.
+            free: Whether those behind it take none; otherwise they take a pass each.
+        """
+        survival, tokens, best = self._survival * chance, 0.0, -math.inf
+        later_s = 0.0 if free else self._draft_s
+        for j in range(1, self._limit - k + 1):
+            tokens += survival
+            survival *= later
+            seconds = pass_s + (j - 1) * later_s + self._verify_s[k + 1 + j] - self._verify_s[k + 1]
+            best = max(best, tokens - self._rate * seconds)
+        return best
 
     def _worth(self, k: int, chance: float, pass_s: float) -> bool:
         """Whether drafts behind the ``k`` there are, each accepted with ``chance``, earn more than their time.
@@ -186,8 +220,8 @@ class AutoLength(Rule):
                 self._last = self._log_odds[i]
         if not self._asked:
             self._credit = min(self._credit + _PROBING * self._verify_s[1], self._probe_s)
-        elif self._probing and step.gamma > 0:
-            self._credit += step.accepted / self._rate - self._probe_s
+        elif self._probing and passes > 0:
+            self._credit += min(step.accepted, passes) / self._rate - self._probe_s
         self._asked = True
         self._start_step()
         self._tokens = _MEMORY * self._tokens + len(step.tokens)

@@ -43,7 +43,8 @@ class LengthPolicy(Protocol):
     """Decides the draft length of every step; one object serves one prompt at a time.
 
     In each step the drafter calls ``begin`` once, then ``another`` before every draft, and ``look`` between the pass
-    that gives the draft's distribution and the draw, if it has passes. The loop calls ``observe`` when the step is
+    that gives the draft's distribution and the draw, if it has passes. Where a cascade has a token without a pass it
+    calls ``rather_pass`` before all that. The loop calls ``observe`` when the step is
     over.
     """
 
@@ -70,6 +71,14 @@ class LengthPolicy(Protocol):
 
         Args:
             draft: The draft so far. The rule may read it again as long as the step lasts, and never writes to it.
+        """
+        ...
+
+    def rather_pass(self, draft: Draft) -> bool:
+        """Whether a cascade's model is to draft the next token although one has come without a pass.
+
+        Args:
+            draft: The draft so far, with the evidence for that token behind that of the others.
         """
         ...
 
@@ -130,6 +139,9 @@ class Rule:
 
     def another(self, draft: Draft) -> bool:  # noqa: ARG002
         return True
+
+    def rather_pass(self, draft: Draft) -> bool:  # noqa: ARG002
+        return False
 
     def look(self, logits: torch.Tensor) -> bool:  # noqa: ARG002
         return True
@@ -198,6 +210,7 @@ class WithSiblings:
         self.reset, self.begin, self.another, self.look = (
             policy.reset, policy.begin, policy.another, policy.look,
         )  # fmt: skip
+        self.rather_pass = policy.rather_pass
         self.observe, self.notes, self.costs = policy.observe, policy.notes, policy.costs
 
     @property
@@ -221,6 +234,7 @@ class KeptState:
     def __init__(self, policy: LengthPolicy) -> None:
         self.policy, self.unconditional = policy, policy.unconditional
         self.begin, self.another, self.look = policy.begin, policy.another, policy.look
+        self.rather_pass = policy.rather_pass
         self.most_siblings, self.siblings = policy.most_siblings, policy.siblings
         self.observe, self.notes, self.costs = policy.observe, policy.notes, policy.costs
 
