@@ -235,6 +235,7 @@ def wrap_drafter(
         pack_linears(model)
     if shorten_layers(model):
         quicken_layers(model)
+        scorer.find_short_pass()
     return ModelDrafter(scorer, f"{language_model.name} ({dtype})")
 
 

@@ -127,7 +127,7 @@ class Sampling:
                 before it behind one draft less, and so on.
             context: Tokens, prompt included.
             drafted: At least ``rows - 1`` tokens that follow the context.
-            out: Float32 [1, vocab] on the CPU, for a single row: where to put it if it has to be put anywhere.
+            out: Float32 [1, vocab], for a single row: where to put it if it has to be put anywhere.
 
         Returns:
             Float32 [rows, vocab].

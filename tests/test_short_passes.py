@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tiny import tiny_llama
+from tiny import tiny_language_model, tiny_llama
 
 import specbench.scorer
 import specbench.short_passes
@@ -15,7 +15,7 @@ from specbench.attention import fold_attention
 from specbench.bitexact import require_bit_exact
 from specbench.caches import CacheKind
 from specbench.errors import UsageError
-from specbench.loading import wrap_target
+from specbench.loading import load_drafter, wrap_drafter, wrap_target
 from specbench.packing import Int8Linear, can_pack, first_layers, int8_copy, pack_linears, quantise_linears
 from specbench.scorer import Scorer
 from specbench.short_passes import quicken_layers, short_pass, shorten_layers
@@ -265,8 +265,11 @@ def test_short_passes_leave_the_model_s_own_forward_out(monkeypatch: pytest.Monk
         scorer.logits([*CONTEXT, 5, *range(40)])
 
 
-def test_a_target_s_scorer_finds_the_short_pass() -> None:
-    assert wrap_target(tiny_llama(), None, name="tiny").scorer._short is not None
+def test_what_is_loaded_finds_the_short_pass() -> None:
+    target = wrap_target(tiny_llama(), None, name="tiny")
+    drafters: list[Any] = [wrap_drafter(tiny_language_model(1), target), load_drafter("self:int8", target)]
+    for scorer in (target.scorer, *(drafter.scorer for drafter in drafters)):
+        assert scorer._short is not None
 
 
 def test_models_that_are_otherwise_have_no_short_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ class CascadeDrafter:
                 guess = self.free.guess(context, draft.tokens, sampling)
                 if guess is not None:
                     draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
-                    if self._may_draw(context, draft) and policy.rather_pass(draft):
+                    if policy.rather_pass(draft) and self._may_draw(context, draft):
                         draft.evidence.pop()  # type: ignore[union-attr]
                         guess = None
                 if guess is not None:

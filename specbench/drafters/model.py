@@ -26,11 +26,6 @@ _FEW = 8
 """A pass that reads more tokens than this costs more than a usual one."""
 
 
-def _reuses(logits: torch.Tensor) -> bool:
-    """Whether a drafter keeps memory for distributions where these logits are."""
-    return logits.device.type == "cpu"
-
-
 class Drawn(NamedTuple):
     """A drafted token: its id, the logits it was drawn from, [vocab], and the distribution; ``None`` in greedy mode."""
 
@@ -68,32 +63,28 @@ class ModelDrafter:
         if self.scorer.device.type in _READ_LATE and policy.unconditional and plain_greedy:
             return self._propose_unread(context, limit)
         draft = Draft(logits=[], passes=0)
-        rows: list[torch.Tensor] = []
         with self.drafting():
             while len(draft.tokens) < limit and policy.another(draft):
-                drawn = self.draw(context, draft, policy, sampling, random, len(rows))
+                drawn = self.draw(context, draft, policy, sampling, random)
                 if drawn is None:
                     break
                 draft.logits.append(drawn.logits)  # type: ignore[union-attr]
                 draft.tokens.append(drawn.token)
-                if drawn.q is not None:
-                    rows.append(drawn.q)
-        if rows:
-            draft.q = self._distributions[: len(rows)] if _reuses(rows[0]) else torch.stack(rows)
+        if draft.tokens and not sampling.greedy:
+            draft.q = self._distributions[: len(draft.tokens)]
         return draft
 
-    def _row(self, place: int | None, logits: torch.Tensor) -> torch.Tensor | None:
-        """Memory for the distribution of a draft's next token, [1, vocab], behind that of the last one.
+    def _row(self, place: int, logits: torch.Tensor) -> torch.Tensor:
+        """Memory for the distribution of a draft's token, [1, vocab], by its place in the draft, from 0.
 
         The system takes longer to hand out fresh memory than a softmax takes, so every draft gets the same.
         """
-        if place is None or not _reuses(logits):
-            return None
         held, vocab = self._distributions, logits.shape[-1]
-        if held.shape[-1] != vocab or place >= len(held):
-            self._distributions = torch.empty(max(_FEW, 2 * place), vocab)
-            if held.shape[-1] == vocab:
-                self._distributions[:place] = held[:place]
+        if held.shape[-1] != vocab or held.device != logits.device:
+            held = self._distributions = torch.empty(_FEW, vocab, device=logits.device)
+        if place >= len(held):
+            self._distributions = torch.empty(2 * place, vocab, device=logits.device)
+            self._distributions[: len(held)] = held
         return self._distributions[place : place + 1]
 
     def _propose_unread(self, context: Sequence[int], length: int) -> Draft:
@@ -119,23 +110,19 @@ class ModelDrafter:
         policy: LengthPolicy,
         sampling: Sampling,
         random: Randomness,
-        place: int | None = None,
     ) -> Drawn | None:
         """One pass, and the token behind ``context + draft.tokens``; ``None`` if the rule has seen enough.
 
         The pass feeds all that the cache lacks, whoever drafted or emitted it. It is counted in the draft, and timed
         there as prefill if it is the first one or has to catch up with more than a few tokens.
-
-        Args:
-            context, draft, policy, sampling, random: As in ``propose``.
-            place: Which of the draft's distributions this is, from 0, if the caller wants it beside the others.
         """
         logits = self._next_logits(context, draft)
         if not policy.look(logits[0]):
             return None
         if sampling.greedy:
             return Drawn(sampling.choose(logits, context, draft.tokens)[0], logits[0], None)
-        q = sampling.probabilities(logits, context, draft.tokens, self._row(place, logits))[0]
+        row = self._row(len(draft.tokens), logits)
+        q = sampling.probabilities(logits, context, draft.tokens, row)[0]
         return Drawn(random.draw(q), logits[0], q)
 
     def _next_logits(self, context: Sequence[int], draft: Draft) -> torch.Tensor:

@@ -150,45 +150,37 @@ class AutoLength(Rule):
         if self._paused or self._probing or self._costs.timings == 0:
             return False
         assert draft.evidence is not None
-        k = len(draft.tokens)
+        k, d = len(draft.tokens), self._draft_s
         self._read(draft, k)
         matched = self._matched.chance(log_odds(draft.evidence[k]))
         drawn = self._upcoming.chance(self._log_odds[-1] if k else self._last)
-        return self._promise(k, drawn, drawn, self._draft_s) > max(
-            self._promise(k, matched, drawn, 0.0), self._promise(k, matched, matched, 0.0, free=True)
-        )
-
-    def _promise(self, k: int, chance: float, later: float, pass_s: float, *, free: bool = False) -> float:
-        """Tokens that the best draft behind the ``k`` there are promises, less what its time earns otherwise.
-
-        Args:
-            k: Length of the draft so far.
-            chance: That the next token is accepted if the draft so far is.
-            later: The same of each behind it.
-            pass_s: Seconds that the next token takes to draft.
-            free: Whether those behind it take none; otherwise they take a pass each.
-        """
-        survival, tokens, best = self._survival * chance, 0.0, -math.inf
-        later_s = 0.0 if free else self._draft_s
-        for j in range(1, self._limit - k + 1):
-            tokens += survival
-            survival *= later
-            seconds = pass_s + (j - 1) * later_s + self._verify_s[k + 1 + j] - self._verify_s[k + 1]
-            best = max(best, tokens - self._rate * seconds)
-        return best
+        # Behind a match either passes go on or the copy does.
+        taken = max(self._promise(k, matched, 0.0, drawn, d), self._promise(k, matched, 0.0, matched, 0.0))
+        return self._promise(k, drawn, d, drawn, d) > taken
 
     def _worth(self, k: int, chance: float, pass_s: float) -> bool:
         """Whether drafts behind the ``k`` there are, each accepted with ``chance``, earn more than their time.
 
         What comes behind the next draft is taken to cost as much as that: the rule is asked again.
         """
-        survival, tokens = self._survival, 0.0
+        return self._promise(k, chance, pass_s, chance, pass_s) > 0.0
+
+    def _promise(self, k: int, chance: float, pass_s: float, later: float, later_s: float) -> float:
+        """Tokens that the best draft behind the ``k`` there are promises, less what its time earns otherwise.
+
+        Args:
+            k: Length of the draft so far.
+            chance: That the next token is accepted if the draft so far is.
+            pass_s: Seconds that the next token takes to draft.
+            later, later_s: The same of each token behind it.
+        """
+        survival, tokens, best = self._survival * chance, 0.0, -math.inf
         for j in range(1, self._limit - k + 1):
-            survival *= chance
             tokens += survival
-            if tokens > self._rate * (j * pass_s + self._verify_s[k + 1 + j] - self._verify_s[k + 1]):
-                return True
-        return False
+            survival *= later
+            seconds = pass_s + (j - 1) * later_s + self._verify_s[k + 1 + j] - self._verify_s[k + 1]
+            best = max(best, tokens - self._rate * seconds)
+        return best
 
     def _read(self, draft: Draft, count: int) -> None:
         """Have the log-odds of the first ``count`` drafts, and the chance that they survive."""
