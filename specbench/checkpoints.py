@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tempfile
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -70,17 +71,41 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
             f"The model {name} is of a type that the installed transformers does not know: {kind!r}.",
             "A newer version of transformers may.",
         )
-    with quiet_transformers():
+    with quiet_transformers(), tempfile.TemporaryDirectory(prefix="specbench-") as copy:
+        (Path(copy) / "config.json").write_text(json.dumps(_facts_alone(raw)), encoding="utf-8")
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
-                str(folder), trust_remote_code=False, local_files_only=True
+                copy, trust_remote_code=False, local_files_only=True
             )
         except Exception as error:  # configuration classes check their values in many ways
             raise RunError(
                 f"The file {str(path)!r} is damaged: {one_line(str(error)).rstrip('.')}."
             ) from error
+    config.name_or_path = str(folder)
     check_config(config, name)
     return config
+
+
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation", "fusion_config")
+"""Settings, whatever comes before or behind their names, by which `transformers` chooses code, from the hub too."""
+INNER_WORKINGS = ("attribute_map", "sub_configs", "configuration_files", "auto_map")
+"""Settings that would let others be reached under other names, be passed over, or be read from other files."""
+
+
+def _facts_alone(raw: Any) -> Any:
+    """A configuration, parts within parts included, without what says by which code the model is to be computed.
+
+    Which code that is, is not a model's to choose: `transformers` takes its own default.
+    """
+    if isinstance(raw, list):
+        return [_facts_alone(each) for each in raw]
+    if not isinstance(raw, dict):
+        return raw
+    return {
+        key: _facts_alone(value)
+        for key, value in raw.items()
+        if key not in INNER_WORKINGS and not any(word in key for word in IMPLEMENTATIONS)
+    }
 
 
 def custom_code(what: str) -> UsageError:

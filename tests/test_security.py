@@ -113,6 +113,76 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path, which: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "settings_of",
+    [
+        {"attn_implementation": "org/kernel"},
+        {"_attn_implementation": "kernels-community/flash-attn2"},
+        {"attn_implementation": {"": "org/kernel"}},
+        {"attn_implementation": "paged|eager"},
+        {"attn_implementation": "flash_attention_2"},
+        {"experts_implementation": "org/kernel"},
+        {"attribute_map": {"theirs": "_attn_implementation_internal"}, "theirs": "org/kernel"},
+        {"attribute_map": {"_attn_implementation_internal": "theirs"}, "theirs": "org/kernel"},
+        {"configuration_files": ["config.4.0.0.json"]},
+        {"fusion_config": {"patch_embeddings": True}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_model_does_not_choose_the_code_it_is_computed_by(
+    tmp_path: Path, settings_of: dict[str, Any], nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are code, which `transformers` fetches from the hub by the names that a configuration gives."""
+    from transformers.integrations import hub_kernels
+
+    def fetch(*_: object, **__: object) -> None:
+        raise AssertionError("a kernel is fetched")
+
+    monkeypatch.setattr(hub_kernels, "get_kernel", fetch)
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda: True)
+    folder = save_gemma3(tmp_path / "model") if nested else save_tiny(tmp_path / "model")
+    ordinary = load_model(str(folder), CPU, tokenizer=False)
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    for part in [raw, raw["text_config"], raw["vision_config"]] if nested else [raw]:
+        part |= settings_of
+    file.write_text(json.dumps(raw))
+    (folder / "config.4.0.0.json").write_text(json.dumps(raw | {"attn_implementation": "org/kernel"}))
+    loaded = load_model(str(folder), CPU, tokenizer=False)
+    for module, same in zip(loaded.model.modules(), ordinary.model.modules(), strict=True):
+        if (config := getattr(module, "config", None)) is not None:
+            assert config._attn_implementation == same.config._attn_implementation
+            assert config._experts_implementation == same.config._experts_implementation
+
+
+def save_gemma3(folder: Path) -> Path:
+    """A tiny multimodal model: a configuration within a configuration."""
+    import transformers as hf
+
+    text = hf.Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    vision = hf.SiglipVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
+    config = hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    hf.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
     "template",
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
