@@ -529,8 +529,7 @@ def check_engine(options: EngineOptions, progress: Progress | None = None) -> No
         UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8
             target beside transformers, which would decode with the unquantised one.
     """
-    from specbench.drafters.options import split_spec
-    from specbench.loading import check_drafter
+    from specbench.loading import check_drafter, refuse_keep
     from specbench.models import check_options
 
     for load_options in (options.target_options, options.drafter_options):
@@ -544,13 +543,7 @@ def check_engine(options: EngineOptions, progress: Progress | None = None) -> No
         )
     for spec in options.drafters:
         check_drafter(spec, options.target, progress=progress)
-        front = (split_cascade(spec) or (spec,))[0]
-        if drafter_word(front) == "ngram" and "keep" in split_spec(front)[1]:
-            raise UsageError(
-                "ngram:keep carries counts from one generation to the next, so a sweep would measure how well it"
-                " remembers its own answers.",
-                "Leave keep out.",
-            )
+        refuse_keep(spec)
 
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> ModelEngine:

@@ -42,6 +42,7 @@ __all__ = [
     "join_cascade",
     "load_drafter",
     "load_target",
+    "refuse_keep",
     "self_drafter",
     "wrap_drafter",
     "wrap_target",
@@ -158,6 +159,21 @@ def check_drafter(spec: str, target_spec: str, *, progress: Progress | None = No
             form.check(load_config(target_spec, progress=progress))
     else:
         _free_drafter(spec)
+
+
+def refuse_keep(spec: str) -> None:
+    """Refuse a drafter that learns from one generation for the next, where the same prompt is decoded again to be timed.
+
+    Raises:
+        UsageError: It has the option ``keep``.
+    """
+    front = (split_cascade(spec) or (spec,))[0]
+    if drafter_word(front) == "ngram" and "keep" in split_spec(front)[1]:
+        raise UsageError(
+            "ngram:keep carries counts from one generation to the next, so what is measured would be how well it"
+            " remembers its own answers.",
+            "Leave keep out.",
+        )
 
 
 def load_drafter(

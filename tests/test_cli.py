@@ -153,6 +153,14 @@ def test_compare_adds_the_plain_run(tiny: Cli, drafter: str) -> None:
     assert {*plain} <= {*figures}
 
 
+@pytest.mark.parametrize("drafter", ["ngram:keep", "ngram:keep,order=3+self:layers=1"])
+def test_compare_refuses_a_drafter_that_has_learnt_the_answer(tiny: Cli, drafter: str) -> None:
+    tiny("the thing", "--drafter", drafter, "--compare").refused(
+        2, "remembers its own answers", "Leave keep out"
+    )
+    assert tiny("the thing", "-n", 4, "--drafter", drafter).code == 0
+
+
 def test_compare_says_it_in_the_summary(tiny: Cli) -> None:
     err = tiny("the thing", "-n", 24, "--compare").err
     assert re.search(r"^plain +[0-9.]+ tokens/s without a drafter, [0-9.]+× with it", err, re.MULTILINE)

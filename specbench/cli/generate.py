@@ -158,7 +158,7 @@ def generate(
             progress.update("starting", 0, None)
             from specbench.cli.rule import LengthRule
             from specbench.lengths import check_policy
-            from specbench.loading import check_drafter, load_drafter, load_target
+            from specbench.loading import check_drafter, load_drafter, load_target, refuse_keep
             from specbench.models import LoadOptions, check_options
             from specbench.sampling import Sampling
 
@@ -174,6 +174,8 @@ def generate(
             if drafter_word(drafter) != "none":
                 check_policy(rule.spec, drafter)
             check_drafter(drafter, target, progress=progress)
+            if compare:
+                refuse_keep(drafter)
             target_model = load_target(
                 target, load_options, cache=kind, progress=progress, allow_pickle=allow_pickle
             )
