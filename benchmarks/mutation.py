@@ -449,6 +449,20 @@ MUTANTS = (
         STORE,
     ),
     Mutant(
+        "files are written through links",
+        "files.py",
+        "    if path.is_symlink():\n",
+        "    if False:\n",
+        ("tests/test_security.py", "-k", "link"),
+    ),
+    Mutant(
+        "the name of an unfinished file can be foretold",
+        "files.py",
+        ".{secrets.token_hex(8)}.partial",
+        ".partial",
+        ("tests/test_security.py", "-k", "prepared"),
+    ),
+    Mutant(
         "C1 controls reach the terminal",
         "textsafe.py",
         "\\x7f-\\x9f",

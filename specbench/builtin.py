@@ -31,6 +31,7 @@ import transformers
 
 from specbench._version import __version__
 from specbench.errors import RunError, SpecbenchError
+from specbench.files import sync, write_text
 from specbench.gguf_files import convert_gguf, read_gguf_header
 from specbench.progress import Progress, one_line
 
@@ -184,7 +185,7 @@ def _prepare(
                 build(made, work)
                 _write_manifest(made, source)
                 made.rename(folder)
-                _sync(parent)
+                sync(parent)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     return folder
@@ -240,7 +241,7 @@ def _check_space(parent: Path, needed: int, label: str) -> None:
 def _write_manifest(folder: Path, source: dict[str, str]) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
-        _sync(path)
+        sync(path)
         files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
     manifest = {
         "format": MANIFEST_FORMAT,
@@ -252,10 +253,7 @@ def _write_manifest(folder: Path, source: dict[str, str]) -> None:
             "transformers": transformers.__version__,
         },
     }
-    path = folder / MANIFEST
-    path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    _sync(path)
-    _sync(folder)
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def _is_intact(folder: Path, *, everything: bool = False) -> bool:
@@ -276,17 +274,6 @@ def _is_intact(folder: Path, *, everything: bool = False) -> bool:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return True
-
-
-def _sync(path: Path) -> None:
-    """Make a file or folder survive a power cut. Windows opens no folders and needs none synchronised."""
-    if path.is_dir() and os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path, progress: Progress | None = None) -> str:
@@ -324,14 +311,9 @@ def _remember_sha256(gguf: Path, progress: Progress | None) -> str:
     except OSError as error:
         raise RunError(f"The file {str(gguf)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
     # A cache that is read-only or full may still hold the converted copy.
-    with suppress(OSError):
+    with suppress(OSError, SpecbenchError):
         note.parent.mkdir(parents=True, exist_ok=True)
-        partial = note.with_suffix(f".{os.getpid()}")
-        try:
-            partial.write_text(digest, encoding="ascii")
-            partial.replace(note)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_text(note, digest)
     return digest
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from specbench import tables
 from specbench.errors import RunError, UsageError
+from specbench.files import write_bytes
 from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
@@ -140,14 +142,16 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure in the format that the name's ending says; the same figure gives the same bytes.
 
     Raises:
-        RunError: The file cannot be written.
+        UsageError: A symbolic link stands there. RunError: The file cannot be written.
     """
     kind = path.suffix[1:]
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
     try:
         with rc_context(_STYLE), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing")
-            figure.savefig(path, format=kind, metadata=metadata)
+            content = BytesIO()
+            figure.savefig(content, format=kind, metadata=metadata)
+        write_bytes(path, content.getvalue())
     except OSError as error:
         raise RunError(
             f"{str(path)!r} cannot be written ({error.strerror}).", "Give another --out."

@@ -22,8 +22,9 @@ from specbench import stats, tables
 from specbench.advice import RunWarning, review
 from specbench.compare import side_by_side
 from specbench.errors import RunError, UsageError
+from specbench.files import refuse_link, write_text
 from specbench.plots import FIGURES, draw_figures, save_figure
-from specbench.store import load_results, write_text
+from specbench.store import load_results
 from specbench.tables import decimals, markdown_row, markdown_text, one_line, ratio_text
 
 if TYPE_CHECKING:
@@ -99,12 +100,14 @@ def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Pa
         The report, and the paths of ``report.html`` and ``report.md``.
 
     Raises:
-        UsageError: There is no run, or no generation of it has finished. RunError: The report cannot be written.
+        UsageError: There is no run, no generation of it has finished, or a link stands where something is to be
+            written. RunError: The report cannot be written.
     """
     df = load_results(folder)
     out = folder if out is None else out
     paths = [out / "report.html", out / "report.md"]
     try:
+        refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
         report = make_report(df, folder.resolve().name, out / "plots")
         for path, text in zip(paths, (to_html(report), to_markdown(report)), strict=True):

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from specbench.errors import RunError, UsageError
+from specbench.files import refuse_link, sync, write_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -33,7 +34,6 @@ __all__ = [
     "read_run",
     "stored_runs",
     "write_csv",
-    "write_text",
 ]
 
 RESULTS_VERSION = 1
@@ -147,6 +147,8 @@ class RunStore:
         with _explained(path):
             if make:
                 path.mkdir(parents=True, exist_ok=True)
+            for name in (RUN, GENERATIONS, COSTS, LOCK):
+                refuse_link(path / name)
             # The operating system's own lock: it ends with the process that holds it, however that ends.
             lock = filelock.FileLock(path / LOCK)
             try:
@@ -162,7 +164,7 @@ class RunStore:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             file = self._file = os.open(self.path / GENERATIONS, flags, 0o644)
             _end_last_line(file, (self.path / GENERATIONS).read_bytes(), _parsed)
-            _sync_folder(self.path)
+            sync(self.path)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one line. When this returns the line has reached the disk; when it raises, nothing of it is
@@ -310,33 +312,6 @@ class _explained:  # noqa: N801 - reads as a verb where it is used
         raise UsageError(
             f"The results folder {shown!r} cannot be written ({reason}).", "Give another --out."
         ) from error
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file so that it holds the old or the new text at every moment, also after a power cut."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    if os.name == "nt":  # opens no folders, and needs none synchronised
-        return
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def write_csv(frame: DataFrame, path: str | Path) -> None:

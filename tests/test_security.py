@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from exact_runs import write_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_builtin import left_in, write_gguf
@@ -31,6 +32,7 @@ from specbench.builtin import prepare_gguf
 from specbench.checkpoints import plain_name, safetensors_elements, shard_names
 from specbench.cli import run
 from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.files import write_text
 from specbench.generate import encode_prompt
 from specbench.gguf_files import read_gguf_header
 from specbench.models import LoadOptions, load_model
@@ -270,6 +272,108 @@ def test_a_cache_entry_that_leads_out_of_its_folder_is_made_again(
     assert "generation_config.json" in json.loads((folder / "manifest.json").read_text())["files"]
     assert outside.exists()
     assert left_in(cache) == [folder.name]
+
+
+# -- links in the folder of somebody's run ---------------------------------------------------------
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """The folder of a run that somebody else has made."""
+    if os.name == "nt":
+        pytest.skip("making links takes a privilege there")
+    return write_exact(
+        tmp_path / "theirs", {"plain": {"chat-01": [10.0, 10.0]}, "d@2": {"chat-01": [20.0, 20.0]}}
+    )
+
+
+SWEEP = [
+    "sweep",
+    "--out",
+    "theirs",
+    "--resume",
+    "--accept-changes",
+    "--target",
+    "model",
+    "--dtype",
+    "float32",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["report", "theirs"], "report.html"),
+        (["report", "theirs"], "report.md"),
+        (["report", "theirs"], "plots"),
+        (["report", "theirs"], "plots/speedup.png"),
+        (["plot", "theirs"], "plots"),
+        (["plot", "theirs"], "plots/speedup.png"),
+        (SWEEP, "run.json"),
+        (SWEEP, "generations.jsonl"),
+        (SWEEP, "costs.jsonl"),
+        (SWEEP, ".lock"),
+    ],
+)
+def test_nothing_is_written_through_a_link(
+    theirs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    name: str,
+) -> None:
+    monkeypatch.chdir(theirs.parent)
+    mine = theirs.parent / "mine"
+    link = theirs / name
+    if name == "plots":
+        mine.mkdir()
+    else:
+        # What a run must have, so that the link is not refused for what it holds.
+        mine.write_bytes(link.read_bytes() if link.exists() else b"mine")
+        link.unlink(missing_ok=True)
+        link.parent.mkdir(exist_ok=True)
+    link.symlink_to(mine)
+    before = [] if mine.is_dir() else mine.read_bytes()
+    assert run(words) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == (
+        f"specbench: '{link.relative_to(theirs.parent)}' is a symbolic link, and nothing is written through it."
+        " Remove it, or write elsewhere."
+    )
+    assert link.is_symlink()
+    assert (list(mine.iterdir()) if mine.is_dir() else mine.read_bytes()) == before
+
+
+def test_no_name_of_an_unfinished_file_can_be_prepared(theirs: Path) -> None:
+    mine = theirs.parent / "mine"
+    mine.write_text("mine")
+    (theirs / ".report.html.partial").symlink_to(mine)
+    opened: list[str] = []
+    replace = Path.replace
+
+    def record(self: Path, target: Any) -> Path:
+        opened.append(self.name)
+        return replace(self, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", record)
+        for _ in range(2):
+            assert run(["report", str(theirs)]) == 0
+    assert mine.read_text() == "mine"
+    assert len(set(opened)) == len(opened) > 4
+
+
+def test_what_is_written_has_the_rights_that_new_files_have(tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    write_text(tmp_path / "report.html", "")
+    assert (tmp_path / "report.html").stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
+def test_a_folder_of_ones_own_may_be_a_link(theirs: Path) -> None:
+    (theirs.parent / "elsewhere").mkdir()
+    (theirs.parent / "figures").symlink_to("elsewhere")
+    assert run(["plot", str(theirs), "--only", "speedup", "--out", str(theirs.parent / "figures")]) == 0
+    assert [path.name for path in (theirs.parent / "elsewhere").iterdir()] == ["speedup.png"]
 
 
 # -- hashes of the hub's cache ---------------------------------------------------------------------

@@ -16,7 +16,8 @@ import pytest
 
 import specbench.store as store_module
 from specbench.errors import RunError, UsageError
-from specbench.store import RunStore, find_runs, key_of, load_results, read_run, write_csv, write_text
+from specbench.files import write_text
+from specbench.store import RunStore, find_runs, key_of, load_results, read_run, write_csv
 
 RUN: dict[str, Any] = {
     "run_id": "abc",

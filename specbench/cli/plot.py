@@ -78,6 +78,7 @@ def _folders(runs: list[Path], out: Path | None) -> list[Path]:
 
 def _draw(run: Path, folder: Path, image_format: str, only: list[str] | None) -> list[Path]:
     """Draw one run; the paths on stdout, what is missing on stderr."""
+    from specbench.files import refuse_link
     from specbench.plots import draw_figures, save_figure
     from specbench.store import load_results
     from specbench.textsafe import terminal_safe
@@ -86,6 +87,8 @@ def _draw(run: Path, folder: Path, image_format: str, only: list[str] | None) ->
     for problem in frame.attrs["problems"]:
         _hint(problem)
     drawn = draw_figures(frame, only)
+    if folder == run / "plots":  # in a folder that somebody else may have made
+        refuse_link(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -556,7 +556,8 @@ class _Job:
 
         from specbench import tables
         from specbench.errors import RunError
-        from specbench.store import load_results, write_csv, write_text
+        from specbench.files import write_text
+        from specbench.store import load_results, write_csv
 
         frame = load_results(self.folder)
         if not (frame["status"] == "ok").any():

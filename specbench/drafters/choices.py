@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from specbench.builtin import cache_folder
 from specbench.drafters.layers import SelfForm
 from specbench.errors import RunError, UsageError
+from specbench.files import write_text
 
 __all__ = ["Choice", "ChoiceKey", "any_choice", "read_choice", "write_choice"]
 
@@ -124,21 +123,12 @@ def write_choice(key: ChoiceKey, choice: Choice) -> None:
     """Store a choice, in the place of an earlier one; a crash leaves either the old or the new one.
 
     Raises:
-        RunError: The cache folder cannot be written.
+        RunError: The cache folder cannot be written. UsageError: A link stands in the file's place.
     """
     text = json.dumps({"format": _FORMAT, **asdict(choice)}, indent=1) + "\n"
     try:
         _folder().mkdir(parents=True, exist_ok=True)
-        descriptor, partial = tempfile.mkstemp(prefix=".", suffix=".partial", dir=_folder())
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(partial).replace(key.path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        write_text(key.path, text)
     except OSError as error:
         raise RunError(
             f"The cache folder {str(cache_folder())!r} cannot be written ({error.strerror}).",
