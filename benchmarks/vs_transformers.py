@@ -5,7 +5,8 @@
     python benchmarks/vs_transformers.py ... --resume vs.jsonl --minutes 6                # in parts
 
 For every prompt, in a fresh random order: `generate`; its assisted generation with --assistant, with its defaults and
-with 5 tokens in every step and no threshold; its prompt lookup; specbench plain, with its defaults and with every
+with 5 tokens in every step and no threshold, and again with the assistant in int8 (--assistant-int8: specbench's own
+drafter models are int8 on a CPU); its prompt lookup; specbench plain, with its defaults and with every
 --setting, written DRAFTER@γ or DRAFTER@RULE; and other decoders with --peer (see peers.py). Greedy, every output as
 long as asked for. Timed is the whole call, with the prompt; speeds behind the first emission are given beside it.
 Outputs are compared with those of `generate`: identical, parted at a numerical tie, or different. Ratios are geometric
@@ -49,6 +50,9 @@ from specbench.tables import ratio_text
 GENERATE, ASSISTED, ASSISTED_5, LOOKUP = (
     "generate", "assisted, defaults", "assisted, 5 and no threshold", "prompt lookup",
 )  # fmt: skip
+CONSTANT_5 = {
+    "num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0,
+}  # fmt: skip
 PLAIN, DEFAULT = "specbench plain", f"{DEFAULT_DRAFTER}@auto"
 WARMUP_TOKENS = 12
 
@@ -109,6 +113,25 @@ def transformers_way(
     return run
 
 
+def int8_assistant(spec: str, backend: str) -> PreTrainedModel:
+    """An assistant whose linear layers are int8.
+
+    Args:
+        spec: The model.
+        backend: "torch", torch's own dynamic quantisation, which no option of `transformers` names; or "quanto", one
+            of its backends (`optimum-quanto`, installed apart).
+    """
+    if backend == "quanto":
+        from transformers import AutoModelForCausalLM, QuantoConfig
+
+        settings = QuantoConfig(weights="int8")
+        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(spec, quantization_config=settings)
+        return found.eval()
+    model = load_model(spec, LoadOptions(dtype="float32", device="cpu"), tokenizer=False).model
+    quantised: PreTrainedModel = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
+    return quantised
+
+
 def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions) -> tuple[str, Way]:
     """specbench with a drafter and a draft-length rule, and its name."""
     proposer = load_drafter(drafter, target, options)
@@ -136,13 +159,13 @@ def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], 
     ways = {GENERATE: transformers_way(model.model, pad)}
     if given.assistant is not None:
         assistant = load_model(given.assistant, LoadOptions(device="cpu"), tokenizer=False).model
-        without = {
-            "num_assistant_tokens": 5,
-            "num_assistant_tokens_schedule": "constant",
-            "assistant_confidence_threshold": 0.0,
-        }
         ways[ASSISTED] = transformers_way(model.model, pad, assistant)
-        ways[ASSISTED_5] = transformers_way(model.model, pad, assistant, without)
+        ways[ASSISTED_5] = transformers_way(model.model, pad, assistant, CONSTANT_5)
+        for backend in given.assistant_int8:
+            assistant = int8_assistant(given.assistant, backend)
+            name = f"{backend} int8 assistant"
+            ways[f"{ASSISTED}, {name}"] = transformers_way(model.model, pad, assistant)
+            ways[f"{ASSISTED_5}, {name}"] = transformers_way(model.model, pad, assistant, CONSTANT_5)
     ways[LOOKUP] = transformers_way(model.model, pad, prompt_lookup_num_tokens=10)
     _, ways[PLAIN] = specbench_way(target, "none", "1", options)
     drafter_options = LoadOptions(dtype=given.drafter_dtype, device="cpu")
@@ -153,7 +176,7 @@ def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], 
     for peer in given.peer:
         model.tokenizer = target.tokenizer
         ways[peer.partition("=")[0]] = load_peer(peer, model, folder, torch.get_num_threads())
-    return ways, target
+    return {name: way for name, way in ways.items() if name not in given.without}, target
 
 
 # --- Measuring ------------------------------------------------------------------------------------
@@ -205,7 +228,7 @@ def summary(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ratios = [mine / other for mine, other in zip(speed[name], speed[base], strict=True)]
         return stats.geometric_mean(ratios, prompts, repeats)
 
-    assisted = [name for name in (ASSISTED, ASSISTED_5) if name in names]
+    assisted = [name for name in names if name.startswith((ASSISTED, ASSISTED_5))]
     best = max(assisted, key=lambda name: over(total, name, GENERATE).value, default=None)
     lines = []
     for name in names:
@@ -246,6 +269,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--target", default=DEFAULT_TARGET)
     parser.add_argument("--assistant", help="a small model, for assisted generation")
+    parser.add_argument("--assistant-int8", action="append", default=[], choices=["torch", "quanto"],
+                        help="the assistant also in int8 by this backend, repeatable")  # fmt: skip
+    parser.add_argument("--without", action="append", default=[], metavar="NAME",
+                        help="leave out a way by its name in the table, repeatable")  # fmt: skip
     parser.add_argument("--setting", action="append", default=[], metavar="DRAFTER@RULE",
                         help="of specbench, repeatable: lookup@5, self:int8@auto, FOLDER@egag:max=8")  # fmt: skip
     parser.add_argument("--peer", action="append", default=[], type=check_peer, metavar="PEER",
@@ -262,6 +289,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; --resume goes on")
     given = parser.parse_args(arguments)
+    if GENERATE in given.without:
+        parser.error(f"{GENERATE!r} is what the others are compared with")
     for setting in given.setting:
         drafter, _, rule = setting.rpartition("@")
         if not drafter:
@@ -278,6 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept = (
         "target",
         "assistant",
+        "assistant_int8",
+        "without",
         "setting",
         "peer",
         "dtype",

@@ -274,6 +274,31 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(
     assert last_json(capsys) == result
 
 
+def test_the_assistant_is_measured_in_int8_too_and_a_way_can_be_left_out(
+    compared: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised: list[Any] = []
+    honest = vs_transformers.int8_assistant
+    monkeypatch.setattr(
+        vs_transformers, "int8_assistant", lambda *given: quantised.append(honest(*given)) or quantised[-1]
+    )
+    more = ["--limit", "1", "--assistant-int8", "torch", "--without", "prompt lookup"]
+    assert vs_transformers.main([*compared[:-2], *more]) == 0
+    rows = {row["name"]: row for row in last_json(capsys)["rows"]}
+    assert "prompt lookup" not in rows
+    assert {name for name in rows if "int8" in name} == {
+        "assisted, defaults, torch int8 assistant", "assisted, 5 and no threshold, torch int8 assistant",
+    }  # fmt: skip
+    # Assisted generation is compared with at its best, in whatever precision that is.
+    best = max(row["over_generate"][0] for name, row in rows.items() if name.startswith("assisted"))
+    plain = rows["specbench plain"]
+    assert plain["over_best_assisted"][0] == pytest.approx(plain["over_generate"][0] / best, rel=0.01)
+    (assistant,) = quantised
+    linears = [module for module in assistant.modules() if type(module).__name__ == "Linear"]
+    assert linears
+    assert {type(module).__module__ for module in linears} == {"torch.ao.nn.quantized.dynamic.modules.linear"}
+
+
 def test_outputs_that_differ_are_told(
     compared: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,7 +325,9 @@ def test_it_stops_when_the_time_is_over(compared: list[str], capsys: pytest.Capt
     assert "Traceback" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--setting", "lookup"], ["--peer", "nobody"]])
+@pytest.mark.parametrize(
+    "arguments", [["--setting", "lookup"], ["--peer", "nobody"], ["--without", "generate"]]
+)
 def test_a_setting_or_peer_that_is_none_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         vs_transformers.parse(arguments)
