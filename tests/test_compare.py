@@ -486,6 +486,22 @@ def test_the_output_is_as_asked_for(folders: tuple[Path, Path], capsys: pytest.C
     assert "A  new" in capsys.readouterr().out
 
 
+def test_of_several_runs_in_a_folder_the_newest_that_has_the_configurations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    days = {"new": ("03", "e@1"), "middle": ("02", "d@1"), "old": ("01", "d@1")}
+    for name, (day, config) in days.items():
+        speeds = {"plain": {"chat-01": [10.0, 10.0]}, config: {"chat-01": [20.0, 21.0]}}
+        write_exact(tmp_path / name, speeds, created=f"2025-01-{day}T00:00:00Z")
+    command([tmp_path], a="d@1", b="plain")
+    said = capsys.readouterr()
+    assert "A  d γ=1" in said.out
+    taken = f"of the 3 runs in {str(tmp_path)!r} the newest with d@1 and plain, {str(tmp_path / 'middle')!r}."
+    assert said.err == f"specbench: {taken} For another name its own folder.\n"
+    with pytest.raises(UsageError, match=r"no configuration 'x@1' in this run\. It has 'plain', 'e@1'"):
+        command([tmp_path], a="x@1", b="plain")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -494,7 +510,6 @@ def test_the_output_is_as_asked_for(folders: tuple[Path, Path], capsys: pytest.C
         ({"runs": ["new"], "a": "d@1", "b": "plain", "measure": "speedup"}, "compared in speed"),
         ({"runs": ["new", "old", "old"]}, "3 runs are named"),
         ({"runs": ["new", "nowhere"]}, "it does not exist"),
-        ({"runs": ["."]}, "There are 2 runs in"),
         ({"runs": ["new", "old"], "markdown": True, "as_json": True}, "exclude each other"),
         ({"runs": ["new", "old"], "fail_below": 0.0}, "--fail-below is 0"),
         ({"runs": ["new", "old"], "fail_below": math.nan}, "--fail-below is nan"),

@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("check.reference", "check.results"),
     ("check.render", "check.run"),
     (
+        "cli.named_runs",
         "cli.options",
         "cli.progress",
         "cli.rule",

@@ -393,7 +393,7 @@ class TestCommand:
         assert written == [str(tiny / "plots" / "speedup.png"), str(tiny / "plots" / "time.png")]
         assert all(Path(path).stat().st_size > 5000 for path in written)
 
-    def test_a_parent_folder_means_each_run_in_it(
+    def test_each_run_that_is_named_and_of_a_folder_the_newest(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         options: dict[str, Any] = {
@@ -404,7 +404,12 @@ class TestCommand:
         }
         for name in ("a", "b"):
             write_run(tmp_path / name, run_id=name, **options)
-        arguments = ["plot", str(tmp_path), "--only", "speedup", "--format", "svg"]
+        run = json.loads((tmp_path / "b/run.json").read_text())
+        (tmp_path / "b/run.json").write_text(json.dumps({**run, "created": "2025-01-02T00:00:00Z"}))
+        assert command(["plot", str(tmp_path), "--only", "speedup", "--format", "svg"]) == 0
+        assert not (tmp_path / "a/plots").exists()
+        assert f"the newest, {str(tmp_path / 'b')!r}" in capsys.readouterr().err
+        arguments = ["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "speedup", "--format", "svg"]
         assert command(arguments) == 0
         assert (tmp_path / "a/plots/speedup.svg").exists()
         assert (tmp_path / "b/plots/speedup.svg").exists()
@@ -424,7 +429,7 @@ class TestCommand:
         write_run(tmp_path / "a", run_id="a", **options)
         write_run(tmp_path / "b", run_id="b", **options)
         (tmp_path / "a/run.json").write_text("{")
-        assert command(["plot", str(tmp_path), "--only", "speedup"]) == 0
+        assert command(["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "speedup"]) == 0
         said = capsys.readouterr()
         assert said.out.splitlines() == [str(tmp_path / "b/plots/speedup.png")]
         assert "damaged" in said.err

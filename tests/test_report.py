@@ -450,13 +450,24 @@ def test_figures_that_cannot_be_drawn_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unpictured")
 class TestCommand:
-    def test_each_run_of_a_parent_folder_gets_its_report(
+    def test_of_several_runs_in_a_folder_the_newest_is_reported(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name, day in (("one", "01"), ("two", "03"), ("three", "02")):
+            write_exact(tmp_path / name, {"plain": PLAIN}, created=f"2025-01-{day}T00:00:00Z")
+        command([tmp_path])
+        said = capsys.readouterr()
+        assert said.out.splitlines() == [str(tmp_path / "two" / f"report.{kind}") for kind in ("html", "md")]
+        assert f"the newest, {str(tmp_path / 'two')!r}" in said.err
+        assert not (tmp_path / "one" / "report.html").exists()
+
+    def test_each_run_that_is_named_gets_its_report(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for name in ("one", "two"):
             write_exact(tmp_path / name, {"plain": PLAIN, "d@2": times(2)})
         write_exact(tmp_path / "zero", {"plain": {"chat-01": [None]}})
-        command([tmp_path])
+        command([tmp_path / name for name in ("one", "two", "zero")])
         said = capsys.readouterr()
         expected = [tmp_path / name / f"report.{kind}" for name in ("one", "two") for kind in ("html", "md")]
         assert said.out.splitlines() == [str(path) for path in expected]

@@ -22,7 +22,11 @@ _FEW = 4  # configurations up to which the categories of each are shown without 
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RESULTS...", help="Two folders of runs, A and B, or one with --a and --b."),
+        typer.Argument(
+            metavar="RESULTS...",
+            help="Two folders of runs, A and B, or one with --a and --b; of a folder with"
+            " several runs the newest.",
+        ),
     ],
     a: Annotated[
         str | None,
@@ -102,13 +106,19 @@ def _compared(
     measure: Literal["auto", "speed", "speedup"],
     other_target: bool,
 ) -> Compared:
+    from specbench.cli.named_runs import named_runs
     from specbench.compare import compare_configs, compare_runs
     from specbench.errors import UsageError
     from specbench.store import load_results
 
     if len(runs) > 2:
         raise UsageError(f"{len(runs)} runs are named.", "Name two, or one with --a and --b.")
-    folders = [_single_run(path) for path in runs]
+    # Of two runs each has one of the configurations, or both the one that is named.
+    sides = [[a or b], [b or a]] if len(runs) == 2 else [[a, b]]
+    folders = [
+        named_runs([path], [name for name in names if name])[0]
+        for path, names in zip(runs, sides, strict=True)
+    ]
     frames = [load_results(folder) for folder in folders]
     if len(folders) == 2:
         return compare_runs(
@@ -130,18 +140,6 @@ def _compared(
             "Two configurations of one run are compared in speed.", "Leave out --measure speedup."
         )
     return compare_configs(frames[0], a, b)
-
-
-def _single_run(path: Path) -> Path:
-    from specbench.errors import UsageError
-    from specbench.store import find_runs
-
-    found = find_runs(path)
-    if len(found) > 1:
-        raise UsageError(
-            f"There are {len(found)} runs in {str(path)!r}.", f"Name one, such as {str(found[0])!r}."
-        )
-    return found[0]
 
 
 def _name(folder: Path) -> str:

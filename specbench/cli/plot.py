@@ -21,7 +21,8 @@ def plot(
     results: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RESULTS...", help="Folders of runs, or folders with runs in them; each run apart."
+            metavar="RESULTS...",
+            help="Folders of runs, each drawn apart; of a folder with several the newest.",
         ),
     ],
     image_format: Annotated[
@@ -38,13 +39,13 @@ def plot(
     show: Annotated[bool, typer.Option("--show", help="Open the files as well; needs a display.")] = False,
 ) -> None:
     """Draw the figures of runs: speedup, acceptance, where the time goes, prediction, categories."""
-    from specbench.store import find_runs
+    from specbench.cli.named_runs import named_runs
 
     if show and not _has_display():
         raise UsageError(
             "--show needs a display, and there is none here.", "Leave it out; the files are written."
         )
-    runs = find_runs(results)
+    runs = named_runs(results)
     folders = _folders(runs, out)
     written: list[Path] = []
     failed: UsageError | None = None

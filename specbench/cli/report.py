@@ -16,7 +16,8 @@ def report(
     results: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RESULTS...", help="Folders of runs, or folders with runs in them; each run apart."
+            metavar="RESULTS...",
+            help="Folders of runs, each reported apart; of a folder with several the newest.",
         ),
     ],
     out: Annotated[
@@ -31,10 +32,10 @@ def report(
     traceback: TracebackOption = False,  # noqa: ARG001 - see TracebackOption
 ) -> None:
     """Write report.html, one file that needs nothing else, and report.md with its figures in plots/."""
+    from specbench.cli.named_runs import named_runs
     from specbench.errors import UsageError
-    from specbench.store import find_runs
 
-    runs = find_runs(results)
+    runs = named_runs(results)
     failed: UsageError | None = None
     written = False
     for run, folder in zip(runs, _folders(runs, out), strict=True):
