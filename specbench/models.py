@@ -491,11 +491,24 @@ def _load_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrained
 
 
 def _context_limit(config: PreTrainedConfig) -> int | None:
+    """Positions a model has been made for.
+
+    A YaRN scaling (Peng et al. 2023) is often set beside the maximum of the training, as for Qwen2.5, and then reaches
+    factor × original maximum. The maximum of other scalings (Llama 3.1, "longrope") holds them already.
+    """
     text = text_config(config)
     limit = getattr(text, "max_position_embeddings", None) or getattr(
         text, "max_seq_len", None
     )  # the latter: MPT
-    return int(limit) if limit else None
+    if not limit:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    scaled = [
+        kind["factor"] * kind["original_max_position_embeddings"]  # which transformers fills in
+        for kind in (rope, *rope.values())  # of all layers, or by their type
+        if isinstance(kind, dict) and kind.get("rope_type") == "yarn" and kind.get("factor")
+    ]
+    return int(max([limit, *scaled]))
 
 
 def _sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     MambaConfig,
+    Olmo3Config,
     PreTrainedConfig,
     T5Config,
 )
@@ -580,6 +581,39 @@ def test_no_context_limit_where_the_config_sets_none():
     config = models.PreTrainedConfig()
     assert models._context_limit(config) is None
     assert tiny_language_model(context=64).context_limit == 64
+
+
+YARN, LLAMA3 = {"rope_type": "yarn", "factor": 4.0}, {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        (YARN | {"original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0}, 256),  # without an original, and as older files spell it
+        (YARN | {"original_max_position_embeddings": 16}, 64),  # DeepSeek: the maximum holds it
+        (YARN | {"factor": 2.5, "original_max_position_embeddings": 63}, 157),
+        ({"rope_type": "linear", "factor": 4.0}, 64),
+        ({"rope_type": "dynamic", "factor": 4.0}, 64),  # from there on rotations would go by the pass
+        ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8} | LLAMA3, 64),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 64),
+    ],
+)
+def test_a_context_is_as_long_as_its_scaling_makes_it(rope, limit):
+    config = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    assert models._context_limit(LlamaConfig(**config, rope_scaling=dict(rope))) == limit
+    assert models._context_limit(LlamaConfig(**config, rope_parameters=dict(rope))) == limit
+
+
+def test_a_scaling_of_one_type_of_layers_counts():
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    config = Olmo3Config(
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        max_position_embeddings=64,
+        rope_parameters={"sliding_attention": plain, "full_attention": YARN | {"rope_theta": 10000.0}},
+    )
+    assert models._context_limit(config) == 256
 
 
 def test_sampling_defaults_are_told():

@@ -21,7 +21,7 @@ from specbench.caches import CacheKind
 from specbench.checkpoints import check_config
 from specbench.drafters.model import ModelDrafter
 from specbench.errors import UsageError
-from specbench.generate import GenerationRun
+from specbench.generate import GenerationRun, autoregressive_generate
 from specbench.lengths import FixedLength
 from specbench.loading import Target, load_drafter, wrap_target
 from specbench.packing import PackedLinear, can_pack, int8_copy
@@ -242,6 +242,26 @@ def test_a_context_that_grows_over_a_change_of_rotation(
         (load_drafter("self:int8", target), 3),
     ):
         assert decode(target, prompt, drafter, gamma, True) == expected
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
+def test_a_context_that_yarn_has_lengthened(cache: CacheKind, survey: ModuleType) -> None:
+    config = hf.Qwen2Config(
+        **USUAL | {"max_position_embeddings": 32}, rope_scaling={"type": "yarn", "factor": 4.0}
+    )
+    model = build("Qwen2ForCausalLM", config)
+    prompt = BEYOND[:28]
+    expected = survey.generated(model, prompt)
+    target = wrap_target(model, name="long", cache=cache, pack=False)
+    assert len(prompt) + len(expected) > 32
+    for drafter, gamma in (
+        (None, 1),
+        (survey.Guesses(prompt, expected, 2), 4),
+        (load_drafter("self:int8", target), 3),
+    ):
+        assert decode(target, prompt, drafter, gamma, True) == expected
+    whole = autoregressive_generate(prompt, target, max_new_tokens=200, ignore_eos=True)
+    assert (len(whole.token_ids), whole.finish_reason) == (128 - 28, "context-limit")
 
 
 # -- what is refused -------------------------------------------------------------------------------
