@@ -7,6 +7,7 @@ docs/metrics.md.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from specbench import stats
 from specbench.errors import UsageError
 from specbench.tables import (
     decimals,
+    disturbance,
     markdown_row,
     markdown_text,
     one_line,
@@ -93,6 +95,7 @@ class Compared:
         measure: What is compared.
         rows: For each configuration a row on all prompts, followed by one for each category where there are several.
         notes: What has to be known to read it, sentences.
+        disturbance: Why there are no verdicts, empty where there are.
     """
 
     a: str
@@ -100,6 +103,7 @@ class Compared:
     measure: Measure
     rows: list[Row]
     notes: list[str]
+    disturbance: str = ""
 
     @property
     def overall(self) -> list[Row]:
@@ -107,11 +111,12 @@ class Compared:
         return [row for row in self.rows if row.category is None]
 
     def below(self, ratio: float) -> list[Row]:
-        """The rows on all prompts whose interval over prompts lies wholly below ``ratio``."""
+        """The rows on all prompts whose interval over prompts lies wholly below ``ratio``; none without verdicts."""
         return [
             row
             for row in self.overall
             if row.ratio.basis == "prompts" and row.ratio.high is not None and row.ratio.high < ratio
+            if not self.disturbance
         ]
 
 
@@ -156,7 +161,15 @@ def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
         " Both decoded each prompt back to back.",
         *_interval_notes(rows),
     ]
-    return Compared(*labels, "speed", rows, notes)
+    return _judged(Compared(*labels, "speed", rows, notes), disturbance(df))
+
+
+def _judged(compared: Compared, disturbed: str) -> Compared:
+    """A comparison without verdicts if the measurements were disturbed."""
+    if not disturbed:
+        return compared
+    rows = [dataclasses.replace(row, verdict="cannot tell") for row in compared.rows]
+    return dataclasses.replace(compared, rows=rows, notes=[disturbed, *compared.notes], disturbance=disturbed)
 
 
 def side_by_side(df: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
@@ -251,7 +264,9 @@ def compare_runs(
         *_missing_notes(missing, _unmatched(run_a, run_b, matches) if a is b is None else [], names),
         *_interval_notes(rows),
     ]
-    return Compared(one_line(names[0]), one_line(names[1]), measure, rows, notes)
+    disturbed = [f"{'AB'[side]}: {why}" for side, df in enumerate((df_a, df_b)) if (why := disturbance(df))]
+    compared = Compared(one_line(names[0]), one_line(names[1]), measure, rows, notes)
+    return _judged(compared, " ".join(disturbed))
 
 
 def _rows(

@@ -227,7 +227,7 @@ class _Run:
         bases = set(self.summary["speedup_basis"].dropna())
         if bases == {"repeats"}:
             return "Bars: 95% intervals over the repeats of the one prompt; they hold within it only."
-        return "Bars: 95% intervals over prompts." if bases else "One run of one prompt: no intervals."
+        return "Bars: 95% intervals over prompts." if bases else "Too few prompts or repeats: no intervals."
 
 
 def _series_of(rows: pd.DataFrame) -> list[_Series]:

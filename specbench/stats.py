@@ -37,6 +37,9 @@ __all__ = [
 CONFIDENCE = 0.95
 """Coverage that intervals aim at."""
 
+WIDEST = 10.0
+"""An interval whose ends are further apart than this factor says nothing of the figure, and is not given."""
+
 Floats: TypeAlias = NDArray[np.float64]
 Labels: TypeAlias = Sequence[Any] | NDArray[Any]
 Verdict = Literal["faster", "slower", "cannot tell"]
@@ -48,7 +51,7 @@ class Estimate:
 
     Attributes:
         value: The figure; NaN without data.
-        low, high: Ends of its interval, ``None`` where there is too little to make one.
+        low, high: Ends of its interval, ``None`` where there is too little for one, or it is wider than ``WIDEST``.
         prompts: How many prompts it rests on.
         basis: What varies in the interval: ``prompts``; ``repeats``, with a single prompt, so that the interval
             holds within that prompt only and says nothing about others; or ``None`` without an interval.
@@ -178,7 +181,7 @@ def pooled_rate(
 
     value, interval = _jackknife(rate, sums, confidence)
     count = sums.shape[1]
-    if interval is None or math.isnan(value):
+    if interval is None or math.isnan(value) or not _telling(*interval):
         return Estimate(value, None, None, count, None)
     return Estimate(value, *interval, count, "prompts")
 
@@ -238,12 +241,18 @@ def _exponential(
     value: float, interval: tuple[float, float] | None, prompts: int, basis: Literal["prompts", "repeats"]
 ) -> Estimate:
     """Back from the log scale."""
-    if interval is None:
-        return Estimate(math.exp(value), None, None, prompts, None)
-    # numpy's exp overflows to inf where math's raises: two prompts far apart can have an interval without an end.
-    with np.errstate(over="ignore"):
-        low, high = (float(np.exp(end)) for end in interval)
-    return Estimate(math.exp(value), low, high, prompts, basis)
+    if interval is not None:
+        # numpy's exp overflows to inf where math's raises: two prompts far apart can have an interval without an end.
+        with np.errstate(over="ignore"):
+            low, high = (float(np.exp(end)) for end in interval)
+        if _telling(low, high):
+            return Estimate(math.exp(value), low, high, prompts, basis)
+    return Estimate(math.exp(value), None, None, prompts, None)
+
+
+def _telling(low: float, high: float) -> bool:
+    """Whether an interval of a positive figure tells at least its order of magnitude."""
+    return math.isfinite(high) and high <= WIDEST * low
 
 
 # --- Comparing ------------------------------------------------------------------------------------

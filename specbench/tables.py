@@ -33,6 +33,7 @@ __all__ = [
     "accepted_frame",
     "category_frame",
     "decimals",
+    "disturbance",
     "markdown_row",
     "markdown_text",
     "notes",
@@ -89,6 +90,19 @@ def run_of(df: pd.DataFrame) -> dict[str, Any]:
             "Show each run apart, or use `specbench compare`.",
         )
     return dict(df.attrs.get("run", {}))
+
+
+def disturbance(df: pd.DataFrame) -> str:
+    """Why the rows allow no verdict: others used the machine most of the time. Empty where they do allow one."""
+    busy = sum(not _OTHERS.isdisjoint(names) for names in df["warnings"])
+    if busy <= _MOST_DISTURBED * len(df):
+        return ""
+    return f"No verdicts: others used the processor during {busy} of {len(df)} generations."
+
+
+_OTHERS = frozenset({"machine-busy", "steal"})
+_MOST_DISTURBED = 0.5
+"""Share of the generations from which on pairing within a round no longer makes up for it."""
 
 
 def paired_runs(df: pd.DataFrame) -> pd.DataFrame:
@@ -188,8 +202,7 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
             }
         )
     frame = pd.DataFrame(out, columns=["config", *_CONFIG_FIELDS, *_FIGURES])
-    frame.attrs = {"kind": "summary"}
-    return frame
+    return _judged(frame, "summary", df)
 
 
 def category_frame(df: pd.DataFrame) -> pd.DataFrame:
@@ -215,8 +228,14 @@ def category_frame(df: pd.DataFrame) -> pd.DataFrame:
         if (category, config) in groups
     ]
     names = ["category", "config", "label", *(_ratios(pairs.iloc[:0], "speedup"))]
-    frame = pd.DataFrame(out, columns=names)
-    frame.attrs = {"kind": "category"}
+    return _judged(pd.DataFrame(out, columns=names), "category", df)
+
+
+def _judged(frame: pd.DataFrame, kind: str, df: pd.DataFrame) -> pd.DataFrame:
+    """A frame with its kind, and without verdicts where the rows that it was made of allow none."""
+    frame.attrs = {"kind": kind, "disturbance": disturbance(df)}
+    if frame.attrs["disturbance"]:
+        frame["verdict"] = frame["verdict"].where(frame["verdict"].isna(), "cannot tell")
     return frame
 
 
@@ -616,6 +635,11 @@ def sheet_of(frame: pd.DataFrame) -> Sheet:
     raise ValueError("not a frame of figures made by this module")
 
 
+_TOO_FEW = (
+    f"one run of one prompt, or an interval whose ends are more than a factor of {stats.WIDEST:g} apart"
+)
+
+
 def notes(frame: pd.DataFrame) -> list[str]:
     """What to say below a summary: what the intervals are over, and every figure that could be misread."""
     out = []
@@ -626,6 +650,12 @@ def notes(frame: pd.DataFrame) -> list[str]:
         out.append(
             "*: one prompt; the interval is over its repeats, holds within that prompt only, and is no verdict."
         )
+    if (
+        (frame["config"] != frame["baseline"]) & frame["speedup"].notna() & frame["speedup_low"].isna()
+    ).any():
+        out.append(f"Too few to say: {_TOO_FEW}.")
+    if frame.attrs.get("disturbance"):
+        out.append(frame.attrs["disturbance"])
     out += [
         f"{row['label']}: all tokens over all seconds give {_ratio_text(row, 'pooled_speedup')}, "
         f"the mean over prompts {_ratio_text(row, 'speedup')}: its prompts fare differently."
@@ -698,14 +728,14 @@ def _bytes(value: float) -> str:
 
 
 def ratio_text(ratio: stats.Estimate, times: str = "×") -> str:
-    """A ratio with its interval, as ``2.10× [1.93, 2.31]``; without one it says so.
+    """A ratio with its interval, as ``2.10× [1.93, 2.31]``; without one it says that this is too few to say.
 
     An end that is not 1 is never shown as 1: on which side it lies is the verdict.
     """
     if math.isnan(ratio.value):
         return "–"
     if ratio.low is None or ratio.high is None:
-        return f"{decimals(ratio.value)}{times} [no interval]"
+        return f"{decimals(ratio.value)}{times} [too few to say]"
     ends = (ratio.low, ratio.high)
     digits = 2
     while digits < 9 and any(end != 1.0 and float(f"{end:.{digits}f}") == 1.0 for end in ends):
@@ -814,6 +844,8 @@ def _category_sheet(frame: pd.DataFrame) -> Sheet:
         )
         values.append([label, *(_NAN if row is None else row["speedup"] for row in found)])
     said = ["Speedup over plain decoding, geometric mean over the category's prompts, with its 95% interval."]
+    if frame["speedup_low"].isna().any():
+        said.append(f"Too few to say: {_TOO_FEW}.")
     if (frame["speedup_basis"] == "repeats").any():
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
     headings = ["configuration", *map(one_line, categories)]

@@ -24,6 +24,7 @@ def write_exact(
     target: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
     tokens: Mapping[str, Sequence[int]] | None = None,
+    disturbed: Sequence[str] = (),
     **run: Any,
 ) -> Path:
     """Write a run.
@@ -35,6 +36,7 @@ def write_exact(
         configs, environment, target: Fields other than the usual.
         texts: Fingerprints of prompts.
         tokens: Output of a configuration.
+        disturbed: Ids of what disturbed every generation.
         run: Other fields of ``run.json``.
     """
     path.mkdir(parents=True)
@@ -47,7 +49,7 @@ def write_exact(
                 line = {
                     "schema": 1, "run_id": run_id, "config": config, "prompt": prompt,
                     "category": prompt.rsplit("-", 1)[0], "turn": int(turn or 0), "repeat": repeat, "order": 0,
-                    "warmup": False, "status": "failed", "error": "out of memory", "warnings": [],
+                    "warmup": False, "status": "failed", "error": "out of memory", "warnings": [*disturbed],
                 }  # fmt: skip
                 if speed is not None:
                     line |= measured(speed, config, list((tokens or {}).get(config, range(TOKENS))))

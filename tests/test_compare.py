@@ -99,6 +99,25 @@ def test_one_prompt_gives_no_verdict(tmp_path: Path) -> None:
     assert any(note.startswith("*: one prompt") for note in compared.notes)
 
 
+@pytest.mark.parametrize("disturbed", [("machine-busy",), ("steal",)])
+def test_a_busy_machine_gives_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], disturbed: tuple[str, ...]
+) -> None:
+    speeds = {"plain": PLAIN, "d@1": times(0.5)}
+    busy = write_exact(tmp_path / "busy", speeds, disturbed=disturbed)
+    quiet = write_exact(tmp_path / "quiet", {"plain": PLAIN, "d@1": times(2.0)}, disturbed=("thermal",))
+    df, other = load_results(busy), load_results(quiet)
+    compared = compare_configs(df, "d@1", "plain")
+    assert {row.verdict for row in compared.rows} == {"cannot tell"}
+    assert compared.notes[0] == "No verdicts: others used the processor during 24 of 24 generations."
+    compared = compare_runs(df, other)
+    assert {row.verdict for row in compared.rows} == {"cannot tell"}
+    assert compared.notes[0].startswith("A: No verdicts")
+    assert compare_configs(other, "d@1", "plain").overall[0].verdict == "faster"
+    command([busy], a="d@1", b="plain", fail_below=0.95)
+    assert "--fail-below does not judge" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
@@ -339,7 +358,7 @@ def test_only_an_interval_over_prompts_wholly_below_fails(row: Row, fails: bool)
         ((0.97, 0.94, 0.99999), "0.97000× [0.94000, 0.99999]"),
         ((12.34, 9.876, 1234.0), "12.3× [9.88, 1234]"),
         ((1.5, 0.2, math.inf), "1.50× [0.20, ∞]"),
-        ((1.5, None, None), "1.50× [no interval]"),
+        ((1.5, None, None), "1.50× [too few to say]"),
         ((math.nan, None, None), "–"),
     ],
 )

@@ -148,7 +148,7 @@ class TestContent:
             .to_numpy()
             .ravel()
         )
-        assert shown.count("–") >= len(frame)
+        assert shown.count("–") >= frame["speedup_low"].notna().sum() > len(frame) / 2
 
     def test_the_histogram_of_the_fastest_gamma(
         self, df: pd.DataFrame, drawn: plots.Drawn, summary: pd.DataFrame

@@ -117,7 +117,7 @@ class TestAnswer:
 
     def test_one_run_is_no_answer(self, tmp_path: Path) -> None:
         report = reported(tmp_path, {"plain": {"chat-01": [10.0]}, "d@2": {"chat-01": [20.0]}})
-        assert headline(report).endswith("γ = 2 with d, 2.00× [no interval].")
+        assert headline(report).endswith("γ = 2 with d, 2.00× [too few to say].")
         assert "says nothing about other runs" in told(report)
 
     def test_without_speculation_there_is_the_speed_of_plain_decoding(self, tmp_path: Path) -> None:
@@ -200,6 +200,12 @@ class TestWarnings:
         assert "wide-intervals" in [each.id for each in alone]
         monkeypatch.setattr(tables, "summary_frame", lambda _: pytest.fail("there is a summary"))
         assert review(df, summary) == alone
+
+    def test_intervals_that_say_nothing_are_not_told_as_wide(self, tmp_path: Path) -> None:
+        far = {"chat-01": [4.0], "chat-02": [100.0]}
+        plain = {name: [10.0] for name in far}
+        report = reported(tmp_path, {"plain": plain, "d@2": far})
+        assert [each.id for each in report.warnings] == ["few-prompts"]
 
     def test_changes_and_damaged_lines_are_told_with_advice(self, tmp_path: Path) -> None:
         folder = write_exact(

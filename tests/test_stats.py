@@ -142,8 +142,8 @@ class TestMeanInterval:
 
 class TestGeometricMean:
     def test_closed_form(self) -> None:
-        estimate = geometric_mean([2.0, 8.0], ["a", "b"], [0, 0])
-        low, high = student(np.log([2.0, 8.0]))
+        estimate = geometric_mean([3.8, 4.0 / 0.95], ["a", "b"], [0, 0])
+        low, high = student(np.log([3.8, 4.0 / 0.95]))
         assert estimate.value == pytest.approx(4.0)
         assert (estimate.low, estimate.high) == pytest.approx((math.exp(low), math.exp(high)))
         assert (estimate.prompts, estimate.basis) == (2, "prompts")
@@ -181,9 +181,17 @@ class TestGeometricMean:
         assert math.isnan(estimate.value)
         assert (estimate.low, estimate.prompts, estimate.basis) == (None, 0, None)
 
-    def test_two_prompts_far_apart_do_not_overflow(self) -> None:
-        estimate = geometric_mean([1e-60, 1e60], ["a", "b"])
-        assert (estimate.low, estimate.high) == (0.0, math.inf)
+    @pytest.mark.parametrize(
+        ("apart", "given"), [(1.19, True), (1.21, False), (100.0, False), (1e120, False)]
+    )
+    def test_an_interval_wider_than_tenfold_is_none(self, apart: float, given: bool) -> None:
+        estimate = geometric_mean([2.0, 2.0 * apart], ["a", "b"])
+        assert estimate.value == pytest.approx(2 * math.sqrt(apart))
+        assert (estimate.low is not None, estimate.basis) == (given, "prompts" if given else None)
+        if given:
+            assert estimate.high is not None
+            assert estimate.high <= 10 * estimate.low
+        assert verdict(estimate) == "cannot tell"
 
     def test_overlaps(self) -> None:
         assert Estimate(1.0, 0.9, 1.1, 3, "prompts").overlaps(1.0) is True
@@ -216,6 +224,10 @@ class TestPooled:
         by_prompt = pooled_rate([1, 3], [4, 4], ["a", "b"])
         assert by_step == by_prompt
         assert by_step.value == 0.5
+
+    def test_a_rate_without_an_order_of_magnitude_has_no_interval(self) -> None:
+        assert pooled_rate([1, 9], [10, 10], ["a", "b"]) == Estimate(0.5, None, None, 2, None)
+        assert pooled_rate([0, 0], [10, 10], ["a", "b"]) == Estimate(0.0, 0.0, 0.0, 2, "prompts")
 
     def test_one_prompt_and_none(self) -> None:
         assert pooled_rate([1, 2], [4, 4], ["a", "a"]) == Estimate(0.375, None, None, 1, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
         "baseline": "plain", "target": "t", "prompt": prompt, "category": prompt.split("-")[0], "turn": 0,
         "repeat": 0, "status": "ok", "error": None, "new_tokens": 11, "token_ids": np.arange(11), "ttft_s": 0.5,
         "prefill_s": 0.5, "decode_s": 10 / speed, "total_s": 0.5 + 10 / speed, "peak_memory_bytes": 1e9,
-        "tokens_per_second": speed,
+        "tokens_per_second": speed, "warnings": [],
     }  # fmt: skip
     for name, column in zip(("drafted", "tested", "accepted", "emitted"), columns, strict=False):
         values[f"steps_{name}"] = np.array(column, dtype=np.int32)
@@ -416,9 +417,38 @@ class TestRendering:
         assert "holds within that prompt only" in " ".join(tables.notes(frame))
         assert one(frame, "x")["verdict"] == "cannot tell"
 
-    def test_one_run_has_no_interval_and_says_so(self) -> None:
-        frame = tables.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1", 20.0)))
-        assert "2.00 [no interval]" in shown(frame)
+    @pytest.mark.parametrize("speeds", [[20.0], [4.0, 100.0]])
+    def test_too_few_runs_have_no_interval_and_say_so(self, speeds: list[float]) -> None:
+        """Two prompts that fare differently have one that reaches from 0.00 to 85002."""
+        rows = [
+            each
+            for i, speed in enumerate(speeds)
+            for each in (row("plain", f"a-{i}"), row("x", f"a-{i}", speed))
+        ]
+        df = frame_of(*rows)
+        for frame in (tables.summary_frame(df), tables.category_frame(df)):
+            assert "2.00 [too few to say]" in shown(frame)
+            assert "Too few to say: one run of one prompt, or an interval whose ends" in " ".join(
+                tables.to_markdown(frame).split()
+            )
+        assert one(tables.summary_frame(df), "x")["verdict"] == "cannot tell"
+
+    @pytest.mark.parametrize(("busy", "verdict"), [(4, "faster"), (5, "cannot tell")])
+    def test_a_machine_busy_most_of_the_time_allows_no_verdict(self, busy: int, verdict: str) -> None:
+        rows = [
+            row(config, f"{prompt}-1", speed, warnings=["steal" if number % 2 else "machine-busy", "thermal"])
+            for number, (prompt, (config, speed)) in enumerate(
+                product("abcd", (("plain", 10.0), ("x", 20.0)))
+            )
+        ]
+        for each in rows[busy:]:
+            each["warnings"] = ["thermal"]
+        frame = tables.summary_frame(frame_of(*rows))
+        assert one(frame, "x")["verdict"] == verdict
+        assert not isinstance(one(frame, "plain")["verdict"], str)
+        assert set(tables.category_frame(frame_of(*rows))["verdict"]) == {"cannot tell"}
+        said = "No verdicts: others used the processor during 5 of 8 generations."
+        assert (said in tables.notes(frame)) == (busy == 5)
 
     def test_a_missing_baseline_is_told(self) -> None:
         frame = tables.summary_frame(frame_of(row("x", "a-1", 20.0)))

@@ -84,7 +84,9 @@ def compare(
     if fail_below is None:
         return
     unjudged = sum(row.ratio.basis != "prompts" for row in compared.overall)
-    if unjudged:
+    if compared.disturbance:
+        typer.echo(f"specbench: {compared.disturbance} --fail-below does not judge.", err=True)
+    elif unjudged:
         verb = "has" if unjudged == 1 else "have"
         what = f"{unjudged} of {len(compared.overall)} ratios {verb} no interval over prompts"
         typer.echo(
