@@ -183,6 +183,49 @@ def test_a_full_disk_under_the_output() -> None:
     assert child.stderr == b"specbench: the output cannot be written: No space left on device.\n"
 
 
+@pytest.mark.parametrize("what", ["a closed pipe", "a full device"])
+def test_a_sweep_whose_table_nobody_takes_is_whole_in_its_folder(
+    folder: Path, tmp_path: Path, what: str
+) -> None:
+    words = ["--target", str(folder), "--prompts", "chat", "--limit", "1", "-n", "4", "--gamma", "1"]
+    if what == "a closed pipe":
+        reading, writing = os.pipe()
+        os.close(reading)
+    elif Path("/dev/full").exists():
+        writing = os.open("/dev/full", os.O_WRONLY)
+    else:
+        pytest.skip("no device that is always full")
+    child = subprocess.run(
+        [
+            *COMMAND,
+            "sweep",
+            *words,
+            "--drafter",
+            "lookup",
+            "--repeats",
+            "1",
+            "--out",
+            str(tmp_path / "run"),
+            "--quiet",
+        ],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=120,
+        env=environment(),
+        check=False,
+    )
+    os.close(writing)
+    errors = child.stderr.decode().splitlines()
+    expected = {
+        "a closed pipe": (141, "specbench: the output was closed before everything was written."),
+        "a full device": (1, "specbench: the output cannot be written: No space left on device."),
+    }
+    assert (child.returncode, errors[-1]) == expected[what]
+    assert any(line.startswith("warning: 1 prompt") for line in errors[:-1]), errors
+    assert "plain" in (tmp_path / "run" / "summary.csv").read_text()
+    assert "plain" in (tmp_path / "run" / "summary.md").read_text()
+
+
 @pytest.mark.parametrize("more", [{"TERM": "dumb"}, {"TERM": "xterm-256color", "NO_COLOR": "1"}])
 def test_neither_prompts_nor_models_steer_a_terminal(folder: Path, more: Mapping[str, str]) -> None:
     prompt = "\x1b]0;title\x07\x1b[31m[red]x[/] 👩‍👧 שלום \udced\udca0\udc80 \u202e"

@@ -14,6 +14,8 @@ from specbench.cli.rule import left_out, refuse_siblings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pandas import DataFrame
+
     from specbench.advice import RunWarning
     from specbench.engine import EngineOptions, ModelEngine
     from specbench.grid import Sweep, SweepOptions
@@ -521,6 +523,7 @@ class _Job:
         """Measure; show and write what there is then, whether it came to its end or not. The exit code."""
         from specbench.cli.signals import exit_code_of_interrupt
         from specbench.cli.sweep_display import SweepDisplay
+        from specbench.store import load_results
         from specbench.sweep import run_sweep
 
         interrupted, failed = False, 0
@@ -535,35 +538,38 @@ class _Job:
                 warnings, failed = result.warnings, result.failed
             except KeyboardInterrupt:
                 interrupted = True
-        measured = self._write_summary()
-        for warning in warnings:
-            self._warn(warning)
+        frame = load_results(self.folder)
+        measured = len(frame) if (frame["status"] == "ok").any() else 0
+        try:
+            if measured:
+                self._summarise(frame)
+        finally:  # also when nobody takes the table
+            for warning in warnings:
+                self._warn(warning)
+            if interrupted:
+                self._say(
+                    f"Interrupted. {measured} generations are in {self.folder}; to go on, run the same command with"
+                    f" --out {self.folder} --resume."
+                )
+            else:
+                self._say(f"Results are in {self.folder}: summary.csv, summary.md and every generation.")
+                self._say(f"Next: specbench plot {self.folder}, specbench report {self.folder}")
+            if failed:
+                self._say(f"{failed} generations failed; to try them again, add --resume --retry-failed.")
         if interrupted:
-            self._say(
-                f"Interrupted. {measured} generations are in {self.folder}; to go on, run the same command with"
-                f" --out {self.folder} --resume."
-            )
             return exit_code_of_interrupt()
-        self._say(f"Results are in {self.folder}: summary.csv, summary.md and every generation.")
-        self._say(f"Next: specbench plot {self.folder}, specbench report {self.folder}")
-        if failed:
-            self._say(f"{failed} generations failed; to try them again, add --resume --retry-failed.")
         return 1 if failed else 0
 
-    def _write_summary(self) -> int:
-        """The table on stdout and in two files; returns how many generations it rests on."""
+    def _summarise(self, frame: DataFrame) -> None:
+        """The table in two files, and then on stdout, which may be closed."""
         from rich.console import Console
 
         from specbench import tables
         from specbench.errors import RunError
         from specbench.files import write_text
-        from specbench.store import load_results, write_csv
+        from specbench.store import write_csv
 
-        frame = load_results(self.folder)
-        if not (frame["status"] == "ok").any():
-            return 0
         summary = tables.summary_frame(frame)
-        tables.render_terminal(summary, Console(highlight=False))
         try:
             write_csv(summary, self.folder / "summary.csv")
             write_text(self.folder / "summary.md", tables.to_markdown(summary))
@@ -572,7 +578,8 @@ class _Job:
                 f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",
                 "What was measured is kept.",
             ) from error
-        return len(frame)
+        finally:
+            tables.render_terminal(summary, Console(highlight=False))
 
     def _warn(self, warning: RunWarning) -> None:
         self._say(f"{warning.severity}: {warning.message} {warning.advice}")
