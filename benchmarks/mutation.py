@@ -376,6 +376,20 @@ MUTANTS = (
         ("tests/test_attention.py",),
     ),
     Mutant(
+        "the last token of a block of keys takes another way than the tokens beside it",
+        "attention.py",
+        "if attention_mask is None and key.shape[2] % KEY_BLOCK == 0:",
+        "if False:",
+        ("tests/test_bitexact.py", "-k", "edge"),
+    ),
+    Mutant(
+        "a single row in half precision is taken at its word",
+        "packing.py",
+        "    if dtype != torch.float32:\n        return True\n",
+        "",
+        ("tests/test_bitexact.py", "-k", "half_precision"),
+    ),
+    Mutant(
         "padding of the vocabulary can be drawn",
         "scorer.py",
         'value=float("-inf")',

@@ -5,7 +5,7 @@ With grouped-query attention (Ainslie et al. 2023) several query heads share one
 the attention itself. Folding the query heads of a group into the query length needs no copy and computes the same sums.
 
 The sums come out *bitwise* the same for a position, whatever the length of the pass, if the kernel cuts keys and rows
-up in the same way every time: with keys padded to whole blocks (and masked), and never fewer rows than a few. The
+up in the same way every time: with keys padded to whole blocks (and masked), and rows to a multiple of a few. The
 preallocated cache hands out such blocks. Measured: docs/log.md.
 """
 
@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["FOLDED", "LONGEST_PASS", "fold_attention", "folded_attention", "is_folded", "key_block"]
+__all__ = ["FOLDED", "KEY_BLOCK", "LONGEST_PASS", "fold_attention", "folded_attention", "is_folded"]
 
 FOLDED = "specbench_folded"
 """Name under which ``transformers`` knows this attention."""
@@ -31,13 +31,12 @@ LONGEST_PASS = 32
 """Tokens up to which a pass is one of drafting or verifying: longer ones go the way of a prefill, and linear layers on
 more rows compute their sums in another order."""
 
-_LEAST_ROWS = 8
+KEY_BLOCK = 512
+"""Number of keys of which a padded length has to be a multiple, so that sums do not depend on it: what the kernel takes
+at a time. (Some processors do with fewer in bfloat16.)"""
+
+_ROWS = 8  # a multiple of it, for the kernel takes 32 at a time and may sum a rest of 1 to 5 in another order
 _MOST_ROWS = 160  # from 192 on, the kernel cuts rows up differently
-
-
-def key_block(dtype: torch.dtype) -> int:
-    """Number of keys of which a padded length has to be a multiple, so that sums do not depend on it."""
-    return 512 if dtype == torch.float32 else 64
 
 
 def folded_attention(
@@ -74,6 +73,9 @@ def folded_attention(
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     scale = arguments.get("scaling")
+    if attention_mask is None and key.shape[2] % KEY_BLOCK == 0:
+        # The last token of a block sees all of it, as no token beside others does: these have a mask.
+        attention_mask = query.new_zeros(1, 1, 1, key.shape[2])
     if attention_mask is None:
         folded = query.reshape(1, shared, groups, size)
         out = scaled_dot_product_attention(folded, key, value, scale=scale)
@@ -121,7 +123,7 @@ def _folded_masks(mask: torch.Tensor, groups: int, most: int, dtype: torch.dtype
         parts = []
         for first in range(0, mask.shape[-2], most):
             rows = added[:, :, first : first + most].repeat(1, 1, groups, 1)
-            parts.append(pad(rows, (0, 0, 0, max(0, _LEAST_ROWS - rows.shape[-2]))))
+            parts.append(pad(rows, (0, 0, 0, -rows.shape[-2] % _ROWS)))
         _last_masks = (mask, key, parts)
     return _last_masks[2]
 

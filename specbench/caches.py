@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from specbench.attention import LONGEST_PASS, is_folded, key_block
+from specbench.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class KVCache(Protocol):
         ...
 
 
-def make_cache(kind: CacheKind, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> KVCache:
+def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
     """A new, empty cache for a model of this configuration.
 
     Args:
@@ -95,7 +95,6 @@ def make_cache(kind: CacheKind, config: PretrainedConfig, dtype: torch.dtype = t
             ``none`` recomputes everything (the reference in tests).
         config: The model's. If its attention is ``specbench.attention``'s, a preallocated cache hands keys and values
             out in whole blocks, which that attention masks.
-        dtype: Of the model.
 
     Raises:
         UsageError: The kind is unknown, or cannot hold this model's layers.
@@ -103,7 +102,7 @@ def make_cache(kind: CacheKind, config: PretrainedConfig, dtype: torch.dtype = t
     if kind == "dynamic":
         return DynamicKVCache(config)
     if kind == "preallocated":
-        return PreallocatedKVCache(config, key_block(dtype) if is_folded(config) else 1)
+        return PreallocatedKVCache(config, KEY_BLOCK if is_folded(config) else 1)
     if kind == "static":
         return StaticKVCache(config)
     if kind == "compiled":
@@ -299,6 +298,12 @@ class PreallocatedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def repeat(self, length: int) -> None:
+        """Grow to ``length`` positions by repeating those there are."""
+        while self.used < length:
+            count = min(self.used, length - self.used)
+            self._append(self.keys[:, :, :count], self.values[:, :, :count])
+
     def keep(self, length: int) -> None:
         """Keep at most the first ``length`` positions."""
         self.used = min(self.used, max(length, 0))
@@ -427,6 +432,12 @@ class PreallocatedKVCache:
     def reset(self) -> None:
         for layer in self._layers:
             layer.reset()
+
+    @torch.inference_mode()
+    def repeat(self, length: int) -> None:
+        """Hold so many tokens by repeating the entries there are: makes no sense, but the shapes of such passes."""
+        for layer in self._layers:
+            layer.repeat(length)
 
 
 class _StaticLayer(CacheLayerMixin):

@@ -109,20 +109,23 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
 
-_single_rows: dict[tuple[torch.dtype, int, int], bool] = {}
-_TRIED_OUTPUTS = 200_000  # in bfloat16, one in some ten thousand shows that sums came in another order
+_single_rows: dict[tuple[int, int], bool] = {}
+_TRIED_OUTPUTS = 10_000
 
 
 def _single_rows_differ(packed: torch.Tensor, dtype: torch.dtype, width: int) -> bool:
     """Whether a single row goes another way through a product of this shape than one among others.
 
-    oneDNN chooses that by shape and dtype, so that random rows show it.
+    oneDNN chooses that by shape and dtype. In float32 random rows show it. In half precision only one output in some
+    ten thousand does, and of a narrow layer fewer: there it is taken for granted.
     """
+    if dtype != torch.float32:
+        return True
     outputs = int(packed.shape[0])
-    key = (dtype, outputs, width)
+    key = (outputs, width)
     if key not in _single_rows:
-        count = max(4, min(1024, _TRIED_OUTPUTS // max(1, outputs)))
-        rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        count = max(4, _TRIED_OUTPUTS // max(1, outputs))
+        rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
         product = torch.ops.mkldnn._linear_pointwise
         _single_rows[key] = not all(
             torch.equal(

@@ -90,9 +90,7 @@ class Scorer:
     ) -> None:
         self.model = model
         weight = cast("torch.Tensor", model.get_input_embeddings().weight)
-        self.cache: KVCache = (
-            make_cache(cache, model.config, weight.dtype) if isinstance(cache, str) else cache
-        )
+        self.cache: KVCache = make_cache(cache, model.config) if isinstance(cache, str) else cache
         self.context_limit = context_limit
         self.device = weight.device
         self.output_device = output_device or self.device

@@ -7,14 +7,26 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_llama
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from specbench import packing
+from specbench import attention, packing, short_passes
+from specbench.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.bitexact import require_bit_exact, why_not_bit_exact
 from specbench.errors import UsageError
 from specbench.loading import wrap_target
 from specbench.packing import can_pack
 from specbench.scorer import Scorer
+
+
+def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A random Llama with so many query heads per key/value head, of which there are two."""
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2 * groups,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(groups)
+        return LlamaForCausalLM(config).to(dtype).eval()
 
 
 def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> Scorer:
@@ -28,6 +40,58 @@ def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtyp
     scorer = scorer_of(tiny_llama(dtype=dtype))
     assert why_not_bit_exact(scorer) is None
     assert scorer.cache.length == 0
+
+
+@pytest.mark.parametrize("edge", [KEY_BLOCK, 2 * KEY_BLOCK])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
+    dtype: torch.dtype, groups: int, edge: int
+) -> None:
+    if not can_pack(dtype, "cpu"):
+        pytest.skip("no packed layers here")
+    scorer = scorer_of(grouped_llama(groups, dtype))
+    generator = torch.Generator().manual_seed(groups)
+    tokens = torch.randint(0, 100, (edge + LONGEST_PASS,), generator=generator).tolist()
+    start = edge - 3
+
+    def read(length: int, width: int) -> torch.Tensor:
+        scorer.rollback(length)
+        return scorer.logits(tokens[: length + width], rows=width)
+
+    scorer.begin()
+    scorer.logits(tokens[:start], rows=1)
+    alone = [read(start + i, 1)[0] for i in range(LONGEST_PASS)]
+    for width in (2, 3, 4, 5, 7, 11, 17, 22, 32):
+        together = read(start, width)
+        assert [torch.equal(one, many) for one, many in zip(alone, together, strict=False)] == [True] * width
+
+
+def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_pack(torch.float32, "cpu"):
+        pytest.skip("no packed layers here")
+    attend = attention.folded_attention
+
+    def unmasked(module: Any, query: Any, key: Any, value: Any, mask: Any, **arguments: Any) -> Any:
+        out, weights = attend(module, query, key, value, mask, **arguments)
+        return (out * (1 + 1e-6) if mask is None else out), weights
+
+    monkeypatch.setattr(short_passes, "folded_attention", unmasked)
+    reason = why_not_bit_exact(scorer_of(grouped_llama(2, torch.float32)))
+    assert reason is not None
+    assert "passes of one" in reason
+
+
+def test_a_single_row_in_half_precision_is_never_alone() -> None:
+    if not can_pack(torch.bfloat16, "cpu"):
+        pytest.skip("no packed layers here")
+    weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+    layer = packing.PackedLinear(weight.bfloat16(), None)
+    rows: list[int] = []
+    product = layer._product
+    layer._product = lambda x: rows.append(x.shape[-2]) or product(x)  # type: ignore[func-returns-value,assignment,method-assign]
+    layer(torch.randn(1, 1, 64).bfloat16())
+    assert rows == [2]
 
 
 def test_every_pass_of_a_walk_gives_the_same_bits() -> None:
@@ -60,7 +124,7 @@ def test_what_is_not_bit_exact_says_so() -> None:
     with pytest.raises(UsageError, match="sliding window"):
         require_bit_exact(scorer_of(MistralForCausalLM(sliding).eval()))
     with pytest.raises(UsageError, match="too short"):
-        require_bit_exact(scorer_of(tiny_llama(context=64)))
+        require_bit_exact(scorer_of(tiny_llama(context=32)))
 
 
 def test_the_trial_finds_what_depends_on_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
