@@ -448,6 +448,20 @@ MUTANTS = (
         STORE,
     ),
     Mutant(
+        "an old trace is emptied before there is a new one",
+        "cli/watchers.py",
+        "flags & ~os.O_TRUNC",
+        "flags",
+        ("tests/test_cli.py", "-k", "refused_command_leaves"),
+    ),
+    Mutant(
+        "the end of a longer trace stays behind a new one",
+        "cli/watchers.py",
+        "                file.truncate()\n",
+        "                pass\n",
+        ("tests/test_cli.py", "-k", "longer_one"),
+    ),
+    Mutant(
         "a run is overwritten",
         "store.py",
         "            if cls.exists(path):\n",

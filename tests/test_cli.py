@@ -23,6 +23,7 @@ import specbench.loading
 from specbench.cli import run
 from specbench.cli.summary import show_summary
 from specbench.drafters import DRAFTER_WORDS
+from specbench.errors import RunError
 
 Cli = Callable[..., "Result"]
 
@@ -309,6 +310,41 @@ def test_a_trace_file_is_shown_again_by_trace(tiny: Cli, cli: Cli, tmp_path: Pat
     shown = cli("trace", file)
     assert shown.code == 0
     assert f"── step {figures['steps']} " in shown.out
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        ("--repetition-penalty", "nan"),
+        ("--drafter", "self:layers=99"),
+        ("--drafter", "/no/such/drafter"),
+        (),  # the first pass fails
+    ],
+)
+def test_a_refused_command_leaves_trace_files_as_they_were(
+    tiny: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: tuple[str, ...]
+) -> None:
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    assert tiny("the thing", "-n", 12, "--trace-file", old).code == 0
+    before = old.read_bytes()
+    if not refused:
+        monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(0, RunError("no")))
+    for file in (old, new):
+        assert tiny("Hello", "-n", 4, "--trace-file", file, *refused).code in (1, 2)
+    assert old.read_bytes() == before
+    assert not new.exists()
+
+
+def test_a_trace_takes_the_place_of_a_longer_one_even_when_interrupted(
+    tiny: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    assert tiny("the thing", "-n", 12, "--trace-file", file).code == 0
+    monkeypatch.setattr(specbench.generate, "decode_steps", interrupt_after(2, KeyboardInterrupt()))
+    assert tiny("Hello", "-n", 12, "--trace-file", file).code == 130
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["header", "prefill", "step", "end"]
+    assert events[0]["prompt_tail"] == "Hello"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

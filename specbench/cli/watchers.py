@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,13 +30,17 @@ _END_FIGURES = (
 
 
 class TraceOutput:
-    """Where the steps go: the terminal, a file, or both. A file that fails in the middle does not end the run."""
+    """Where the steps go: the terminal, a file, or both. A file that fails in the middle does not end the run.
+
+    A trace that is there already stays until the first pass has come to its end.
+    """
 
     def __init__(self, path: Path | None, debug: bool) -> None:
         from specbench.errors import UsageError
 
         self._path, self._view, self._file = path, None, None
         self._problem: str | None = None
+        self._held: list[Event] | None = []  # what comes before the first pass; None behind it
         if debug:
             from rich.console import Console
 
@@ -43,7 +49,8 @@ class TraceOutput:
             self._view = TraceView(Console(stderr=True))
         if path is not None:
             try:
-                self._file = path.open("w", encoding="utf-8")
+                self._new = not path.exists()
+                self._file = open(path, "w", encoding="utf-8", opener=_open_as_it_is)  # noqa: SIM115
             except (OSError, ValueError) as error:  # ValueError: a NUL in the name
                 reason = getattr(error, "strerror", None) or error
                 raise UsageError(
@@ -59,6 +66,8 @@ class TraceOutput:
                 self._file.close()
             except OSError as error:
                 self._problem = self._problem or str(error.strerror)
+            if self._held is not None and self._new and self._path is not None:
+                self._path.unlink(missing_ok=True)
 
     @property
     def on_screen(self) -> bool:
@@ -67,15 +76,26 @@ class TraceOutput:
 
     def event(self, event: Event) -> None:
         """Show and keep one event."""
-        from specbench.trace import write_event
-
         if self._file is not None and self._problem is None:
             try:
-                write_event(self._file, event)
+                self._keep(self._file, event)
             except OSError as error:
                 self._problem = str(error.strerror)
         if self._view is not None:
             self._view.show(event)
+
+    def _keep(self, file: TextIO, event: Event) -> None:
+        from specbench.trace import write_event
+
+        if self._held is not None:
+            self._held.append(event)
+            if event["event"] in ("header", "end"):
+                return
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                file.truncate()
+        for each in self._held or [event]:
+            write_event(file, each)
+        self._held = None
 
     def complain(self) -> None:
         """Raise if the file does not hold everything."""
@@ -86,6 +106,10 @@ class TraceOutput:
                 f"The trace file {str(self._path)!r} is not complete: {self._problem}.",
                 "The output above is.",
             )
+
+
+def _open_as_it_is(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 class Watcher(Protocol):
