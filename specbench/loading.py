@@ -162,7 +162,7 @@ def check_drafter(spec: str, target_spec: str, *, progress: Progress | None = No
 
 
 def refuse_keep(spec: str) -> None:
-    """Refuse a drafter that learns from one generation for the next, where the same prompt is decoded again to be timed.
+    """Refuse a drafter that learns from one generation for the next, where a prompt is decoded again to be timed.
 
     Raises:
         UsageError: It has the option ``keep``.

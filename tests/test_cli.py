@@ -7,8 +7,11 @@ import json
 import math
 import os
 import re
+import shlex
+import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +153,16 @@ def test_compare_adds_the_plain_run(tiny: Cli, drafter: str) -> None:
     assert plain["drafted"] == 0
     assert plain["token_ids"] == figures["token_ids"]
     assert figures["identical"] is True
-    assert figures["speedup"] == pytest.approx(figures["tokens_per_second"] / plain["tokens_per_second"])
     assert {*plain} <= {*figures}
+    pairs = figures["repeats"]
+    assert len(pairs) >= 3
+    assert [pair["first"] for pair in pairs[:3]] == ["speculative", "plain", "speculative"]
+    assert pairs[0]["plain"]["tokens_per_second"] == plain["tokens_per_second"]
+    ratios = [pair["speculative"]["tokens_per_second"] / pair["plain"]["tokens_per_second"] for pair in pairs]
+    assert ratios == pytest.approx([pair["speedup"] for pair in pairs])
+    assert figures["speedup"] == pytest.approx(statistics.geometric_mean(ratios))
+    low, high = figures["speedup_interval"] or (0.0, math.inf)
+    assert low <= figures["speedup"] <= high
 
 
 @pytest.mark.parametrize("drafter", ["ngram:keep", "ngram:keep,order=3+self:layers=1"])
@@ -164,32 +175,150 @@ def test_compare_refuses_a_drafter_that_has_learnt_the_answer(tiny: Cli, drafter
 
 def test_compare_says_it_in_the_summary(tiny: Cli) -> None:
     err = tiny("the thing", "-n", 24, "--compare").err
-    assert re.search(r"^plain +[0-9.]+ tokens/s without a drafter, [0-9.]+× with it", err, re.MULTILINE)
+    assert re.search(
+        r"^plain +[0-9.]+ tokens/s without a drafter, [0-9.]+×( \[[0-9., ]+\])? with it", err, re.MULTILINE
+    )
     assert re.search("^tokens +identical to plain decoding$", err, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("speedup", "warned"), [(0.5, True), (1.5, False), (None, False)])
-def test_a_drafter_that_slows_decoding_down_is_called_that(
-    tiny: Cli, capsys: pytest.CaptureFixture[str], speedup: float | None, warned: bool
-) -> None:
-    figures = tiny("the thing", "-n", 8, "--compare", "--json").json()
-    show_summary(figures | {"speedup": speedup}, apart=False)
-    err = capsys.readouterr().err
+def test_repeats_are_asked_for(tiny: Cli) -> None:
+    figures = tiny("the thing", "-n", 8, "--compare", "--repeats", 1, "--json").json()
+    assert len(figures["repeats"]) == 1
+    assert figures["speedup_interval"] is None
     assert (
-        "decoding is slower with this drafter: try another --length-policy, or another drafter" in err
-    ) is warned
+        "1 repeat of this prompt: too few to say"
+        in tiny("the thing", "-n", 8, "--compare", "--repeats", 1).err
+    )
+    tiny("the thing", "--repeats", 2).refused(2, "--repeats is given without --compare")
+
+
+def test_a_pair_whose_tokens_part_is_found_in_any_repeat(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, runs = specbench.decode.decode_steps, []
+
+    def one_wrong_run(*arguments: Any, **options: Any) -> Iterator[Any]:
+        runs.append(arguments[2].name)
+        for record in whole(*arguments, **options):
+            wrong = (
+                len(runs) == 5 and getattr(record, "index", None) == 1
+            )  # the second pair begins with plain decoding
+            yield replace(record, tokens=((record.tokens[0] + 1) % 256,)) if wrong else record
+
+    monkeypatch.setattr(specbench.generate, "decode_steps", one_wrong_run)
+    figures = tiny(
+        "the thing", "-n", 12, "--compare", "--drafter", "self:layers=1", "--repeats", 3, "--json"
+    ).json()
+    assert runs[2:] == ["self:layers=1", "none", "none", "self:layers=1", "self:layers=1", "none"]
+    assert figures["plain"]["token_ids"] == figures["token_ids"]
+    assert (figures["identical"], figures["differing_repeats"]) == (False, 1)
+    assert figures["difference"]["position"] == 2
+
+
+def compared(tiny: Cli, **figures: object) -> dict[str, Any]:
+    """Figures of a comparison, with others in place of those that were measured."""
+    arguments = ("the thing", "-n", 8, "--drafter", "self:layers=1", "--compare", "--repeats", 1)
+    found = tiny(*arguments, "--json").json()
+    return found | {"warnings": [], "speedup_explained": 0.5, "tokens_per_step": 2.0} | figures
+
+
+@pytest.mark.parametrize(
+    ("speedup", "interval", "said"),
+    [
+        (
+            0.5,
+            [0.4, 0.6],
+            "slower with this drafter: a step brings 2.00 tokens and takes as long as 4.00 plain ones",
+        ),
+        (1.2, [0.9, 1.6], "not shown to be faster"),
+        (1.5, [1.4, 1.6], None),
+        (0.9, None, "slower with this drafter"),
+        (None, None, None),
+    ],
+)
+def test_a_drafter_that_did_not_help_is_called_that(
+    tiny: Cli,
+    capsys: pytest.CaptureFixture[str],
+    speedup: float | None,
+    interval: list[float] | None,
+    said: str | None,
+) -> None:
+    figures = compared(tiny, speedup=speedup, speedup_interval=interval)
+    show_summary(figures, apart=False, advice={"command": "specbench generate 'a  b'"})
+    err = capsys.readouterr().err
+    assert (said or "") in err
+    assert ("; try this:\n        specbench generate 'a b'\n" in err) is (said is not None)
     assert ("too short to compare" in err) is (speedup is None)
 
 
 @pytest.mark.parametrize(
-    ("gamma", "hint"), [(4, "try a smaller --gamma, or another"), (1, "try another drafter")]
+    ("changes", "advice", "said"),
+    [
+        ({"drafted": 0}, {}, "nothing was drafted here, so nothing can be faster"),
+        (
+            {"warnings": [{"severity": "warning", "message": "Busy.", "advice": "Wait."}]},
+            {"rule": "--length-policy auto"},
+            "no gain to be seen with this drafter: a step",
+        ),
+        (
+            {},
+            {"rule": "--length-policy auto"},
+            "try --length-policy auto, or a small model with the target's tokenizer",
+        ),
+    ],
 )
-def test_what_else_to_try_fits_the_length(
-    tiny: Cli, capsys: pytest.CaptureFixture[str], gamma: int, hint: str
+def test_what_is_said_of_it_depends(
+    tiny: Cli, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], advice: dict[str, str], said: str
 ) -> None:
-    figures = tiny("the thing", "-n", 8, "--compare", "--json", "--gamma", gamma).json()
-    show_summary(figures | {"speedup": 0.5}, apart=False)
-    assert hint in capsys.readouterr().err
+    figures = compared(tiny, **{"speedup": 0.5, "speedup_interval": [0.4, 0.6]} | changes)
+    show_summary(figures, apart=False, advice=advice | {"x": ""})
+    err = capsys.readouterr().err
+    assert said in err
+    assert ("Busy. Wait." in err) is ("warnings" in changes)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "other"),
+    [
+        ("ngram", "lookup+self:int8"),
+        ("self:layers=1", "lookup+self:int8"),
+        ("lookup+self:layers=1", "lookup"),
+        ("FOLDER", "lookup+FOLDER"),
+        ("none", None),
+    ],
+)
+def test_the_command_to_try_is_the_one_given_with_another_drafter(
+    tiny: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, other: str | None
+) -> None:
+    found: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        "specbench.cli.summary.show_summary", lambda figures, *, apart, advice: found.append(advice)
+    )
+    drafter = drafter.replace("FOLDER", str(folder))
+    arguments = [
+        "--drafter",
+        drafter,
+        "--gamma",
+        "2",
+        "--compare",
+        "--raw",
+        "--stop",
+        "'",
+        "--stop",
+        "b c",
+        "-n",
+        "3",
+    ]
+    result = tiny(*arguments, "--repeats", 1, "it's")
+    assert result.code == 0, result.err
+    if other is None:
+        assert found == [{}]
+        return
+    assert found[0]["rule"] == "--length-policy auto"
+    words = shlex.split(found[0]["command"])
+    assert words[words.index("--drafter") + 1] == other.replace("FOLDER", str(folder))
+    assert words[:2] == ["specbench", "generate"]
+    assert words[-1] == "it's"
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--stop"] == ["'", "b c"]
+    assert {"--raw", "--compare", "--repeats", "--gamma", "--dtype"} <= {*words}
 
 
 def test_sampled_outputs_are_not_called_different(tiny: Cli) -> None:
@@ -205,8 +334,6 @@ def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny: Cli, monkeypatch
 
     def other_tokens(*arguments: Any, **options: Any) -> Iterator[Any]:
         """A loop that is wrong in its fourth token, in plain decoding only."""
-        from dataclasses import replace
-
         for record in whole(*arguments, **options):
             third = getattr(record, "index", None) == 2 and arguments[2].name == "none"
             yield replace(record, tokens=((record.tokens[0] + 1) % 256,)) if third else record

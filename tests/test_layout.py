@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("store", "environment", "prompts", "trace", "calibrate"),
     ("grid", "tables"),
     ("advice", "compare", "plots", "engine", "estimate", "runs"),
-    ("report", "sweep"),
+    ("report", "sweep", "pairs"),
     ("check", "check.chisquare", "check.exact", "check.observe", "check.deviation"),
     ("check.invariants", "check.memo", "check.outputs"),
     ("check.greedy", "check.sampled"),

@@ -13,19 +13,20 @@ import typer
 from specbench.cli import options as opt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from specbench.cli.watchers import TraceOutput, Watcher
     from specbench.drafters.base import Drafter
     from specbench.generate import GenerationRun
     from specbench.lengths import LengthPolicy
     from specbench.loading import Target
+    from specbench.pairs import Pairs
     from specbench.records import Generation
     from specbench.sampling import Sampling
 
 __all__ = ["generate"]
 
-_WARM_UP_TOKENS = 8
+_WARM_UP_TOKENS = 16
 _LENGTH_OPTIONS = (
     "length_policy", "egag", "gamma", "gamma_min", "gamma_max", "egag_ema_beta", "egag_scale", "confidence",
     "adapt_confidence", "entropy_lambda", "svip_threshold", "siblings", "costs",
@@ -101,10 +102,20 @@ def generate(
         bool,
         typer.Option(
             "--compare",
-            help="Decode plainly too; report the speedup and any difference.",
+            help="Decode plainly too, in turns; report the speedup with its interval, and any difference.",
             rich_help_panel=opt.OUTPUT,
         ),
     ] = False,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            "--repeats",
+            min=1,
+            metavar="N",
+            help="--compare: how often each way (3, and up to 12 within 30 s).",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = None,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show every step on stderr.", rich_help_panel=opt.OUTPUT)
     ] = False,
@@ -137,6 +148,8 @@ def generate(
     text = read_prompt_text(prompt, prompt_file, sys.stdin)
     if any(not item for item in stop or ()):
         raise UsageError("A stop string is empty.", "Give --stop at least one character.")
+    if repeats is not None and not compare:
+        raise UsageError("--repeats is given without --compare.", "Add --compare, or leave --repeats out.")
     kind = opt.cache_for(ctx, cache, bit_exact, compiled)
     rule_options: dict[str, Any] = {
         "gamma": gamma,
@@ -210,11 +223,21 @@ def generate(
             )
             if compare:
                 progress.update("warming up", 0, None)
-                job.warm_up()
+                # With fixed shapes whatever is met for the first time takes long: captured, or compiled.
+                job.warm_up(None if kind in ("static", "compiled") else _WARM_UP_TOKENS)
         if not quiet:
             show_notes([*_without_effect(ctx, drafter, sampling), *_facts(job)], apart=sys.stdout.isatty())
         shown = stream and not json_output and not debug
-        _run(job, trace_to, stream=shown, compare=compare, json_output=json_output, quiet=quiet)
+        advice = _advice(ctx, job, drafter) if compare else {}
+        _run(
+            job,
+            trace_to,
+            advice,
+            stream=shown,
+            pairs=repeats if compare else 0,
+            json_output=json_output,
+            quiet=quiet,
+        )
         if trace_to is not None:
             trace_to.complain()
 
@@ -275,10 +298,10 @@ class _Job:
             **(self.settings | {"max_new_tokens": limit} | ({"residual_adjustment": True} if plain else {})),
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, most: int | None) -> None:
         """Let both ways of decoding meet their shapes once, so that neither pays for the first time."""
         for plain in (False, True):
-            for _ in self.start(plain=plain, most=_WARM_UP_TOKENS):
+            for _ in self.start(plain=plain, most=most):
                 pass
 
     def piece(self, token: int) -> str:
@@ -361,10 +384,48 @@ def _facts(job: _Job) -> list[str]:
     return lines
 
 
+def _advice(ctx: typer.Context, job: _Job, drafter: str) -> dict[str, str]:
+    """What to try if a drafter does not help: another ``rule``, and a ``command`` with another drafter."""
+    from specbench.drafters import drafter_word, model_part, split_cascade
+    from specbench.lengths import applies
+
+    if drafter_word(drafter) == "none":
+        return {}
+    found = {}
+    if job.sampling.greedy and not job.policy.name.startswith("auto"):
+        found["rule"] = "--length-policy auto"
+    # A copy costs next to nothing, a model drafts where there is nothing to copy.
+    own = model_part(drafter)
+    can_quantise = job.target.dtype != "int8" and job.target.scorer.device.type == "cpu"
+    if split_cascade(drafter) is not None:
+        other = "lookup"
+    elif drafter_word(own) is None:
+        other = f"lookup+{own}"
+    else:
+        other = "lookup+self:int8" if can_quantise else ""
+    if other and applies(job.policy.name, other):
+        found["command"] = opt.command_with(ctx, drafter=other, costs=None)
+    return found
+
+
 def _run(
-    job: _Job, trace_to: TraceOutput | None, *, stream: bool, compare: bool, json_output: bool, quiet: bool
+    job: _Job,
+    trace_to: TraceOutput | None,
+    advice: Mapping[str, str],
+    *,
+    stream: bool,
+    pairs: int | None,
+    json_output: bool,
+    quiet: bool,
 ) -> None:
     """Decode, show, compare.
+
+    Args:
+        job, trace_to: What to run, and where its steps go.
+        advice: What to try if the drafter does not help.
+        stream, json_output, quiet: What is shown.
+        pairs: How often to decode with the drafter and plainly in turns, to compare; ``None`` for often enough, 0 for
+            not to compare.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; by then what there was has been shown.
@@ -372,6 +433,7 @@ def _run(
     from specbench.cli.summary import show_summary
     from specbench.cli.watchers import StreamedText, Tracer, WholeText, write_out
     from specbench.metrics import summary
+    from specbench.pairs import Pairs
 
     run = job.start(trace=trace_to is not None)
     watchers: list[Watcher] = []
@@ -382,23 +444,39 @@ def _run(
             StreamedText(run) if stream else WholeText(behind_trace=bool(trace_to and trace_to.on_screen))
         )
     unseen = not stream and not (trace_to and trace_to.on_screen)
-    finished = _follow(run, watchers, "decoding", job.max_new_tokens, quiet=quiet or not unseen)
-    result = run.result()
-    figures = summary(result) | {
+
+    def decode(plain: bool) -> Generation:
+        if not compared.speculative:
+            _follow(run, watchers, "decoding", job.max_new_tokens, quiet=quiet or not unseen)
+            return run.result()
+        repeat = job.start(plain=plain)
+        way = "plainly" if plain else "with the drafter"
+        done = len(compared.plain if plain else compared.speculative)
+        _follow(repeat, (), f"decoding {way}, to compare ({done + 1})", job.max_new_tokens, quiet=quiet)
+        return repeat.result()
+
+    compared = Pairs(decode, pairs)
+    finished = True
+    try:
+        if pairs == 0:
+            decode(False)
+        else:
+            compared.measure()
+    except KeyboardInterrupt:
+        finished = False
+    figures = summary(run.result()) | {
         "options": job.options(),
         "device": str(job.target.scorer.device),
-        "costs": result.costs,
+        "costs": run.result().costs,
     }
-    if compare and finished:
-        plain = job.start(plain=True)
-        finished = _follow(plain, (), "decoding plainly, to compare", job.max_new_tokens, quiet=quiet)
-        if finished:
-            _compare(figures, plain.result(), result, job)
+    if compared.plain:
+        figures |= compared.figures() | _tokens_compared(compared, job)
     if json_output:
         figures["peak_memory_bytes"] = _peak_memory(job.target)
         write_out(json.dumps(figures, allow_nan=False) + "\n")
     if not quiet:
-        show_summary(figures | {"options": _shown_options(figures)}, apart=sys.stdout.isatty())
+        shown = figures | {"options": _shown_options(figures)}
+        show_summary(shown, advice=advice, apart=sys.stdout.isatty())
     if not finished:
         raise KeyboardInterrupt
 
@@ -412,8 +490,8 @@ def _shown_options(figures: dict[str, Any]) -> dict[str, Any]:
     return options | {"gamma": f"by {options['length_policy']}{mean}"}
 
 
-def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: int, *, quiet: bool) -> bool:
-    """Run to the end; False if Ctrl-C came first. The watchers see the end whatever it was."""
+def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: int, *, quiet: bool) -> None:
+    """Run to the end, or to Ctrl-C. The watchers see the end whatever it was."""
     from specbench.cli.progress import StageProgress
     from specbench.cli.watchers import tokens_of
 
@@ -425,43 +503,32 @@ def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: i
                     watcher.record(record)
                 done += len(tokens_of(record))
                 progress.update(stage, done, most)
-    except KeyboardInterrupt:
-        return False
     finally:
         for watcher in watchers:
             watcher.end(run.result())
-    return True
 
 
-def _compare(figures: dict[str, Any], plain: Generation, result: Generation, job: _Job) -> None:
-    """Put the plain run, the speedup and the comparison of the tokens among the figures."""
+def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
+    """The plain run, and where the tokens of a pair part."""
     from dataclasses import asdict
 
     from specbench.metrics import summary
     from specbench.parity import find_difference
 
-    figures["plain"] = slow = summary(plain)
-    figures["speedup"] = _ratio(figures["tokens_per_second"], slow["tokens_per_second"])
-    figures["speedup_total"] = _ratio(_total_rate(figures), _total_rate(slow))
-    # Sampled outputs differ by design: the draws fall on other events. Only greedy ones must be the same.
-    figures["identical"] = result.token_ids == plain.token_ids if job.sampling.greedy else None
-    if figures["identical"] is False:
-        difference = find_difference(
-            job.target.scorer, job.prompt, result.token_ids, plain.token_ids, job.sampling
-        )
+    found: dict[str, Any] = {"plain": summary(pairs.plain[0]), "identical": None}
+    if not job.sampling.greedy:  # sampled outputs differ by design: the draws fall on other events
+        return found
+    both = [
+        (fast.token_ids, slow.token_ids) for fast, slow in zip(pairs.speculative, pairs.plain, strict=False)
+    ]
+    parted = [(fast, slow) for fast, slow in both if fast != slow]
+    found |= {"identical": not parted, "differing_repeats": len(parted)}
+    if parted:
+        difference = find_difference(job.target.scorer, job.prompt, *parted[0], job.sampling)
         assert difference is not None
         texts = [None if token is None else job.piece(token) for token in difference.tokens]
-        figures["difference"] = {**asdict(difference), "texts": texts}
-
-
-def _total_rate(figures: dict[str, Any]) -> float | None:
-    """Tokens per second from the start, prefill included."""
-    seconds = figures["time"]["ttft_s"] + figures["time"]["decode_s"]
-    return figures["new_tokens"] / seconds if seconds else None
-
-
-def _ratio(fast: float | None, slow: float | None) -> float | None:
-    return fast / slow if fast and slow else None
+        found["difference"] = {**asdict(difference), "texts": texts}
+    return found
 
 
 def _peak_memory(target: Target) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -55,6 +56,8 @@ __all__ = [
     "TopPOption",
     "TracebackOption",
     "cache_for",
+    "command_with",
+    "given",
 ]
 
 DEFAULT_TARGET = "smollm2-135m"
@@ -409,6 +412,24 @@ def given(ctx: typer.Context, *names: str) -> list[str]:
         for name, source in sources.items()
         if source is not None and source.name == "COMMANDLINE"
     ]
+
+
+def command_with(ctx: typer.Context, **changes: Any) -> str:
+    """The command line as it was given but for some parameters, for a shell; ``None`` leaves one out."""
+    words, rest = ctx.command_path.split(), []
+    for parameter in ctx.command.params:
+        name = str(parameter.name)
+        if name not in changes and not given(ctx, name):
+            continue
+        value = changes.get(name, ctx.params[name])
+        if parameter.param_type_name == "argument":
+            rest.append(str(value))
+        elif isinstance(value, bool):
+            words.append((parameter.opts if value else parameter.secondary_opts)[0])
+        elif value is not None:
+            for each in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(each)]
+    return shlex.join([*words, *(["--"] if any(word[:1] == "-" != word for word in rest) else []), *rest])
 
 
 def cache_for(ctx: typer.Context, cache: CacheName, bit_exact: bool, compiled: bool) -> CacheKind:

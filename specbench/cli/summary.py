@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ __all__ = ["show_notes", "show_summary"]
 
 _LABEL = 8  # cells of a label with the gap behind it
 _WIDEST = 100
-_SLOWER = 0.95  # speedups of a single run below this are no noise
 _ENDS = {
     "eos": "ended by itself",
     "stop-string": "stop string",
@@ -33,35 +33,51 @@ def show_notes(notes: Sequence[str], *, apart: bool) -> None:
         console.print()
 
 
-def show_summary(figures: Mapping[str, Any], *, apart: bool) -> None:
+def show_summary(figures: Mapping[str, Any], *, apart: bool, advice: Mapping[str, str] | None = None) -> None:
     """Print the figures of a run, with those of a comparison if there was one.
 
     Args:
         figures: What ``--json`` prints.
         apart: Leave an empty line before it, for it stands behind the text.
+        advice: What to try if the drafter did not help: ``rule``, and a ``command`` to copy.
     """
     console = _console()
     if apart:
         console.print()
     for label, text in _lines(figures):
         _line(console, label, text)
-    if (figures.get("speedup") or 1) < _SLOWER:
-        _line(
-            console,
-            "note",
-            f"decoding is slower with this drafter: try {_other_length(figures)}another drafter",
-            "yellow",
-        )
+    for warning in figures.get("warnings", ()):
+        _line(console, "note", f"{warning['message']} {warning['advice']}", "yellow")
+    if advice and (problem := _no_help(figures)):
+        command = advice.get("command")
+        others = [*([advice["rule"]] if "rule" in advice else []), "this" if command else "a small model"]
+        ending = ":" if command else " with the target's tokenizer (--drafter MODEL)"
+        _line(console, "note", f"{problem}; try {', or '.join(others)}{ending}", "yellow")
+        if command:
+            _line(console, "", command, wrap=False)
     if not figures["lossless"]:
         _line(console, "note", "NOT LOSSLESS: the residual adjustment was off", "yellow")
 
 
-def _other_length(figures: Mapping[str, Any]) -> str:
-    """What may help where drafting costs more than it brings."""
-    gamma = figures["options"]["gamma"]
-    if isinstance(gamma, int):
-        return "a smaller --gamma, or " if gamma > 1 else ""
-    return "another --length-policy, or "
+def _no_help(figures: Mapping[str, Any]) -> str | None:
+    """That a comparison does not show a drafter to help, and why; ``None`` if it does, or nothing was compared."""
+    speedup, interval = figures.get("speedup"), figures.get("speedup_interval")
+    if speedup is None or figures["drafter"] == "none":
+        return None
+    low, high = interval or (speedup, speedup)
+    if low > 1:
+        return None
+    if not figures["drafted"]:
+        return "nothing was drafted here, so nothing can be faster"
+    what = "slower with this drafter" if high < 1 else "not shown to be faster with this drafter"
+    if any(warning["severity"] == "warning" for warning in figures["warnings"]):
+        what = "no gain to be seen with this drafter"
+    tokens, explained = figures["tokens_per_step"], figures["speedup_explained"]
+    if explained is None:
+        return what
+    return (
+        f"{what}: a step brings {tokens:.2f} tokens and takes as long as {tokens / explained:.2f} plain ones"
+    )
 
 
 def _console() -> Console:
@@ -70,8 +86,8 @@ def _console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _line(console: Console, label: str, text: str, style: str = "") -> None:
-    """A label and its text; on a terminal the text is wrapped to stay in its column."""
+def _line(console: Console, label: str, text: str, style: str = "", *, wrap: bool = True) -> None:
+    """A label and its text; on a terminal the text is wrapped to stay in its column, unless it is to be copied."""
     from rich.text import Text
 
     from specbench.textsafe import terminal_safe
@@ -81,7 +97,7 @@ def _line(console: Console, label: str, text: str, style: str = "") -> None:
         text = text.translate(_ASCII)
     text = " ".join(terminal_safe(text, encoding).split())
     lines = [Text(text, style)]
-    if console.is_terminal:
+    if console.is_terminal and wrap:
         lines = list(lines[0].wrap(console, max(min(console.width, _WIDEST) - _LABEL, 20)))
     for number, line in enumerate(lines):
         line.rstrip()
@@ -117,14 +133,20 @@ def _lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _comparison(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    speed, speedup = figures["plain"]["tokens_per_second"], figures["speedup"]
+    speedup, interval, repeats = figures["speedup"], figures["speedup_interval"], figures["repeats"]
     if speedup is None:
         plain = "too short to compare the speed"
     else:
-        plain = (
-            f"{speed:.1f} tokens/s without a drafter, {speedup:.2f}× with it"
-            " (one run each; `specbench sweep` gives intervals)"
-        )
+        speeds = [rate for each in repeats if (rate := each["plain"]["tokens_per_second"])]
+        plain = f"{geometric_mean(speeds):.1f} tokens/s without a drafter, {speedup:.2f}×"
+        if interval is None:
+            plain += f" with it in {_count(len(repeats), 'repeat')} of this prompt: too few to say how sure that is"
+        else:
+            low, high = interval
+            plain += (
+                f" [{low:.2f}, {high:.2f}] with it: 95% interval over {len(repeats)} repeats of this prompt"
+                " (`specbench sweep` measures several prompts)"
+            )
     if figures["identical"]:
         tokens = "identical to plain decoding"
     elif figures["identical"] is None:
@@ -132,6 +154,8 @@ def _comparison(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         tokens += "; their distribution is the same" if figures["lossless"] else ""
     else:
         tokens = _difference(figures["difference"], figures["dtype"])
+        if (differing := figures["differing_repeats"]) < len(repeats):
+            tokens += f"; in {differing} of {len(repeats)} repeats"
     return [("plain", plain), ("tokens", tokens)]
 
 

@@ -1,0 +1,186 @@
+"""One prompt in turns: the order, how many, what is kept, and what is doubtful about a speedup."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from specbench.environment import LoadSnapshot, load_snapshot
+from specbench.pairs import LEAST, MOST, Explanation, Pairs, explain, unexplained
+from specbench.records import Generation, Prefill, Step, StepTimes
+
+DRAFTS = 4
+
+
+def generation(seconds: float, *, plain: bool = False, steps: int = 20, disturbed: float = 0.0) -> Generation:
+    """Steps of so many seconds each, the last one disturbed; with a drafter each emits three tokens of four drafts."""
+    drafted = () if plain else (1,) * DRAFTS
+    emitted = (1,) if plain else (1, 1, 1)
+    made = [
+        Step(
+            index=i,
+            position=10 + i,
+            drafted=drafted,
+            accepted=len(emitted) - 1,
+            tested=len(emitted) - 1,
+            tokens=emitted,
+            closing="target" if plain else "corrected",
+            expected_acceptance=(),
+            times=StepTimes(
+                draft_s=0.0 if plain else 0.2 * seconds, verify_s=seconds if plain else 0.8 * seconds
+            ),
+        )
+        for i in range(steps)
+    ]
+    if disturbed:
+        made[-1] = replace(made[-1], times=StepTimes(verify_s=seconds + disturbed))
+    tokens = (1, *(token for step in made for token in step.tokens))
+    return Generation(
+        prompt_tokens=10,
+        token_ids=tokens,
+        text=None,
+        finish_reason="length",
+        prefill=Prefill(10, 1, 0.5),
+        steps=tuple(made),
+        target="t",
+        drafter="none" if plain else "d",
+        dtype="float32",
+        seed=0,
+        lossless=True,
+    )
+
+
+class Clock:
+    """Moves on by so many seconds whenever it is read."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.time = seconds, 0.0
+
+    def now(self) -> float:
+        self.time += self.seconds
+        return self.time
+
+
+def pairs_of(repeats: int | None = None, clock_s: float = 0.0, **options: float) -> tuple[Pairs, list[bool]]:
+    order: list[bool] = []
+
+    def decode(plain: bool) -> Generation:
+        order.append(plain)
+        return generation(1.0 if plain else 1.5, plain=plain)
+
+    pairs = Pairs(decode, repeats, clock=Clock(clock_s))
+    pairs.measure()
+    return pairs, order
+
+
+def test_pairs_come_in_a_balanced_order() -> None:
+    _, order = pairs_of(4)
+    assert order == [False, True, True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.0, MOST), (4.0, 6), (1000.0, LEAST)])
+def test_there_are_more_pairs_where_they_are_short(seconds: float, count: int) -> None:
+    pairs, _ = pairs_of(clock_s=seconds)
+    assert len(pairs.plain) == len(pairs.speculative) == count
+
+
+def test_figures_keep_raw_times_and_give_an_interval_over_the_pairs() -> None:
+    times = itertools.cycle([1.5, 1.0, 1.0, 1.2])  # ABBA: 3/1.5 and 3/1.2 tokens per second against 1
+
+    def decode(plain: bool) -> Generation:
+        return generation(next(times), plain=plain)
+
+    pairs = Pairs(decode, 4)
+    pairs.measure()
+    figures = pairs.figures()
+    assert [pair["speedup"] for pair in figures["repeats"]] == pytest.approx([2.0, 2.5, 2.0, 2.5])
+    assert figures["repeats"][1]["speculative"] == {
+        "new_tokens": 61,
+        "ttft_s": 0.5,
+        "decode_s": pytest.approx(24.0),
+        "tokens_per_second": pytest.approx(2.5),
+    }
+    assert figures["speedup"] == pytest.approx(5.0**0.5)
+    low, high = figures["speedup_interval"]
+    assert 1.5 < low < 2.0 < 2.5 < high < 3.0
+    assert figures["speedup_total"] < figures["speedup"]
+
+
+def test_what_is_whole_is_kept_when_a_repeat_breaks_off() -> None:
+    left = iter([False, True, True])
+
+    def decode(plain: bool) -> Generation:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return generation(1.0, plain=plain)
+
+    pairs = Pairs(decode, 4)
+    with pytest.raises(KeyboardInterrupt):
+        pairs.measure()
+    assert (len(pairs.speculative), len(pairs.plain)) == (1, 2)
+    assert len(pairs.figures()["repeats"]) == 1
+
+
+def test_a_busy_machine_is_told_as_a_sweep_tells_it() -> None:
+    quiet = load_snapshot()
+
+    def looks() -> Iterator[LoadSnapshot]:
+        for second in itertools.count():
+            yield replace(quiet, cores=2, busy_s=2.0 * second, total_s=2.0 * second, own_s=0.0, steal_s=None)
+
+    every = looks()
+    pairs = Pairs(lambda plain: generation(1.0, plain=plain), 3, snapshot=lambda: next(every))
+    pairs.measure()
+    (warning,) = [each for each in pairs.figures()["warnings"] if each["id"] == "machine-busy"]
+    assert warning["message"] == "Other programs used the processor during 6 of 6 generations."
+    assert warning["severity"] == "warning"
+
+
+# -- what explains a speedup -------------------------------------------------------------------------
+
+
+def test_a_speedup_is_explained_by_tokens_per_step_and_usual_times() -> None:
+    found = explain([generation(1.5), generation(1.5, disturbed=99.0)], [generation(1.0, plain=True)])
+    assert found is not None
+    assert found.tokens == 3.0
+    assert found.step == pytest.approx(1.5, rel=0.02)  # the disturbed step counts as the others do
+    assert found.usual == pytest.approx(2.0, rel=0.02)
+    assert found.drafting == pytest.approx(0.3, rel=0.02)
+    assert found.lowest == pytest.approx(3.0 / (0.3 + 1 + DRAFTS), rel=0.02)
+    assert explain([], [generation(1.0, plain=True)]) is None
+    assert explain([generation(1.0)], []) is None
+
+
+@pytest.mark.parametrize(
+    ("speedup", "said"),
+    [
+        (2.0, None),
+        (2.4, None),
+        (1.7, None),
+        (3.2, "3.20× is more than 3.00 tokens per step can bring"),
+        (2.6, "explain 2.00×, not 2.60×"),
+        (1.3, "explain 2.00×, not 1.30×"),
+        (0.34, "0.34× is less than 3.00 tokens per step bring"),
+    ],
+)
+def test_a_speedup_that_nothing_explains_is_questioned(speedup: float, said: str | None) -> None:
+    warning = unexplained(speedup, Explanation(tokens=3.0, step=1.5, drafting=0.3, usual=2.0, lowest=0.57))
+    if said is None:
+        assert warning is None
+    else:
+        assert warning is not None
+        assert said in warning.message
+        assert "--repeats" in warning.advice
+
+
+def test_a_disturbed_repeat_is_questioned_in_the_figures() -> None:
+    """Five times slower than its steps usually are, though each brings three tokens."""
+    pairs = Pairs(lambda plain: generation(1.0, plain=plain, disturbed=0.0 if plain else 100.0), 3)
+    pairs.measure()
+    figures = pairs.figures()
+    assert figures["speedup"] == pytest.approx(0.5, rel=0.02)
+    assert figures["speedup_explained"] == pytest.approx(3.0, rel=0.02)
+    assert "speedup-unexplained" in [warning["id"] for warning in figures["warnings"]]
