@@ -462,6 +462,13 @@ MUTANTS = (
         ("tests/test_cli.py", "-k", "longer_one"),
     ),
     Mutant(
+        "a run goes on with longer outputs",
+        "runs.py",
+        "        if then != now:\n",
+        "        if False:\n",
+        ("tests/test_cli_sweep.py", "-k", "incomparable"),
+    ),
+    Mutant(
         "a run is overwritten",
         "store.py",
         "            if cls.exists(path):\n",

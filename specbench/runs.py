@@ -95,6 +95,10 @@ def _without_path(argument: str) -> str:
     return option + equals + (PurePath(path).name or ".")
 
 
+_DECIDE_OUTPUTS = {"max_new_tokens": "--max-new-tokens", "ignore_eos": "--ignore-eos"}
+_OF_A_CONFIG = {"cache": "another cache", "drafter_fingerprint": "other weights of its drafter"}
+"""Fields of a configuration that its id leaves out."""
+
 _SAME_MACHINE = ("cpu", "cores", "threads", "devices", "python", "torch", "transformers")
 
 
@@ -102,7 +106,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """In what a run to go on with differs from what is asked for now: "what: then → now", empty if in nothing.
 
     Raises:
-        UsageError: The target or the text of a prompt is another one; such measurements are never put into one run.
+        UsageError: The target, the text of a prompt, where outputs end, or what stands behind a configuration's id is
+            another one; such measurements are never put into one run, for they would be compared with each other.
     """
     for name, what in (("dtype", "dtype"), ("fingerprint", "model")):
         if old["target"].get(name) != new["target"].get(name):
@@ -116,6 +121,24 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             raise UsageError(
                 f"The prompt {prompt['id']!r} has another text than in this run.", "Give another --out."
             )
+    for name, option in _DECIDE_OUTPUTS.items():
+        now = new["options"][name]
+        then = old["options"].get(name, now)
+        if then != now:
+            raise UsageError(
+                f"The outputs in this run were made with another {option} ({then} then, {now} now), and cannot be"
+                " compared with others.",
+                "Give another --out, or what was given then.",
+            )
+    known = {config["id"]: config for config in old["configs"]}
+    for config in new["configs"]:
+        for name, what in _OF_A_CONFIG.items():
+            then = known.get(config["id"], {}).get(name, config[name])
+            if then != config[name]:
+                raise UsageError(
+                    f"In this run {config['label']} was measured with {what} ({then} then, {config[name]} now).",
+                    "Give another --out.",
+                )
     pairs: list[tuple[str, Any, Any]] = [("specbench", old["specbench"], new["specbench"])]
     pairs += [(name, old["environment"].get(name), new["environment"].get(name)) for name in _SAME_MACHINE]
     pairs.append(("device", old["target"].get("device"), new["target"].get("device")))
@@ -127,12 +150,6 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
     ids = [[prompt["id"] for prompt in run["prompts"]] for run in (old, new)]
     pairs.append(("prompts", ids[0], ids[1]))
-    weights = [{c.get("drafter"): c.get("drafter_fingerprint") for c in run["configs"]} for run in (old, new)]
-    pairs += [
-        (f"weights of {name}", weights[0][name], weights[1][name])
-        for name in weights[0]
-        if name in weights[1]
-    ]
     return [f"{name}: {_shown(then)} → {_shown(now)}" for name, then, now in pairs if then != now]
 
 
@@ -154,8 +171,6 @@ def merge_runs(old: Mapping[str, Any], new: Mapping[str, Any], differing: Sequen
         "repeats",
         "warmup",
         "seed",
-        "max_new_tokens",
-        "ignore_eos",
     )
     change = {
         "at": now(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from io import StringIO
@@ -183,6 +184,39 @@ def test_another_option_set_or_machine_is_refused_until_accepted(
     refused(sweep("--accept-changes"), 2, "need --resume")
     refused(sweep("--retry-failed"), 2, "need --resume")
     refused(sweep("--resume", "--accept-changes"), 2, "needs --out")
+
+
+def test_what_would_make_outputs_incomparable_is_not_accepted(sweep: Sweep, tmp_path: Path) -> None:
+    """Of pairs of longer and shorter outputs, each stored once, every one would count as a difference."""
+    out = tmp_path / "out"
+    assert sweep("--out", out)[0] == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for more, fragment in (
+        (("-n", 12, "--gamma", "3"), "another --max-new-tokens (6 then, 12 now)"),
+        (("--ignore-eos", "--gamma", "3"), "another --ignore-eos (False then, True now)"),
+        (
+            ("--cache", "preallocated"),
+            "plain was measured with another cache (dynamic then, preallocated now)",
+        ),
+    ):
+        refused(sweep("--out", out, "--resume", "--accept-changes", *more), 2, fragment, "Give another --out")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_drafter_with_other_weights_under_the_same_name_is_not_accepted(
+    sweep: Sweep, tmp_path: Path, models: Path
+) -> None:
+    drafter, out = tmp_path / "small", tmp_path / "out"
+    shutil.copytree(models / "small", drafter)
+    assert sweep("--out", out, "--drafter", drafter)[0] == 0
+    shutil.rmtree(drafter)
+    save_tiny(drafter, seed=2, layers=1)
+    refused(
+        sweep("--out", out, "--drafter", drafter, "--resume", "--accept-changes"),
+        2,
+        "small (int8) γ=2 was measured with other weights of its drafter (",
+        "Give another --out",
+    )
 
 
 def test_failures_are_told_and_tried_again(
