@@ -16,39 +16,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from specbench import stats, tables
 from specbench.advice import RunWarning, review
-from specbench.compare import side_by_side
+from specbench.answer import Answer, answer_markdown, find_answers
 from specbench.errors import RunError, UsageError
 from specbench.files import refuse_link, write_text
 from specbench.plots import FIGURES, draw_figures, save_figure
 from specbench.store import load_results
-from specbench.tables import decimals, markdown_row, markdown_text, one_line, ratio_text
+from specbench.tables import markdown_row, markdown_text, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["Answer", "Picture", "Report", "make_report", "to_html", "to_markdown", "write_report"]
-
-_FEW = 3  # categories that the answer names one by one
-_TIES = 5  # configurations as good as the best that the answer names
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Whether speculation pays, at one temperature.
-
-    Attributes:
-        headline: The answer in a sentence.
-        verdict: What it comes to, ``None`` where nothing was compared.
-        details: Sentences that qualify it.
-    """
-
-    headline: str
-    verdict: stats.Verdict | None
-    details: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +122,7 @@ def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
     pictures, missing = _pictures(df, plots)
     return Report(
         name=one_line(name),
-        answers=_answers(df, summary, categories),
+        answers=find_answers(df, summary, categories),
         warnings=_warnings(df, run, summary),
         summary=summary,
         categories=categories,
@@ -164,146 +146,6 @@ def _pictures(df: pd.DataFrame, folder: Path) -> tuple[list[Picture], dict[str, 
         save_figure(figure, path)
         pictures.append(Picture(name, FIGURES[name][1], path.read_bytes()))
     return pictures, drawn.skipped
-
-
-# --- The answer -----------------------------------------------------------------------------------
-
-
-def _answers(df: pd.DataFrame, summary: pd.DataFrame, categories: pd.DataFrame) -> list[Answer]:
-    rows = tables.records(summary)
-    cells = tables.records(categories)
-    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-    answers = []
-    for temperature in temperatures:
-        answer = _answer(df, [row for row in rows if row["temperature"] == temperature], cells)
-        if len(temperatures) > 1:
-            when = "Greedy" if temperature == 0 else f"At temperature {temperature:g}"
-            answer = Answer(f"{when}: {answer.headline}", answer.verdict, answer.details)
-        answers.append(answer)
-    return answers
-
-
-def _answer(df: pd.DataFrame, rows: list[dict[str, Any]], cells: list[dict[str, Any]]) -> Answer:
-    """The answer for rows of one temperature."""
-    plain = next((row for row in rows if row["kind"] == "plain" and row["generations"]), None)
-    measured = [row for row in rows if row["kind"] == "speculative" and not math.isnan(row["speedup"])]
-    others = [row for row in rows if row["kind"] in ("transformers", "assisted")]
-    if not measured:
-        speed = (
-            "nothing of plain decoding has finished"
-            if plain is None
-            else f"plain decoding runs at {_speed(plain)}"
-        )
-        return Answer(
-            f"No speculative decoding was measured to its end; {speed}.", None, [*_references(others)]
-        )
-    top = max(measured, key=lambda row: float(row["speedup"]))
-    faster = [row for row in measured if row["verdict"] == "faster"]
-    best = max(faster, key=lambda row: float(row["speedup"])) if faster else top
-    ratio = ratio_text(_estimate(best))
-    if faster:
-        headline = f"{_described(best)}: {ratio} over plain decoding{_by_category(best, cells)}."
-    elif all(row["verdict"] == "slower" for row in measured):
-        headline = f"No configuration is faster than plain decoding: the best is {_described(best)}, {ratio}."
-    else:
-        several = "any configuration" if len(measured) > 1 else "speculation"
-        headline = (
-            f"It cannot be told whether {several} is faster than plain decoding: "
-            f"{'the best is ' if len(measured) > 1 else ''}{_described(best)}, {ratio}."
-        )
-    return Answer(
-        headline, best["verdict"], [*_details(df, best, top, measured, plain), *_references(others)]
-    )
-
-
-def _details(
-    df: pd.DataFrame,
-    best: Mapping[str, Any],
-    top: Mapping[str, Any],
-    measured: Sequence[Mapping[str, Any]],
-    plain: Mapping[str, Any] | None,
-) -> Iterator[str]:
-    basis = best["speedup_basis"]
-    if basis == "repeats":
-        yield "Only one prompt was measured: the interval is over its repeats and says nothing about other prompts."
-    elif basis != "prompts":
-        yield "One run of one prompt has no interval: it says nothing about other runs."
-    if plain is not None:
-        yield f"It decodes at {_speed(best)}, plain decoding at {_speed(plain)}."
-    if not math.isnan(best["acceptance_rate"]):
-        yield (
-            f"A step emits {best['tokens_per_step']:.2f} tokens; {best['acceptance_rate']:.0%} of the drafted tokens"
-            " are accepted."
-        )
-    if best["identical_share"] == 1:
-        yield "Its outputs are token for token those of plain decoding."
-    elif best["identical_share"] < 1:
-        yield f"{best['identical_share']:.1%} of its outputs are token for token those of plain decoding."
-    if top is not best:
-        yield f"{_described(top)} measures more, {ratio_text(_estimate(top))}, but cannot be told from plain decoding."
-    if basis == "prompts" and len(measured) > 1:
-        ties = [one_line(row["label"]) for row in measured if row is not best and _tied(df, best, row)]
-        if ties:
-            more = f" and {len(ties) - _TIES} more" if len(ties) > _TIES else ""
-            yield f"These cannot be told from it: {', '.join(ties[:_TIES])}{more}."
-        yield (
-            f"As the best of {len(measured)} on these prompts it is somewhat flattered: expect a little less on others."
-        )
-
-
-def _tied(df: pd.DataFrame, best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two configurations cannot be told apart, side by side."""
-    pairs = side_by_side(df, best["config"], other["config"])
-    ratio = stats.geometric_mean(
-        (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
-    )
-    return stats.verdict(ratio) == "cannot tell"
-
-
-def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    shown = [
-        f"{one_line(row['label'])} {ratio_text(_estimate(row))}"
-        for row in rows
-        if not math.isnan(row["speedup"])
-    ]
-    if shown:
-        yield f"For comparison, over the same plain decoding: {', '.join(shown)}."
-
-
-def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
-    """Few categories are all named, of many the lowest and the highest."""
-    mine = [cell for cell in cells if cell["config"] == best["config"] and not math.isnan(cell["speedup"])]
-    if len(mine) < 2:
-        return ""
-    named = {cell["category"]: f"{one_line(cell['category'])} {ratio_text(_estimate(cell))}" for cell in mine}
-    if len(mine) <= _FEW:
-        return f"; {', '.join(named.values())}"
-    ranked = sorted(mine, key=lambda cell: float(cell["speedup"]))
-    return f"; from {named[ranked[0]['category']]} to {named[ranked[-1]['category']]}"
-
-
-def _described(row: Mapping[str, Any]) -> str:
-    drafter = one_line(row["drafter"])
-    if row["policy"].startswith("fixed") and not math.isnan(row["gamma"]):
-        return f"γ = {row['gamma']:g} with {drafter}"
-    return f"the rule {one_line(row['policy'])} with {drafter}"
-
-
-def _estimate(row: Mapping[str, Any], name: str = "speedup") -> stats.Estimate:
-    """A figure of a frame with its interval."""
-    value, low, high = (float(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
-    known = not math.isnan(low) and not math.isnan(high)
-    basis: Literal["prompts", "repeats"] = "repeats" if row.get("speedup_basis") == "repeats" else "prompts"
-    return stats.Estimate(
-        value, low if known else None, high if known else None, int(row["prompts"]), basis if known else None
-    )
-
-
-def _speed(row: Mapping[str, Any]) -> str:
-    speed = _estimate(row, "tokens_per_second")
-    if speed.low is None or speed.high is None:
-        return f"{decimals(speed.value)} tokens/s"
-    return f"{decimals(speed.value)} tokens/s [{decimals(speed.low)}, {decimals(speed.high)}]"
 
 
 # --- What is doubtful, how and on what it was measured ----------------------------------------------
@@ -477,7 +319,7 @@ def to_markdown(report: Report) -> str:
     """The report as Markdown; its figures are linked as ``plots/<name>.png``."""
     parts = [f"# {markdown_text(report.name)}"]
     for answer in report.answers:
-        parts += [f"**{markdown_text(_sentence(answer.headline))}**", *_items(answer.details)]
+        parts += [*answer_markdown(answer), *_items(answer.details)]
     if report.warnings:
         warnings = [f"{each.severity}: {each.message} {each.advice}" for each in report.warnings]
         parts += ["## Warnings", *_items(warnings)]
@@ -632,12 +474,13 @@ def _answer_html(answer: Answer) -> _Html:
     # A ratio and its interval stay together on a line; the first one is the answer itself.
     first, *others = [
         part if i % 2 == 0 else _tag("b" if i == 1 else "span", part, class_="ratio")
-        for i, part in enumerate(re.split(f"({_RATIO})", _sentence(answer.headline)))
+        for i, part in enumerate(re.split(f"({_RATIO})", answer.headline))
     ]
     return _joined(
         [
             _tag("p", first, *others, class_=f"answer {kind}"),
-            _tag("ul", *(_tag("li", each) for each in answer.details)),
+            *([_tag("pre", one_line(answer.command))] if answer.command else []),
+            _tag("ul", *(_tag("li", each) for each in (answer.rivals, *answer.details) if each)),
         ]
     )
 
@@ -708,7 +551,7 @@ def _table(
                 cells.append(_tag("th", shown, scope="row", class_="long" if len(row[0]) > _LONG else None))
             else:
                 cells.append(_tag("td", shown, data_value=_sort_value(sheet.values[number][i])))
-        lines.append(_tag("tr", *cells))
+        lines.append(_tag("tr", *cells, class_="best" if number in sheet.marked else None))
     whole = _tag("table", _tag("thead", head), _tag("tbody", *lines), data_sortable=True)
     return _tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=f"{title}, table")
 
@@ -731,8 +574,8 @@ def _speed_table(title: str, frame: pd.DataFrame, sheet: tables.Sheet) -> _Html:
         shown = sheet.rows[number][i]
         if i == place["speedup"]:
             return _joined([scale.draw(rows[number]), shown])
-        if i == place.get("verdict") and shown in ("faster", "slower"):
-            return _tag("span", shown, class_=shown)
+        if i == place.get("verdict") and shown in ("faster", "fastest", "slower"):
+            return _tag("span", shown, class_="slower" if shown == "slower" else "faster")
         return None
 
     return _table(title, sheet, [*first, *others], cell)
@@ -829,6 +672,8 @@ h3 { font-size: 1.05rem; margin: 1.75rem 0 .5rem; }
 .answer.slower { border-color: var(--slower); }
 p.answer, p.answer.faster, p.answer.slower { color: var(--ink); font-weight: 400; }
 .answer b { font-weight: 650; }
+pre { margin: 0 0 1rem; padding: .5rem .9rem; background: var(--band); overflow-x: auto; }
+.best > * { font-weight: 700; }
 .ratio { white-space: nowrap; }
 header ul { max-width: 62em; padding-left: 1.2rem; margin: .5rem 0 1rem; }
 .warnings { list-style: none; padding: 0; }

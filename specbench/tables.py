@@ -34,6 +34,7 @@ __all__ = [
     "category_frame",
     "decimals",
     "disturbance",
+    "identity_text",
     "markdown_row",
     "markdown_text",
     "notes",
@@ -50,6 +51,7 @@ __all__ = [
     "summary_frame",
     "terminal_table",
     "to_markdown",
+    "winners",
 ]
 
 PARTS = ("draft", "verify", "accept", "rollback", "other")
@@ -63,7 +65,7 @@ _FIGURES = [
     "prompts", "generations", "failures", "speedup_basis", "verdict",
     *(f"{name}{end}" for name in _WITH_INTERVAL for end in ("", "_low", "_high")),
     "mean_gamma", "c", "ttft_s", "ms_per_token", *(f"share_{part}" for part in PARTS), "share_draft_prefill",
-    "peak_memory_bytes", "identical_share",
+    "peak_memory_bytes", "identical_share", "difference",
 ]  # fmt: skip
 _KEY = ["prompt", "turn", "repeat"]
 _CONFIG_FIELDS = ("label", "kind", "drafter", "gamma", "policy", "temperature", "baseline")
@@ -174,7 +176,8 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
           ``predicted_speedup_iid``: from α instead, geometric means over prompts; ``c``: cost of a drafter pass;
         - ``ms_per_token``: time of the steps per emitted token, and ``share_draft, share_verify, share_accept,
           share_rollback, share_other``: the parts of it, with ``share_draft_prefill`` within that of drafting;
-        - ``peak_memory_bytes``: the largest; ``identical_share``: greedy outputs with the baseline's very tokens.
+        - ``peak_memory_bytes``: the largest; ``identical_share``: greedy outputs with the baseline's very tokens;
+          ``difference``: what the others come from (``ties``, ``beyond rounding``, ``not checked``), ``None`` if none.
 
         Columns ``<figure>_low`` and ``<figure>_high`` hold 95% intervals over prompts. NaN: no such figure.
     """
@@ -195,7 +198,7 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
                 "config": config,
                 **fields,
                 **_generation_figures(mine),
-                **_speedups(config, fields, mine, pairs.get(config)),
+                **_speedups(config, fields, mine, pairs.get(config), run),
                 **_step_figures(its_steps),
                 **_predictions(its_steps, fields, run.get("costs")),
                 **_times(its_steps),
@@ -232,8 +235,9 @@ def category_frame(df: pd.DataFrame) -> pd.DataFrame:
 
 
 def _judged(frame: pd.DataFrame, kind: str, df: pd.DataFrame) -> pd.DataFrame:
-    """A frame with its kind, and without verdicts where the rows that it was made of allow none."""
-    frame.attrs = {"kind": kind, "disturbance": disturbance(df)}
+    """A frame with what its text needs to know, and without verdicts where the rows that it was made of allow none."""
+    dtype = df.attrs.get("run", {}).get("target", {}).get("dtype")
+    frame.attrs = {"kind": kind, "disturbance": disturbance(df), "dtype": dtype}
     if frame.attrs["disturbance"]:
         frame["verdict"] = frame["verdict"].where(frame["verdict"].isna(), "cannot tell")
     return frame
@@ -522,7 +526,11 @@ def _generation_figures(rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def _speedups(
-    config: str, fields: Mapping[str, Any], rows: pd.DataFrame, pairs: pd.DataFrame | None
+    config: str,
+    fields: Mapping[str, Any],
+    rows: pd.DataFrame,
+    pairs: pd.DataFrame | None,
+    run: Mapping[str, Any],
 ) -> dict[str, Any]:
     if (fields["kind"] == "plain" or fields["baseline"] == config) and len(rows):
         return dict.fromkeys(("speedup", "speedup_total", "pooled_speedup"), 1.0)
@@ -538,7 +546,14 @@ def _speedups(
         **ratios,
         **_named("speedup_total", total),
         "identical_share": float(identical.astype(bool).mean()) if len(identical) else _NAN,
+        "difference": None if identical.all() else _cause(run.get("differences"), config),
     }
+
+
+def _cause(differences: Sequence[Mapping[str, Any]] | None, config: str) -> str:
+    """What outputs that differ come from, by what the end of the sweep found at the first differing tokens."""
+    ties = {each.get("numerical_tie") for each in differences or () if each["config"] == config}
+    return "beyond rounding" if False in ties else "ties" if ties == {True} else "not checked"
 
 
 def _step_figures(steps: Steps) -> dict[str, float]:
@@ -614,6 +629,7 @@ class Sheet:
         values: What to sort the cells by, shaped as ``rows``: text in the first column, numbers elsewhere (NaN: none).
         ranks: How soon a column may be left out where there is no room: the highest first, 0 never.
         notes: Sentences to stand below.
+        marked: Rows that stand out, by number.
     """
 
     headings: list[str]
@@ -621,6 +637,7 @@ class Sheet:
     values: list[list[Any]]
     ranks: list[int]
     notes: list[str]
+    marked: frozenset[int] = frozenset()
 
 
 def sheet_of(frame: pd.DataFrame) -> Sheet:
@@ -662,17 +679,49 @@ def notes(frame: pd.DataFrame) -> list[str]:
         for row in records(frame)
         if _means_differ(row)
     ]
+    differing: dict[str, list[dict[str, Any]]] = {}
     for row in records(frame):
         if row["identical_share"] < 1:
-            out.append(
-                f"{row['label']}: {_percent(row['identical_share'])} of the outputs equal plain decoding's."
-            )
+            differing.setdefault(row["difference"], []).append(row)
+    for rows in differing.values():
+        label = f"{rows[0]['label']}: " if len(rows) == 1 else f"{len(rows)} configurations: "
+        out.append(label + identity_text(rows, frame.attrs.get("dtype")))
+    for row in records(frame):
         if row["failures"]:
             runs = "generation" if row["failures"] == 1 else "generations"
             out.append(f"{row['label']}: {row['failures']} {runs} failed and count nowhere else.")
     without = frame[(frame["kind"] != "plain") & frame["speedup"].isna()]
     out += [f"{label}: no generation of its baseline to compare with." for label in without["label"]]
     return [one_line(note) for note in out]
+
+
+def winners(frame: pd.DataFrame) -> set[str]:
+    """Of a summary: at each temperature the configuration with the largest speedup of those that are surely faster."""
+    faster = frame[(frame["kind"] == "speculative") & (frame["verdict"] == "faster")]
+    return set(faster.loc[faster.groupby("temperature")["speedup"].idxmax(), "config"])
+
+
+def identity_text(rows: Sequence[Mapping[str, Any]], dtype: str | None) -> str:
+    """Whether the outputs of rows of a summary are plain decoding's, and why some are not.
+
+    Args:
+        rows: At least one, with a number as ``identical_share`` and one ``difference``.
+        dtype: Of the target.
+    """
+    shares = sorted(row["identical_share"] for row in rows)
+    if shares[0] == 1:
+        return "The outputs are token for token those of plain decoding."
+    several = f" to {_percent(shares[-1])}" if shares[-1] > shares[0] else ""
+    share = f"{_percent(shares[0])}{several} of the outputs are token for token those of plain decoding"
+    if rows[0]["difference"] == "ties":
+        rounding = one_line("bfloat16" if dtype in (None, "int8") else dtype)
+        return (
+            f"Outputs part from plain decoding's only where two tokens tie within the rounding of {rounding}, which was"
+            f" checked at each place: either is the target's own choice. {share}."
+        )
+    if rows[0]["difference"] == "beyond rounding":
+        return f"{share}; rounding does not explain all of the others: see the warnings."
+    return f"{share}; whether rounding explains the others is checked at the end of a sweep."
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -780,7 +829,7 @@ _SUMMARY_COLUMNS = [
     _Column("configuration", "label", 0, lambda row: str(row["label"])),
     _Column("tokens/s", "tokens_per_second", 1, _as(decimals, "tokens_per_second")),
     _Column("speedup", "speedup", 0, _speedup_text("speedup")),
-    _Column("verdict", "verdict", 11, lambda row: row["verdict"] if isinstance(row["verdict"], str) else "–"),
+    _Column("verdict", "verdict", 0, lambda row: row["verdict"] if isinstance(row["verdict"], str) else "–"),
     _Column("with TTFT", "speedup_total", 14, _speedup_text("speedup_total")),
     _Column("pooled", "pooled_speedup", 15, _speedup_text("pooled_speedup")),
     _Column("tokens/step", "tokens_per_step", 4, _as(decimals, "tokens_per_step")),
@@ -829,7 +878,11 @@ def _summary_sheet(frame: pd.DataFrame) -> Sheet:
     if not frame["failures"].any():
         columns = [column for column in columns if column.key != "failures"]
     sheet = _plain_sheet(frame, columns)
-    return dataclasses.replace(sheet, notes=notes(frame))
+    best = winners(frame)
+    marked = frozenset(number for number, config in enumerate(frame["config"]) if config in best)
+    for number in marked:
+        sheet.rows[number][sheet.headings.index("verdict")] = "fastest"
+    return dataclasses.replace(sheet, notes=notes(frame), marked=marked)
 
 
 def _category_sheet(frame: pd.DataFrame) -> Sheet:
@@ -1004,7 +1057,8 @@ def _table(sheet: Sheet, kept: Sequence[int], width: int) -> Table:
     for i in kept:
         heading = Text(_broken(sheet.headings[i]))
         table.add_column(heading, justify="left" if i == 0 else "right", vertical="bottom", no_wrap=True)
-    for row in sheet.rows:
+    for number, row in enumerate(sheet.rows):
         cells = [_shortened(row[0], label_cells), *(row[i] for i in kept[1:])]
-        table.add_row(*map(Text, cells))  # as Text: what looks like markup in a name stays as it is
+        # As Text: what looks like markup in a name stays as it is.
+        table.add_row(*map(Text, cells), style="bold" if number in sheet.marked else "")
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exact_runs import write_exact
 from rich.console import Console
 from scripted_engine import ScriptedEngine, make_sweep, new_store, prompts
 from tiny import save_tiny
 
 import specbench.engine
 import specbench.environment
+from specbench import tables
+from specbench.answer import find_answers
 from specbench.cli import run
-from specbench.cli.sweep_display import SweepDisplay, duration
+from specbench.cli.sweep_display import SweepDisplay, duration, show_answer
 from specbench.errors import RunError
 from specbench.store import load_results, read_run
 from specbench.sweep import run_sweep
@@ -60,7 +64,8 @@ def sweep(
             "-n",
             6,
         ]
-        given += ["--gamma", "2", "--repeats", 1, "--drafter", "self:int8", *arguments]
+        given += ["--length-policy", "fixed", "--gamma", "2", "--repeats", 1, "--drafter", "self:int8"]
+        given += arguments
         words = [str(argument) for argument in given]
         monkeypatch.setattr(sys, "argv", ["specbench", *words])
         code = run(words)
@@ -114,10 +119,44 @@ def test_a_sweep_from_beginning_to_end(sweep: Sweep, tmp_path: Path, models: Pat
         assert label in out
         assert label in (folder / "summary.csv").read_text()
         assert label in (folder / "summary.md").read_text()
+    (answer, *_) = (folder / "summary.md").read_text().split("\n\n")
+    assert " ".join(out.split()).startswith(re.sub(r"\\(.)", r"\1", answer.strip("*")))
     assert "18 of 18 generations" in err
     assert f"specbench plot results/{folder.name}" in err
     assert "few prompts" not in err
     assert "warning: 2 prompts say little about others." in err
+
+
+def test_the_answer_comes_with_a_command_that_works(sweep: Sweep, models: Path, tmp_path: Path) -> None:
+    folder = write_exact(
+        tmp_path / "run",
+        {
+            "plain": {f"p-{n}": [10.0] for n in range(8)},
+            "small (int8)@2": {f"p-{n}": [20.0] for n in range(8)},
+        },
+    )
+    df = load_results(folder)
+    (answer,) = find_answers(
+        df,
+        tables.summary_frame(df),
+        tables.category_frame(df),
+        [
+            "sweep",
+            "--target",
+            str(models / "target"),
+            "--drafter",
+            str(models / "small"),
+            "--dtype",
+            "float32",
+        ],
+    )
+    out = StringIO()
+    show_answer(answer, Console(file=out, width=60))
+    first, *_, command = (line for line in out.getvalue().splitlines() if line)
+    assert first.rstrip() == "small (int8) with γ = 2: 2.00× [2.00, 2.00] over plain"
+    words = shlex.split(command)
+    assert words[:2] == ["specbench", "generate"]
+    assert run([*words[1:], "-n", "3", "--quiet"]) == 0
 
 
 def test_a_stopped_sweep_goes_on(sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +363,24 @@ def test_twelve_prompts_are_taken_unless_sets_are_named(
 ) -> None:
     assert run(["sweep", "--target", str(models / "target"), "--dry-run", *arguments]) == 0
     assert f"\n{prompts} prompts: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rules"),
+    [
+        ((), "plain, lookup auto, lookup γ=1, lookup γ=2, "),
+        (("--temperature", "0.8"), "plain, T=0.8, lookup γ=1, T=0.8, "),
+        (("-t", "0", "-t", "0.8"), "plain, lookup auto, lookup γ=1, "),
+        (("--bit-exact", "-g", "3"), "plain, lookup auto:siblings=0, lookup γ=3\n"),
+        (("--length-policy", "auto:max=4"), "plain, lookup auto:max=4\n"),
+    ],
+)
+def test_what_generate_does_by_default_is_measured(
+    models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], rules: str
+) -> None:
+    assert run(["sweep", "--target", str(models / "target"), "--dry-run", *arguments]) == 0
+    grid = capsys.readouterr().out.partition("configurations: ")[2]
+    assert grid.startswith(rules)
 
 
 def test_a_dry_run_uses_the_speeds_of_a_stored_run(sweep: Sweep, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("store", "environment", "prompts", "trace", "calibrate"),
     ("grid", "tables"),
     ("advice", "compare", "plots", "engine", "estimate", "runs"),
+    ("answer",),
     ("report", "sweep", "pairs"),
     ("check", "check.chisquare", "check.exact", "check.observe", "check.deviation"),
     ("check.invariants", "check.memo", "check.outputs"),
@@ -78,7 +79,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """From the bottom to the top. A module imports from the layers below its own, never from its own or from above."""
 
-RENDERERS = ("stats", "store", "tables", "plots", "trace", "compare", "report")
+RENDERERS = ("stats", "store", "tables", "plots", "trace", "compare", "answer", "report")
 """What reads files and records: a table of old results needs no torch."""
 
 HEAVY = {

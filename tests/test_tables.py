@@ -338,14 +338,14 @@ def small() -> pd.DataFrame:
 class TestRendering:
     def test_at_80_columns(self, small: pd.DataFrame) -> None:
         assert [line.rstrip() for line in shown(small).splitlines()] == [
-            "               tokens                     tokens",
-            "configuration      /s            speedup   /step  accepted     α  TTFT ms",
+            "               tokens                              tokens",
+            "configuration      /s            speedup  verdict   /step  accepted     α",
             "─────────────────────────────────────────────────────────────────────────",
-            "plain            10.0       1 (baseline)       –         –     –      500",
-            "x [red]γ=2       13.3  1.33 [1.08, 2.11]    2.00       50%  0.60      500",
+            "plain            10.0       1 (baseline)        –       –         –     –",
+            "x [red]γ=2       13.3  1.33 [1.08, 2.11]  fastest    2.00       50%  0.60",
             "Speedups are geometric means over prompts; in brackets the 95% interval over",
             "prompts.",
-            "Left out for want of room: verdict, with TTFT, pooled, of tested, mean γ, draft,",
+            "Left out for want of room: with TTFT, pooled, of tested, mean γ, TTFT ms, draft,",
             "verify, accept, rollback, other, memory, identical, prompts.",
         ]
 
@@ -361,6 +361,8 @@ class TestRendering:
                 )
                 assert interval in text
         assert "1 (baseline)" in text
+        assert "verdict" in text
+        assert text.count("fastest") == 1
 
     def test_more_room_shows_more(self, made: pd.DataFrame) -> None:
         frame = tables.summary_frame(made)

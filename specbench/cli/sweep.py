@@ -84,8 +84,9 @@ def sweep(
         typer.Option(
             "--length-policy",
             metavar="RULE",
-            help="Draft-length rule; repeatable. fixed (the default) takes each γ in turn. Others: auto, egag,"
-            " confidence, entropy-bound, svip, heuristic; options of one alone stand behind a colon: egag:scale=0.5.",
+            help="Draft-length rule; repeatable. Default: fixed, which takes each γ in turn, and at temperature 0 auto"
+            " too. Others: egag, confidence, entropy-bound, svip, heuristic; options of one alone stand behind a colon:"
+            " egag:scale=0.5.",
             rich_help_panel=opt.LENGTH,
         ),
     ] = None,
@@ -246,8 +247,9 @@ def sweep(
     if accept_changes and out is None:
         raise UsageError("--accept-changes needs --out.", "Name the folder of the run to go on with.")
     kind = opt.cache_for(ctx, cache, bit_exact, compiled)
+    temperatures = tuple(_checked_temperatures(temperature or [0.0]))
     policies = parse_policies(
-        [*(length_policy or []), *(["egag"] if egag else [])] or ["fixed"],
+        [*(length_policy or []), *(["egag"] if egag else [])] or _default_rules(temperatures),
         gamma_min=gamma_min,
         gamma_max=gamma_max,
         egag_ema_beta=egag_ema_beta,
@@ -269,7 +271,7 @@ def sweep(
     options = SweepOptions(
         gammas=tuple(gammas),
         policies=policies,
-        temperatures=tuple(_checked_temperatures(temperature or [0.0])),
+        temperatures=temperatures,
         max_new_tokens=max_new_tokens,
         ignore_eos=ignore_eos,
         repeats=repeats,
@@ -325,6 +327,11 @@ def sweep(
 
 
 # -- what is asked for -----------------------------------------------------------------------------
+
+
+def _default_rules(temperatures: Sequence[float]) -> list[str]:
+    """Every length of ``fixed``, and what ``generate`` does by default: ``auto`` at temperature 0."""
+    return ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]
 
 
 def _refuse_gamma(ctx: typer.Context, policies: Sequence[str]) -> None:
@@ -561,25 +568,33 @@ class _Job:
         return 1 if failed else 0
 
     def _summarise(self, frame: DataFrame) -> None:
-        """The table in two files, and then on stdout, which may be closed."""
+        """The answer and the table in two files, and then on stdout, which may be closed."""
         from rich.console import Console
 
         from specbench import tables
+        from specbench.answer import answer_markdown, find_answers
+        from specbench.cli.sweep_display import show_answer
         from specbench.errors import RunError
         from specbench.files import write_text
         from specbench.store import write_csv
 
-        summary = tables.summary_frame(frame)
+        summary, categories = tables.summary_frame(frame), tables.category_frame(frame)
         try:
             write_csv(summary, self.folder / "summary.csv")
-            write_text(self.folder / "summary.md", tables.to_markdown(summary))
+            paragraphs = [
+                part for each in find_answers(frame, summary, categories) for part in answer_markdown(each)
+            ]
+            write_text(self.folder / "summary.md", "\n\n".join([*paragraphs, tables.to_markdown(summary)]))
         except OSError as error:
             raise RunError(
                 f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",
                 "What was measured is kept.",
             ) from error
         finally:
-            tables.render_terminal(summary, Console(highlight=False))
+            console = Console(highlight=False)
+            for answer in find_answers(frame, summary, categories, sys.argv[1:]):
+                show_answer(answer, console)
+            tables.render_terminal(summary, console)
 
     def _warn(self, warning: RunWarning) -> None:
         self._say(f"{warning.severity}: {warning.message} {warning.advice}")

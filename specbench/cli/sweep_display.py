@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,9 +14,13 @@ from rich.text import Text
 
 from specbench.grid import Config, Sweep
 from specbench.sweep import CellDone, CellStarted, CostsDone, Event
+from specbench.tables import spelled_out
 from specbench.textsafe import terminal_safe
 
-__all__ = ["SweepDisplay", "duration"]
+if TYPE_CHECKING:
+    from specbench.answer import Answer
+
+__all__ = ["SweepDisplay", "duration", "show_answer"]
 
 
 def duration(seconds: float) -> str:
@@ -25,6 +29,17 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def show_answer(answer: Answer, console: Console) -> None:
+    """Print what a sweep came to, and the command to copy; an empty line behind it."""
+    console.print(Text(spelled_out(answer.headline, console.encoding), style="bold"))
+    if answer.rivals:
+        console.print(Text(spelled_out(answer.rivals, console.encoding)))
+    if answer.command:
+        command = terminal_safe(answer.command, console.encoding)
+        console.print(Text(f"\n    {command}"), soft_wrap=True)  # whole, to be copied
+    console.print()
 
 
 class SweepDisplay:

@@ -1,0 +1,275 @@
+"""Does speculation pay? A run's answer in words, the same in the terminal, in ``summary.md`` and in the report."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from specbench import stats, tables
+from specbench.compare import side_by_side
+from specbench.tables import decimals, markdown_text, one_line, ratio_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Answer", "answer_markdown", "find_answers", "generate_command"]
+
+_FEW = 3  # categories that the answer names one by one
+_TIES = 5  # configurations as good as the best that the answer names
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether speculation pays, at one temperature.
+
+    Attributes:
+        headline: The answer in a sentence.
+        verdict: What it comes to, ``None`` where nothing was compared.
+        rivals: What the best cannot be told from, in a sentence; empty where nothing was best of several.
+        command: What to type to decode so; empty without a verdict.
+        details: Sentences that qualify it.
+    """
+
+    headline: str
+    verdict: stats.Verdict | None
+    rivals: str = ""
+    command: str = ""
+    details: list[str] = field(default_factory=list)
+
+
+def find_answers(
+    df: pd.DataFrame,
+    summary: pd.DataFrame,
+    categories: pd.DataFrame,
+    arguments: Sequence[str] | None = None,
+) -> list[Answer]:
+    """One answer per temperature.
+
+    Args:
+        df: Rows of a run, from ``specbench.store.load_results``.
+        summary, categories: Its frames of ``specbench.tables``.
+        arguments: The command line of the sweep with its paths; ``None`` for the one that the run has kept.
+    """
+    rows, cells = tables.records(summary), tables.records(categories)
+    run = tables.run_of(df)
+    arguments = run.get("command") or () if arguments is None else arguments
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    found = []
+    for temperature in temperatures:
+        mine = [row for row in rows if row["temperature"] == temperature]
+        when = "" if len(temperatures) == 1 else _when(temperature)
+        found.append(_answer(df, summary, mine, cells, arguments, when))
+    return found
+
+
+def _when(temperature: float) -> str:
+    return "Greedy: " if temperature == 0 else f"At temperature {temperature:g}: "
+
+
+def _answer(
+    df: pd.DataFrame,
+    summary: pd.DataFrame,
+    rows: list[dict[str, Any]],
+    cells: list[dict[str, Any]],
+    arguments: Sequence[str],
+    when: str,
+) -> Answer:
+    """The answer for rows of one temperature."""
+    plain = next((row for row in rows if row["kind"] == "plain" and row["generations"]), None)
+    measured = [row for row in rows if row["kind"] == "speculative" and not math.isnan(row["speedup"])]
+    others = [row for row in rows if row["kind"] in ("transformers", "assisted")]
+    if not measured:
+        speed = (
+            "nothing of plain decoding has finished"
+            if plain is None
+            else f"plain decoding runs at {_speed(plain)}"
+        )
+        headline = f"{when}No speculative decoding was measured to its end; {speed}."
+        return Answer(headline, None, details=[*_references(others)])
+    winners = tables.winners(summary)
+    top = max(measured, key=lambda row: float(row["speedup"]))
+    best = next((row for row in measured if row["config"] in winners), top)
+    best_is = f"{_described(best)}, {ratio_text(_estimate(best))}"
+    if best["config"] in winners:
+        ratio = ratio_text(_estimate(best))
+        headline = f"{_described(best)}: {ratio} over plain decoding{_by_category(best, cells)}."
+    elif all(row["verdict"] == "slower" for row in measured):
+        headline = (
+            f"Speculation does not pay here: the best of what was measured is {best_is}, over plain decoding."
+        )
+    else:
+        why = summary.attrs.get("disturbance") or "It cannot be told whether speculation pays here."
+        headline = f"{why} The best of what was measured is {best_is}, over plain decoding."
+    return Answer(
+        when + headline,
+        best["verdict"],
+        _rivals(df, best, measured),
+        generate_command(arguments, best) if best["verdict"] != "cannot tell" else "",
+        [*_details(df, best, top, measured, plain), *_references(others)],
+    )
+
+
+def _rivals(df: pd.DataFrame, best: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> str:
+    if best["verdict"] != "faster" or len(measured) < 2:
+        return ""
+    ties = [one_line(row["label"]) for row in measured if row is not best and _tied(df, best, row)]
+    if not ties:
+        return "Everything else that was measured is slower than it."
+    more = f" and {len(ties) - _TIES} more" if len(ties) > _TIES else ""
+    return f"These cannot be told from it: {', '.join(ties[:_TIES])}{more}."
+
+
+def _details(
+    df: pd.DataFrame,
+    best: Mapping[str, Any],
+    top: Mapping[str, Any],
+    measured: Sequence[Mapping[str, Any]],
+    plain: Mapping[str, Any] | None,
+) -> Iterator[str]:
+    basis = best["speedup_basis"]
+    if basis == "repeats":
+        yield "Only one prompt was measured: the interval is over its repeats and says nothing about other prompts."
+    elif basis != "prompts":
+        yield "Too few prompts or repeats for an interval: other runs may give something else altogether."
+    if plain is not None:
+        yield f"It decodes at {_speed(best)}, plain decoding at {_speed(plain)}."
+    if not math.isnan(best["acceptance_rate"]):
+        yield (
+            f"A step emits {best['tokens_per_step']:.2f} tokens; {best['acceptance_rate']:.0%} of the drafted tokens"
+            " are accepted."
+        )
+    if not math.isnan(best["identical_share"]):
+        yield tables.identity_text([best], tables.run_of(df)["target"].get("dtype"))
+    if top is not best:
+        yield f"{_described(top)} measures more, {ratio_text(_estimate(top))}, but cannot be told from plain decoding."
+    if basis == "prompts" and len(measured) > 1:
+        yield (
+            f"As the best of {len(measured)} on these prompts it is somewhat flattered: expect a little less on others."
+        )
+
+
+def _tied(df: pd.DataFrame, best: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two configurations cannot be told apart, side by side."""
+    pairs = side_by_side(df, best["config"], other["config"])
+    ratio = stats.geometric_mean(
+        (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
+    )
+    return stats.verdict(ratio) == "cannot tell"
+
+
+def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    shown = [
+        f"{one_line(row['label'])} {ratio_text(_estimate(row))}"
+        for row in rows
+        if not math.isnan(row["speedup"])
+    ]
+    if shown:
+        yield f"For comparison, over the same plain decoding: {', '.join(shown)}."
+
+
+def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
+    """Few categories are all named, of many the lowest and the highest; none that has no interval."""
+    mine = [
+        cell for cell in cells if cell["config"] == best["config"] and not math.isnan(cell["speedup_low"])
+    ]
+    if len(mine) < 2:
+        return ""
+    named = {cell["category"]: f"{one_line(cell['category'])} {ratio_text(_estimate(cell))}" for cell in mine}
+    if len(mine) <= _FEW:
+        return f"; {', '.join(named.values())}"
+    ranked = sorted(mine, key=lambda cell: float(cell["speedup"]))
+    return f"; from {named[ranked[0]['category']]} to {named[ranked[-1]['category']]}"
+
+
+def _described(row: Mapping[str, Any]) -> str:
+    rule = one_line(row["policy"])
+    if rule.startswith("fixed") and not math.isnan(row["gamma"]):
+        rule = f"γ = {row['gamma']:g}"
+    return f"{one_line(row['drafter'])} with {rule}"
+
+
+def _estimate(row: Mapping[str, Any], name: str = "speedup") -> stats.Estimate:
+    """A figure of a frame with its interval."""
+    value, low, high = (float(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    known = not math.isnan(low) and not math.isnan(high)
+    basis: Literal["prompts", "repeats"] = "repeats" if row.get("speedup_basis") == "repeats" else "prompts"
+    return stats.Estimate(
+        value, low if known else None, high if known else None, int(row["prompts"]), basis if known else None
+    )
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    speed = _estimate(row, "tokens_per_second")
+    if speed.low is None or speed.high is None:
+        return f"{decimals(speed.value)} tokens/s"
+    return f"{decimals(speed.value)} tokens/s [{decimals(speed.low)}, {decimals(speed.high)}]"
+
+
+# --- What to type -----------------------------------------------------------------------------------
+
+_SHARED = (
+    "--target", "--dtype", "--device", "--device-map", "--drafter-dtype", "--drafter-device", "--drafter-device-map",
+    "--cache",
+)  # fmt: skip
+_SHARED_FLAGS = ("--allow-pickle", "--bit-exact", "--compile")
+"""Options of ``sweep`` that ``generate`` has too and that its draft-length rules do not name."""
+
+
+def generate_command(arguments: Sequence[str], row: Mapping[str, Any]) -> str:
+    """A call of ``specbench generate`` that decodes as a configuration did; without drafting where that is slower.
+
+    Args:
+        arguments: Of the sweep; the models' names are as they stand there.
+        row: Of the summary.
+    """
+    rule, _, own = str(row["policy"]).partition(":")
+    words = []
+    if row["verdict"] == "slower":
+        words += ["--drafter", "none"]
+    else:
+        words += ["--drafter", _drafter_spec(row["drafter"], _given(arguments, "--drafter"))]
+        if rule != "fixed" or own:
+            words += ["--length-policy", row["policy"]]
+        if rule == "fixed":
+            words += ["--gamma", f"{row['gamma']:g}"]
+    without = ("--drafter",) if row["verdict"] == "slower" else ()
+    for name in (*_SHARED, *(("--costs",) if rule == "auto" and not without else ())):
+        if not name.startswith(without):
+            words += [word for value in _given(arguments, name)[-1:] for word in (name, value)]
+    words += [name for name in _SHARED_FLAGS if name in arguments]
+    if row["temperature"]:
+        words += ["--temperature", f"{row['temperature']:g}"]
+    return f'specbench generate {shlex.join(map(one_line, words))} "Your prompt"'
+
+
+def _given(arguments: Sequence[str], option: str) -> list[str]:
+    """The values of an option on a command line, in either notation."""
+    values = [value for word, value in itertools.pairwise(arguments) if word == option]
+    return values + [word.partition("=")[2] for word in arguments if word.startswith(f"{option}=")]
+
+
+def _drafter_spec(name: str, specs: Sequence[str]) -> str:
+    """How a drafter was named on the command line: in results a folder has its last name, and a dtype behind it."""
+    bare = name.partition(" (")[0]
+    return next(
+        (spec for spec in specs if bare in (spec, re.sub(r"[^+]*[\\/]", "", spec.rstrip("\\/")))), bare
+    )
+
+
+# --- Text -------------------------------------------------------------------------------------------
+
+
+def answer_markdown(answer: Answer) -> list[str]:
+    """The answer as paragraphs; the command is code to be copied, if there is nothing in it that could be HTML."""
+    parts = [f"**{markdown_text(answer.headline)}**"]
+    if answer.rivals:
+        parts.append(markdown_text(answer.rivals))
+    if answer.command:
+        command = one_line(answer.command)
+        parts.append(markdown_text(command) if re.search("[<>&]", command) else f"    {command}")
+    return parts
