@@ -38,12 +38,21 @@ def encode_prompt(
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     chat = has_template if chat is None else chat
+    if system is not None and not has_template:
+        raise UsageError(
+            "A system message needs a chat template, and the target's tokenizer has none.",
+            f"Leave --system{' and --chat' if chat else ''} out, and begin the prompt with what it says.",
+        )
     if chat and not has_template:
         raise UsageError(
-            "The target's tokenizer has no chat template.", "Use --raw to continue the prompt as it is."
+            "The target's tokenizer has no chat template.",
+            "Leave --chat out, and the prompt is continued as it is.",
         )
     if system is not None and not chat:
-        raise UsageError("A system message needs a chat template.", "Leave --system out, or use --chat.")
+        raise UsageError(
+            "A system message is part of the chat template, which --raw does without.",
+            "Leave out --system or --raw.",
+        )
     if not text.strip():
         raise UsageError("The prompt is empty.", "Give some text.")
     if not chat:
@@ -65,7 +74,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str,
     except Exception as error:  # templates are programs of the model's author and may raise anything
         raise UsageError(
             f"The model's chat template refuses this conversation: {error}.",
-            "Use --raw, or leave --system out.",
+            "Leave --system out." if messages[0]["role"] == "system" else "Use --raw.",
         ) from error
     return list(tokenizer(_encodable(str(text)), add_special_tokens=False)["input_ids"])
 

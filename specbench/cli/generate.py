@@ -226,9 +226,12 @@ def generate(
                 # With fixed shapes whatever is met for the first time takes long: captured, or compiled.
                 job.warm_up(None if kind in ("static", "compiled") else _WARM_UP_TOKENS)
         if not quiet:
-            show_notes([*_without_effect(ctx, drafter, sampling), *_facts(job)], apart=sys.stdout.isatty())
+            notes = [*_without_effect(ctx, drafter, sampling), *_facts(job, asked_raw=chat is False)]
+            show_notes(notes, apart=sys.stdout.isatty())
         shown = stream and not json_output and not debug
-        advice = _advice(ctx, job, drafter) if compare else {}
+        advice = {"blank": _after_a_blank_reply(job, chat)}
+        if compare:
+            advice |= _advice(ctx, job, drafter)
         _run(
             job,
             trace_to,
@@ -366,9 +369,11 @@ def _without_effect(ctx: typer.Context, drafter: str, sampling: Sampling) -> lis
     return lines
 
 
-def _facts(job: _Job) -> list[str]:
+def _facts(job: _Job, *, asked_raw: bool) -> list[str]:
     """What the user should know before reading the output."""
     target, lines = job.target, []
+    if not _has_template(target) and not asked_raw:
+        lines.append("The model has no chat template: the prompt is continued as raw text.")
     ignored = {
         name: value
         for name, value in target.language_model.sampling_defaults.items()
@@ -382,6 +387,19 @@ def _facts(job: _Job) -> list[str]:
     if not target.packed and target.dtype != "int8" and target.scorer.device.type == "cpu":
         lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
     return lines
+
+
+def _has_template(target: Target) -> bool:
+    return bool(getattr(target.tokenizer, "chat_template", None))
+
+
+def _after_a_blank_reply(job: _Job, chat: bool | None) -> str:
+    """What to try if the model ends its text before it has said anything."""
+    if not _has_template(job.target):
+        return "without a chat template a model continues text: give it the beginning of one, or take a chat model"
+    if chat is False:
+        return "leave --raw out, so that the model is asked and not continued"
+    return "word the prompt otherwise, or try --raw"
 
 
 def _advice(ctx: typer.Context, job: _Job, drafter: str) -> dict[str, str]:

@@ -39,16 +39,22 @@ def show_summary(figures: Mapping[str, Any], *, apart: bool, advice: Mapping[str
     Args:
         figures: What ``--json`` prints.
         apart: Leave an empty line before it, for it stands behind the text.
-        advice: What to try if the drafter did not help: ``rule``, and a ``command`` to copy.
+        advice: What to try: after a reply without text (``blank``), and where the drafter did not help (a ``rule``, a
+            ``command`` to copy).
     """
     console = _console()
     if apart:
         console.print()
     for label, text in _lines(figures):
         _line(console, label, text)
+    advice = advice or {}
+    if "blank" in advice and figures["finish_reason"] == "eos" and not (figures["text"] or "").strip():
+        _line(
+            console, "note", f"the model ended its reply before it said anything; {advice['blank']}", "yellow"
+        )
     for warning in figures.get("warnings", ()):
         _line(console, "note", f"{warning['message']} {warning['advice']}", "yellow")
-    if advice and (problem := _no_help(figures)):
+    if "speedup" in figures and (problem := _no_help(figures)):
         command = advice.get("command")
         others = [*([advice["rule"]] if "rule" in advice else []), "this" if command else "a small model"]
         ending = ":" if command else " with the target's tokenizer (--drafter MODEL)"
