@@ -35,6 +35,7 @@ __all__ = [
     "text_config",
     "weight_candidates",
     "weight_files",
+    "weight_memory",
 ]
 
 # -- what a configuration tells --------------------------------------------------------------------
@@ -294,13 +295,37 @@ def safetensors_elements(path: Path) -> Counter[torch.dtype]:
 # -- what the machine tells -------------------------------------------------------------------------
 
 
+def weight_memory(
+    config: PreTrainedConfig, numbers: int, stored: torch.dtype | None, loaded: torch.dtype, *, int8: bool
+) -> tuple[int, int]:
+    """Bytes a model's weights take on a CPU in the end, and at most while they are loaded and packed.
+
+    Weights that are loaded as they are stored stay in their file's pages until they are packed, and the system takes
+    those back when it needs them; others are all converted first. Layers are packed one after another.
+
+    Args:
+        config: The model's.
+        numbers: How many numbers the weights are.
+        stored: Their dtype in the file; ``None`` if there are several, or it is not known.
+        loaded: Their dtype in memory.
+        int8: Whether the linear layers are quantised.
+    """
+    text = text_config(config)
+    sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
+    words, width, inner = (size if isinstance(size, int) else 0 for size in sizes)
+    kept = numbers + words * width * (loaded.itemsize - 1) if int8 else numbers * loaded.itemsize
+    # Two layers that become one product are there three times for a moment, a single one twice.
+    working = max(words, 4 * (inner or 4 * width)) * width * loaded.itemsize
+    return kept, working + (kept if stored == loaded else numbers * loaded.itemsize)
+
+
 def check_memory(
     needed: int, *, name: str, device: torch.device | None = None, available: int | None = None
 ) -> None:
     """Refuse weights that do not fit.
 
     Args:
-        needed: Bytes the weights take.
+        needed: Bytes that loading them takes at most.
         name: The model's name, for the message.
         device: Where they go; ``None`` is the CPU.
         available: Bytes there are, if known; ``None`` asks the device.
@@ -313,7 +338,7 @@ def check_memory(
     if needed > available:
         where = f"memory on {device}" if device is not None and device.type == "cuda" else "memory"
         raise RunError(
-            f"The weights of {name} take {needed / 1e9:.1f} GB of {where}, {available / 1e9:.1f} are free.",
+            f"Loading {name} takes up to {needed / 1e9:.1f} GB of {where}, {available / 1e9:.1f} are free.",
             "Choose a smaller model or a narrower dtype, or close other programs.",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class TimeNeed:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes a sweep takes, by what takes them, and how many there are."""
+    """Bytes a sweep takes at most, by what takes them, and how many there are."""
 
     parts: Mapping[str, int]
     available: int
@@ -50,6 +51,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
+    config: PreTrainedConfig
     parameters: int
     layers: int
     cache_values: int  # numbers that a token leaves in the key/value cache
@@ -90,18 +92,24 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
 
     device = resolve_device((options.target_options and options.target_options.device) or "auto")
     target = _size(options.target, progress)
-    width = _bytes_per_number(options.target_options)
-    parts = {"program": _PROGRAM_BYTES, "target": target.parameters * width}
-    for spec in options.drafters:
-        parts[drafter_label(spec)] = _drafter_bytes(
-            spec, target.parameters, options.drafter_options, progress
-        )
+    weights, width = _weights(target, options.target_options)
+    parts, peak = {"program": _PROGRAM_BYTES}, 0
+
+    def load(name: str, kept: int, most: int) -> None:
+        nonlocal peak
+        peak = max(peak, sum(parts.values()) + most)
+        parts[name] = kept
+
+    load("target", *weights)
     if options.reference or options.assistants:
-        parts["target for transformers"] = parts["target"]
+        load("target for transformers", *weights)
+    for spec in options.drafters:
+        load(drafter_label(spec), *_drafter_weights(spec, target, options.drafter_options, progress))
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
     turns = max(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
     tokens = longest + turns * sweep.options.max_new_tokens
     parts["cache"] = 2 * tokens * target.cache_values * width
+    parts["more while loading"] = max(0, peak - sum(parts.values()))
     return MemoryNeed(
         {name: size for name, size in parts.items() if size},
         available_memory(None if device.type == "cpu" else device),
@@ -212,10 +220,36 @@ def _size(spec: str, progress: Progress | None) -> _Size:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return _Size(
+        config=config,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=text.num_hidden_layers,
         cache_values=2 * text.num_hidden_layers * heads * head,
     )
+
+
+def _weights(size: _Size, options: LoadOptions | None, *, int8: bool = False) -> tuple[tuple[int, int], int]:
+    """Bytes of a model's weights in the end and at most while loading, and bytes of a number outside int8 layers."""
+    from specbench.checkpoints import weight_memory
+    from specbench.models import LoadOptions, resolve_device, resolve_dtype
+
+    options = options or LoadOptions()
+    loaded = resolve_dtype(options, size.config, Counter())
+    if resolve_device(options.device).type != "cpu":
+        return (size.parameters * loaded.itemsize,) * 2, loaded.itemsize
+    stored: Any = size.config.dtype
+    int8 = int8 or options.dtype == "int8"
+    return weight_memory(size.config, size.parameters, stored, loaded, int8=int8), loaded.itemsize
+
+
+def _drafter_weights(
+    spec: str, target: _Size, options: LoadOptions | None, progress: Progress | None
+) -> tuple[int, int]:
+    """Bytes that a drafter adds in the end, and at most while it is loaded."""
+    own = model_part(spec)
+    if drafter_word(own) is not None:
+        return (_drafter_bytes(spec, target.parameters, options, progress),) * 2
+    int8 = options is None or options.dtype == "auto"
+    return _weights(_size(own, progress), options, int8=int8)[0]
 
 
 def _bytes_per_number(options: LoadOptions | None) -> int:

@@ -33,6 +33,7 @@ from specbench.checkpoints import (
     safetensors_elements,
     text_config,
     weight_files,
+    weight_memory,
 )
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.hub import HubModel
@@ -52,6 +53,7 @@ __all__ = [
     "load_model",
     "parse_model_spec",
     "resolve_device",
+    "resolve_dtype",
     "wrap_model",
 ]
 
@@ -309,8 +311,8 @@ def load_model(
         def check_size(total: int) -> None:
             """Roughly, before tens of gigabytes are fetched; `_load_folder` knows exactly."""
             if isinstance(config.dtype, torch.dtype):
-                loaded = _resolve_dtype(options, config, Counter())
-                _placement(options, total * loaded.itemsize // config.dtype.itemsize, spec.name)
+                loaded = resolve_dtype(options, config, Counter())
+                _placement(options, config, total // config.dtype.itemsize, config.dtype, loaded, spec.name)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
         return _load_folder(hub.folder, hub, spec.name, options, progress, allow_pickle, tokenizer)
@@ -392,12 +394,13 @@ def _load_folder(
     counts = Counter[torch.dtype]()
     for file in files if not pickled else []:
         counts.update(safetensors_elements(file))
-    dtype = _resolve_dtype(options, config, counts)
+    dtype = resolve_dtype(options, config, counts)
+    kinds = [kind for kind in counts if kind.is_floating_point]
+    needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
     if pickled:
         needed = sum(file.stat().st_size for file in files)
-    else:
-        needed = sum(n * (dtype if kind.is_floating_point else kind).itemsize for kind, n in counts.items())
-    placement = _placement(options, needed, name)
+    stored = kinds[0] if len(kinds) == 1 else None
+    placement = _placement(options, config, needed // dtype.itemsize, stored, dtype, name)
     tokenizer = _load_tokenizer(folder, hub, name) if with_tokenizer else None
 
     stage = f"loading {name}"
@@ -438,9 +441,10 @@ def _loading_failed(name: str, error: Exception) -> RunError:
     )
 
 
-def _resolve_dtype(
+def resolve_dtype(
     options: LoadOptions, config: PreTrainedConfig, counts: Counter[torch.dtype]
 ) -> torch.dtype:
+    """The dtype weights are loaded in; ``counts``, of what the file holds, speak where the configuration names none."""
     if options.dtype not in ("auto", "int8"):
         chosen: torch.dtype = getattr(torch, options.dtype)
         return chosen
@@ -457,17 +461,32 @@ def _resolve_dtype(
     return torch.bfloat16 if own.itemsize == 2 and cpu_computes_bfloat16() else torch.float32
 
 
-def _placement(options: LoadOptions, needed: int, name: str) -> Any:
-    """What `from_pretrained` takes as ``device_map``, after asking whether the weights fit there."""
+def _placement(
+    options: LoadOptions,
+    config: PreTrainedConfig,
+    numbers: int,
+    stored: torch.dtype | None,
+    loaded: torch.dtype,
+    name: str,
+) -> Any:
+    """What `from_pretrained` takes as ``device_map``, after asking whether the weights fit there.
+
+    Args:
+        numbers, stored, loaded: See ``weight_memory``.
+    """
     if options.device_map is not None:
         available = available_memory() + sum(
             available_memory(torch.device("cuda", index)) for index in range(torch.cuda.device_count())
         )
-        check_memory(needed, name=name, available=available)
+        check_memory(numbers * loaded.itemsize, name=name, available=available)
         return _read_device_map(options.device_map)
     device = resolve_device(options.device)
-    check_memory(needed, name=name, device=device)
-    return None if device.type == "cpu" else {"": device}
+    if device.type != "cpu":
+        check_memory(numbers * loaded.itemsize, name=name, device=device)
+        return {"": device}
+    _, peak = weight_memory(config, numbers, stored, loaded, int8=options.dtype == "int8")
+    check_memory(peak, name=name, device=device)
+    return None
 
 
 def _load_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from specbench.errors import UsageError
-from specbench.huge_pages import in_huge_pages
+from specbench.huge_pages import give_back_free_memory, in_huge_pages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +48,9 @@ _QUICK_OUTPUTS = 32_768
 
 _QUICK_ROWS = 128
 """Rows that FBGEMM gets at once: the results of many lie in memory that the system has to hand out every time."""
+
+_ROWS_AT_ONCE = 4096
+"""Rows of a weight that are quantised at once."""
 
 _LARGE_MODEL = 1 << 23
 """Weights in linear layers from which looking for memory to lay together is worth it."""
@@ -151,9 +154,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        full = weight.detach().float()
-        scales = full.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        quantised = (full / scales[:, None]).round_().to(torch.int8)
+        quantised, scales = _quantise(weight.detach())
         self.register_buffer("scales", scales, persistent=False)
         self.scales: torch.Tensor
         self._quick = None if alike else _pack_quick(quantised, scales)
@@ -261,6 +262,18 @@ class JoinedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, joined"
+
+
+def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 weights [out, in] and their scales [out], some rows after the others: in float32 all take much memory."""
+    quantised = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        full = weight[rows].float()
+        scales[rows] = full.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        quantised[rows] = (full / scales[rows, None]).round_()
+    return quantised, scales
 
 
 def _prepack_int8(quantised: torch.Tensor) -> torch.Tensor | None:
@@ -417,21 +430,32 @@ def _replace(model: nn.Module, kind: _Kind, suits: Callable[[torch.Tensor], bool
         kind: What to make of them.
         suits: Told a layer's weight (of joined layers the joined one).
     """
-    built: dict[tuple[int, ...], tuple[Sequence[nn.Module], list[nn.Module]]] = {}
+    # Only parents are remembered, so that nothing holds a layer's weights once its successor is there.
+    places: dict[tuple[int, ...], list[tuple[nn.Module, list[str]]]] = {}
+    for parent in model.modules():
+        for names in _groups(parent):
+            places.setdefault(tuple(id(parent._modules[name]) for name in names), []).append((parent, names))
     changed = False
     large = sum(_weights_of(module) for module in model.modules()) >= _LARGE_MODEL
-    with in_huge_pages() if large else nullcontext():
-        for parent in list(model.modules()):
-            for names in _groups(parent):
-                layers = [parent._modules[name] for name in names]
-                key = tuple(map(id, layers))
-                if key not in built:
-                    made = _build(layers, kind, suits)  # type: ignore[arg-type]
-                    built[key] = (layers, made)  # type: ignore[assignment]
-                for name, old, new in zip(names, layers, built[key][1], strict=True):
-                    if new is not old:
-                        setattr(parent, name, new)
-                        changed = True
+    laid: AbstractContextManager[list[tuple[int, int]]] = in_huge_pages() if large else nullcontext([])
+    with laid as freed:
+        for spots in places.values():
+            parent, names = spots[0]
+            layers: Any = [parent._modules[name] for name in names]
+            freed += [
+                (layer.weight.data_ptr(), layer.weight.nbytes)
+                for layer in layers
+                if isinstance(layer, nn.Linear)
+            ]
+            made = _build(layers, kind, suits)
+            if made == layers:
+                continue
+            changed = True
+            for parent, names in spots:
+                for name, new in zip(names, made, strict=True):
+                    setattr(parent, name, new)
+        if large:
+            give_back_free_memory()
     return changed
 
 

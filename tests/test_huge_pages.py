@@ -117,6 +117,16 @@ def test_weights_are_laid_there(kind: str) -> None:
     assert int(found.stdout) >= 4 * 2048 * 2048 * (4 if kind == "packed" else 1) / 2
 
 
+def test_what_takes_the_place_of_something_freed_is_laid_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid: list[list[int]] = []
+    monkeypatch.setattr(huge_pages, "_huge_page_size", lambda: 100)
+    monkeypatch.setattr(huge_pages, "_full_blocks", lambda size: [0, 100, 200, 300])
+    monkeypatch.setattr(huge_pages, "_collapse", lambda blocks, size: laid.append(blocks))
+    with in_huge_pages() as freed:
+        freed.append((150, 60))
+    assert laid == [[100, 200]]
+
+
 def test_small_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> Iterator[None]:
         raise AssertionError("looked through the memory for a small model")

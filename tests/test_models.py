@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -524,12 +525,27 @@ def test_a_pickle_that_runs_code_is_refused_even_then(folder, tmp_path):
 
 def test_not_enough_memory(folder, monkeypatch):
     size = sum(weight.nbytes for weight in load_file(folder / "model.safetensors").values())
-    monkeypatch.setattr(checkpoints, "available_memory", lambda device: size - 1)
+    config = checkpoints.read_config(folder, "tiny")
+    _, peak = checkpoints.weight_memory(config, size // 4, torch.float32, torch.float32, int8=False)
+    assert size < peak
+    monkeypatch.setattr(checkpoints, "available_memory", lambda device: peak - 1)
     message = refusal(load_model, str(folder), CPU, kind=RunError)
-    assert "The weights of tiny-model take 0.0 GB of memory" in message
-    load_model(str(folder), LoadOptions(dtype="bfloat16", device="cpu"), tokenizer=False)  # half of that fits
-    monkeypatch.setattr(checkpoints, "available_memory", lambda device: size)
+    assert "Loading tiny-model takes up to 0.0 GB of memory" in message
+    load_model(str(folder), LoadOptions(dtype="bfloat16", device="cpu"), tokenizer=False)  # less of that fits
+    monkeypatch.setattr(checkpoints, "available_memory", lambda device: peak)
     load_model(str(folder), CPU, tokenizer=False)
+
+
+def test_memory_while_loading():
+    """Weights that are converted are all there before the first is packed; those of the file's dtype never are."""
+    config = LlamaConfig(vocab_size=1000, hidden_size=10, num_attention_heads=1, intermediate_size=20)
+    table, of = 1000 * 10, partial(checkpoints.weight_memory, config, 50_000, torch.bfloat16)
+    assert of(torch.float32, int8=False) == (200_000, 200_000 + 4 * table)
+    assert of(torch.bfloat16, int8=False) == (100_000, 100_000 + 2 * table)
+    assert of(torch.bfloat16, int8=True) == (50_000 + table, 50_000 + table + 2 * table)
+    assert of(torch.float32, int8=True) == (50_000 + 3 * table, 200_000 + 4 * table)
+    config.intermediate_size = 300  # two layers of that width, joined and packed, are more than the head
+    assert of(torch.float32, int8=False) == (200_000, 200_000 + 4 * 4 * 300 * 10)
 
 
 def test_memory_that_runs_out_in_the_middle(folder, monkeypatch):

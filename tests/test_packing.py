@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,6 +137,34 @@ def test_packing_twice_changes_nothing() -> None:
     expected = logits(model)
     pack_linears(model)
     assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("replace", [pack_linears, quantise_linears])
+def test_a_layer_is_gone_before_the_next_is_replaced(
+    replace: Callable[[Any], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = nn.Sequential(*(linear(8, 8, False) for _ in range(4)))
+    weights = [weakref.ref(layer.weight) for layer in model]
+    there: list[int] = []
+    build = packing._build
+
+    def counted(*arguments: Any) -> list[nn.Module]:
+        there.append(sum(weight() is not None for weight in weights))
+        return build(*arguments)
+
+    monkeypatch.setattr(packing, "_build", counted)
+    if replace is pack_linears and not can_pack(torch.float32, "cpu"):
+        pytest.skip("no packed layers here")
+    assert replace(model)
+    assert there == [4, 3, 2, 1]
+
+
+def test_rows_are_quantised_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_rows(10, 7)
+    quantised, scales = packing._quantise(weight)
+    assert torch.equal(quantised, (weight / scales[:, None]).round().to(torch.int8))
+    monkeypatch.setattr(packing, "_ROWS_AT_ONCE", 4)
+    assert all(map(torch.equal, packing._quantise(weight), (quantised, scales)))
 
 
 @needs_packing
