@@ -72,8 +72,9 @@ def decode_steps(
             reason = "length" if len(context) >= end else "context-limit"
         return reason  # type: ignore[return-value]
 
+    sampling = sampling.at(len(prompt), limit, stops.end_ids)
     # A sibling's logits follow another context than the draft's, which transforms that look back would need.
-    branching = sampling.greedy and sampling.repetition_penalty == 1.0 and policy.most_siblings > 0
+    branching = sampling.greedy and not sampling.looks_back and policy.most_siblings > 0
     branching = branching and target.takes_siblings
     target.begin()
     drafter.begin(prompt)

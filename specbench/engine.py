@@ -167,6 +167,7 @@ class ModelEngine:
         fingerprints: Of the drafter models' weights, by the names of the drafters.
         costs: What ``auto`` goes by, as ``specbench.lengths.parse_costs`` takes it; ``None`` lets it measure.
         keep_policy_state: Let the draft-length rule of a configuration carry what it learns from one call to the next.
+        model_defaults: Apply the target's own settings of generation, see ``specbench.model_defaults``.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class ModelEngine:
         fingerprints: Mapping[str, str] | None = None,
         costs: object = None,
         keep_policy_state: bool = False,
+        model_defaults: bool = True,
     ) -> None:
         from specbench.measure import clock_for
 
@@ -190,6 +192,8 @@ class ModelEngine:
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
         self._order = random.Random(0)
+        self.model_defaults = model_defaults
+        self._applied = target.language_model.defaults.applied if model_defaults else {}
 
     def describe_target(self) -> dict[str, Any]:
         """The field ``target`` of ``run.json``."""
@@ -201,6 +205,7 @@ class ModelEngine:
             "device": self._device,
             "vocab_size": model.vocab_size,
             "packed": self.target.packed,
+            "model_defaults": self._applied,
         }
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
@@ -278,6 +283,7 @@ class ModelEngine:
             max_new_tokens=max_new_tokens,
             ignore_eos=ignore_eos,
             seed=seed,
+            model_defaults=self.model_defaults,
         )
         for _ in run:
             pass
@@ -338,6 +344,7 @@ class ModelEngine:
             max_new_tokens=room,
             eos_token_id=list(end_ids) or None,
             pad_token_id=next(iter(self.target.end_ids), 0),
+            **self._applied,
             **({} if greedy else {"temperature": config.temperature, "top_k": 0, "top_p": 1.0}),
         )
         # What the call leaves unset would come from the model's own file, sampling defaults and all.
@@ -438,7 +445,10 @@ class ModelEngine:
         from specbench.parity import find_difference
         from specbench.sampling import Greedy
 
-        return find_difference(self.target.scorer, prompt, tokens, plain, Greedy())
+        target = self.target
+        transforms = Greedy().with_defaults(target.language_model.defaults, target.vocab_size)
+        transforms = transforms.at(len(prompt), None, target.end_ids) if self.model_defaults else Greedy()
+        return find_difference(target.scorer, prompt, tokens, plain, transforms)
 
 
 def _finish_reason(tokens: Sequence[int], end_ids: Sequence[int], max_new_tokens: int) -> str:
@@ -505,7 +515,7 @@ class EngineOptions:
         reference: Whether to load the target a second time, for ``transformers``' own ``generate``.
         assistants: Whether to load drafter models a second time, for its assisted generation.
         allow_pickle: Load pickled weights if there are no others.
-        costs, keep_policy_state: See ``ModelEngine``.
+        costs, keep_policy_state, model_defaults: See ``ModelEngine``.
         bit_exact: Refuse a target whose logits depend on the width of the pass.
     """
 
@@ -520,6 +530,7 @@ class EngineOptions:
     costs: object = None
     keep_policy_state: bool = False
     bit_exact: bool = False
+    model_defaults: bool = True
 
 
 def check_engine(options: EngineOptions, progress: Progress | None = None) -> None:
@@ -616,4 +627,5 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         fingerprints=fingerprints,
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
+        model_defaults=options.model_defaults,
     )

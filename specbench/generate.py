@@ -104,6 +104,7 @@ class GenerationRun:
         seed: int = 0,
         first_target: bool = True,
         residual_adjustment: bool = True,
+        model_defaults: bool = True,
         trace: bool = False,
     ) -> None:
         self.target, self.drafter = target, drafter or NoDraft()
@@ -115,6 +116,9 @@ class GenerationRun:
             raise UsageError("A stop string is empty.", "Give at least one character.")
         if stop and tokenizer is None:
             raise UsageError("Stop strings need a tokenizer, and the target has none.", "Leave them out.")
+        sampling = sampling or Greedy()
+        if model_defaults:
+            sampling = sampling.with_defaults(target.language_model.defaults, target.vocab_size)
         self._stops = stop
         end_ids = () if ignore_eos else target.end_ids
         self._prefill: Prefill | None = None
@@ -125,7 +129,7 @@ class GenerationRun:
             target.scorer,
             self.drafter,
             policy=self.policy,
-            sampling=sampling or Greedy(),
+            sampling=sampling,
             random=Randomness(seed, device),
             max_new_tokens=max_new_tokens,
             stops=StopRules(end_ids, stop, tokenizer),
@@ -198,6 +202,7 @@ def speculative_generate(
     seed: int = 0,
     first_target: bool = True,
     residual_adjustment: bool = True,
+    model_defaults: bool = True,
     trace: bool = False,
     chat: bool | None = None,
     system: str | None = None,
@@ -217,6 +222,8 @@ def speculative_generate(
         seed: Of the one generator that every draw comes from.
         first_target: Let the target emit the first token before anything is drafted.
         residual_adjustment: False makes the output distribution wrong, to show what the adjustment is for.
+        model_defaults: Apply what the model's own generation settings ask for, as far as it depends on the context
+            alone; how tokens are chosen is up to ``sampling``. docs/models.md lists the settings.
         trace: Record q, p, r and the verdict of every draft.
         chat, system: How a text prompt is wrapped, see ``encode_prompt``.
 
@@ -244,6 +251,7 @@ def speculative_generate(
         seed=seed,
         first_target=first_target,
         residual_adjustment=residual_adjustment,
+        model_defaults=model_defaults,
         trace=trace,
     )
     for _ in run:
@@ -260,6 +268,7 @@ def autoregressive_generate(
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
     seed: int = 0,
+    model_defaults: bool = True,
     trace: bool = False,
     chat: bool | None = None,
     system: str | None = None,
@@ -277,6 +286,7 @@ def autoregressive_generate(
         stop=stop,
         ignore_eos=ignore_eos,
         seed=seed,
+        model_defaults=model_defaults,
         trace=trace,
         chat=chat,
         system=system,

@@ -37,6 +37,7 @@ from specbench.checkpoints import (
 )
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.hub import HubModel
+from specbench.model_defaults import ModelDefaults
 from specbench.progress import Progress, one_line, quiet_transformers
 
 __all__ = [
@@ -59,16 +60,6 @@ __all__ = [
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-SAMPLING_SETTINGS = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-)
 
 
 @dataclass(frozen=True)
@@ -126,7 +117,7 @@ class LanguageModel:
         context_limit: Positions the model has been made for; ``None`` if its configuration sets no limit.
         end_ids: Every token id that ends a text, ascending; see `end_ids_of`.
         quantise_int8: Whether "int8" was asked for; quantising is the caller's to do.
-        sampling_defaults: Sampling settings that the model's own configuration carries. They are not used.
+        defaults: Settings of generation that the model's own file carries.
     """
 
     model: PreTrainedModel
@@ -139,7 +130,7 @@ class LanguageModel:
     context_limit: int | None
     end_ids: tuple[int, ...]
     quantise_int8: bool = False
-    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: ModelDefaults = field(default_factory=ModelDefaults)
 
     @property
     def layers(self) -> int:
@@ -366,7 +357,7 @@ def wrap_model(
         context_limit=_context_limit(model.config),
         end_ids=end_ids_of(model, tokenizer),
         quantise_int8=quantise_int8,
-        sampling_defaults=_sampling_defaults(model),
+        defaults=ModelDefaults.of(getattr(model, "generation_config", None)),
     )
 
 
@@ -528,15 +519,6 @@ def _context_limit(config: PreTrainedConfig) -> int | None:
         if isinstance(kind, dict) and kind.get("rope_type") == "yarn" and kind.get("factor")
     ]
     return int(max([limit, *scaled]))
-
-
-def _sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:
-    """The generation settings that would sample, as far as they differ from doing nothing."""
-    own = getattr(model, "generation_config", None)
-    if own is None:
-        return {}
-    changed = own.to_diff_dict()
-    return {name: changed[name] for name in SAMPLING_SETTINGS if changed.get(name)}
 
 
 def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ def find_difference(
         target: Scores the common context once more, from an empty cache.
         prompt: Token ids before both outputs.
         first, second: Token ids.
-        sampling: Its repetition penalty applies.
+        sampling: The transforms of the outputs (``Sampling.at``).
     """
     position = first_difference(first, second)
     if position is None:

@@ -115,6 +115,13 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             raise UsageError(
                 f"The target is another {what} now ({now}) than in this run ({then}).", "Give another --out."
             )
+    applied = [run["target"].get("model_defaults") or {} for run in (old, new)]
+    if applied[0] != applied[1]:
+        then, now = (", ".join(each) or "none" for each in applied)
+        raise UsageError(
+            f"The model's own settings that are applied are others now ({now}) than in this run ({then}).",
+            "Give another --out, or put --no-model-defaults as it was.",
+        )
     texts = {prompt["id"]: prompt.get("fingerprint") for prompt in old["prompts"]}
     for prompt in new["prompts"]:
         if texts.get(prompt["id"], prompt["fingerprint"]) != prompt["fingerprint"]:

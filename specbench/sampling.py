@@ -1,6 +1,7 @@
 """Sampling transforms, and the one source of random draws.
 
-The transforms run in a fixed order: repetition penalty, temperature, top-k, top-p, min-p, softmax in float32. They
+The transforms run in a fixed order: repetition penalty (with what else a model's own settings ask for), temperature,
+top-k, top-p, min-p, softmax in float32. They
 agree with the logits processors of ``transformers`` on the same logits, apply to target and drafter alike, and never
 write into their input.
 """
@@ -8,15 +9,16 @@ write into their input.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from specbench.errors import RunError, UsageError
+from specbench.model_defaults import ContextRules, ModelDefaults
 
 __all__ = [
     "Greedy",
@@ -78,6 +80,8 @@ class Sampling:
         min_p: Drop tokens less probable than min_p times the most probable one; 0 for none.
         repetition_penalty: Divides positive and multiplies negative logits of tokens that occurred (Keskar et al.
             2019); 1 for none.
+        defaults: The model's own settings (``with_defaults``); ``None`` for none that are left to apply.
+        rules: The same for one output (``at``).
 
     Raises:
         UsageError: A value outside its range.
@@ -88,6 +92,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    defaults: ModelDefaults | None = None
+    rules: ContextRules | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -113,6 +119,42 @@ class Sampling:
         """Whether the argmax is taken; no random number is drawn then."""
         return self.temperature == 0
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether scores are more than the logits: they depend on the context."""
+        return self.repetition_penalty != 1.0 or self.defaults is not None
+
+    def with_defaults(self, defaults: ModelDefaults, vocab_size: int) -> Sampling:
+        """These transforms with a model's own settings applied, but for a repetition penalty where there is one.
+
+        Raises:
+            UsageError: The settings cannot be applied to logits so wide.
+        """
+        applied = defaults.applied
+        if self.defaults is not None or not applied:
+            return self
+        ContextRules(applied, applied.get("repetition_penalty", 1.0), 1, 2, (0,)).try_out(vocab_size)
+        penalty = self.repetition_penalty
+        if penalty == 1.0:
+            penalty = float(applied.get("repetition_penalty", 1.0))
+        more = applied.keys() - {"repetition_penalty"}
+        return self._but(repetition_penalty=penalty, defaults=defaults if more else None)
+
+    def at(self, prompt: int, limit: int | None, end_ids: Iterable[int]) -> Sampling:
+        """These transforms for one output; for the arguments see ``ContextRules``."""
+        if self.defaults is None:
+            return self
+        rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, limit, end_ids)
+        return self._but(rules=rules)
+
+    def greedily(self) -> Sampling:
+        """The same with the most probable token chosen."""
+        return Sampling(repetition_penalty=self.repetition_penalty, defaults=self.defaults, rules=self.rules)
+
+    def _but(self, **changed: Any) -> Sampling:
+        """A copy; subclasses are made of fewer arguments."""
+        return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)} | changed)
+
     def scores(
         self,
         logits: torch.Tensor,
@@ -120,7 +162,7 @@ class Sampling:
         drafted: Sequence[int] = (),
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits after the repetition penalty, float32; their argmax is the greedy choice.
+        """Logits after the repetition penalty and the model's own settings, float32; their argmax is the greedy choice.
 
         Args:
             logits: Shape [rows, vocab], any floating dtype. The last row stands behind ``context + drafted``, the one
@@ -133,8 +175,11 @@ class Sampling:
             Float32 [rows, vocab].
         """
         scores = _float32(logits, out)
-        if self.repetition_penalty == 1.0:
+        if not self.looks_back:
             return scores
+        if self.defaults is not None:
+            assert self.rules is not None, "at() comes first"
+            return self.rules(scores, context, drafted)
         if scores is logits:
             scores = scores.clone()
         seen: _Seen = self._seen.and_more(context, scores)  # type: ignore[attr-defined]
@@ -165,7 +210,7 @@ class Sampling:
         Raises:
             RunError: The logits hold NaN.
         """
-        scores = logits if self.repetition_penalty == 1.0 else self.scores(logits, context, drafted)
+        scores = self.scores(logits, context, drafted) if self.looks_back else logits
         if scores.device.type != "cpu":
             largest = scores.float().max(dim=-1)
             choices = [int(index) for index in largest.indices.tolist()]

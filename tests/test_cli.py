@@ -516,7 +516,7 @@ def test_sampling_defaults_of_the_model_are_ignored_and_said_so(
     tiny_tokenizer().save_pretrained(tmp_path)
     result = cli("generate", "the", "-n", 8, "--target", tmp_path)
     assert result.out == cli("generate", "the", "-n", 8, "--target", folder).out
-    assert "sampling defaults are not used: do_sample on, temperature 0.7, top_k 20." in result.err
+    assert "The model's own settings are not used: do_sample on, temperature 0.7, top_k 20." in result.err
 
 
 def test_help_groups_the_options(cli: Cli) -> None:

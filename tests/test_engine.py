@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
+from transformers import GenerationConfig
 
 from specbench.engine import EngineOptions, ModelEngine, check_engine, load_engine
 from specbench.errors import RunError, UsageError
@@ -20,7 +21,14 @@ PROMPT = [5, 17, 200, 33, 5, 17, 200]
 
 @pytest.fixture
 def engine() -> ModelEngine:
-    target = wrap_target(tiny_language_model().model, tiny_tokenizer(), name="tiny", pack=False)
+    return engine_of()
+
+
+def engine_of(model_defaults: bool = True, **asked: Any) -> ModelEngine:
+    """``asked``: what the model's own file asks for."""
+    model = tiny_language_model().model
+    model.generation_config = GenerationConfig(**asked)
+    target = wrap_target(model, tiny_tokenizer(), name="tiny", pack=False)
     drafters = {name: load_drafter(name, target) for name in ("lookup", "self:int8")}
     small = tiny_language_model(seed=1, layers=1)
     drafters["small"] = wrap_drafter(small, target)
@@ -30,6 +38,7 @@ def engine() -> ModelEngine:
         reference=tiny_language_model(),
         assistants={"small": tiny_language_model(seed=1, layers=1)},
         fingerprints={"small": small.fingerprint},
+        model_defaults=model_defaults,
     )
 
 
@@ -86,6 +95,20 @@ def test_sampling_settings_of_the_models_own_file_are_not_used(engine: ModelEngi
         next(config for config in grid() if config.kind == kind) for kind in ("plain", "transformers")
     )
     assert run(engine, theirs).token_ids == run(engine, plain).token_ids
+
+
+def test_what_the_models_own_file_asks_for_beside_sampling_holds_for_all() -> None:
+    usual = engine_of().generate(grid()[0], PROMPT, max_new_tokens=12, ignore_eos=True, seed=0).token_ids
+    asked = {"suppress_tokens": [usual[1]], "repetition_penalty": 1.5}
+    engine = engine_of(**asked)
+    outputs = {run(engine, config).token_ids for config in grid()}
+    assert len(outputs) == 1
+    assert usual not in outputs
+    assert engine.describe_target()["model_defaults"] == asked
+    assert engine.difference(PROMPT, (*outputs.pop(),), usual) is not None
+    without = engine_of(False, **asked)
+    assert {run(without, config).token_ids for config in grid()} == {usual}
+    assert without.describe_target()["model_defaults"] == {}
 
 
 def test_sampled_outputs_depend_on_the_seed_alone(engine: ModelEngine) -> None:

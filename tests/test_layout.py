@@ -15,6 +15,7 @@ PACKAGE = ROOT / "specbench"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "records", "textsafe", "progress"),
+    ("model_defaults",),
     ("files", "sampling", "measure", "text", "stats", "attention", "checkpoints", "huge_pages"),
     ("siblings",),
     ("lengths.acceptance", "lengths.base", "lengths.costs"),

@@ -26,7 +26,6 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BertConfig,
-    GenerationConfig,
     LlamaConfig,
     MambaConfig,
     Olmo3Config,
@@ -630,13 +629,6 @@ def test_a_scaling_of_one_type_of_layers_counts():
         rope_parameters={"sliding_attention": plain, "full_attention": YARN | {"rope_theta": 10000.0}},
     )
     assert models._context_limit(config) == 256
-
-
-def test_sampling_defaults_are_told():
-    model = tiny_llama()
-    assert wrap_model(model, None).sampling_defaults == {}
-    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_k=20, eos_token_id=3)
-    assert wrap_model(model, None).sampling_defaults == {"do_sample": True, "temperature": 0.6, "top_k": 20}
 
 
 def test_end_ids_come_from_everywhere():

@@ -485,6 +485,16 @@ def test_another_target_never_goes_on(field: str) -> None:
         changes(describe(sweep), other)
 
 
+def test_other_settings_of_the_model_never_go_on() -> None:
+    """Runs from before have none."""
+    old, new = describe(make_sweep()), describe(make_sweep())
+    new["target"] = {**new["target"], "model_defaults": {}}
+    assert changes(old, new) == []
+    new["target"]["model_defaults"] = {"repetition_penalty": 1.1}
+    with pytest.raises(UsageError, match=r"others now \(repetition_penalty\) than in this run \(none\)"):
+        changes(old, new)
+
+
 def test_another_text_of_a_prompt_never_goes_on() -> None:
     asked = prompts(1)
     other = (Prompt(asked[0].id, asked[0].category, ("Something else",)),)

@@ -150,7 +150,7 @@ def run_greedy(setup: DecodingSetup, prompt: Sequence[int], *, plain: bool = Fal
             drafted += seen.record.gamma
             accepted += seen.record.accepted
         for row, context in _rows(seen):
-            tops.append(Top.of(setup.greedy.scores(row.unsqueeze(0), context)[0]))
+            tops.append(Top.of(rules.sampling.scores(row.unsqueeze(0), context)[0]))
             columns.append(Columns.of(len(row)).take(row))
             digests.append(_digest(row))
         tokens += seen.tokens
@@ -258,9 +258,8 @@ def compare_outputs(
     tokens = tuple(
         output.tokens[position] if position < len(output.tokens) else None for output in (first, second)
     )
-    difference = difference_at(
-        position, (tokens[0], tokens[1]), setup.greedy.scores(logits, context)[0], dtype
-    )
+    scores = setup.transforms(prompt, greedy=True).scores(logits, context)[0]
+    difference = difference_at(position, (tokens[0], tokens[1]), scores, dtype)
     seen = [output.top(position) for output in (first, second)]
     explained = difference.numerical_tie and all(
         top is not None and top.allows(tokens, dtype) for top in seen

@@ -64,7 +64,7 @@ class Rules:
         """Those of a run of ``observe``."""
         return cls(
             prompt=len(prompt),
-            sampling=setup.greedy if greedy else setup.sampling,
+            sampling=setup.transforms(prompt, greedy=greedy),
             max_new_tokens=setup.max_new_tokens,
             end_ids=frozenset(setup.end_ids),
             stop=setup.stop,

@@ -48,7 +48,7 @@ class DecodingSetup:
         target: The model whose output is kept.
         drafter: What proposes.
         policy: How much it proposes.
-        sampling: As asked for; greedy runs keep its repetition penalty only.
+        sampling: As asked for; greedy runs keep its repetition penalty and the model's own settings only.
         max_new_tokens: Longest output.
         end_ids: Tokens that end an output.
         stop: Texts that do; they need the tokenizer.
@@ -75,7 +75,13 @@ class DecodingSetup:
     @property
     def greedy(self) -> Sampling:
         """The transforms of greedy decoding."""
-        return Greedy(self.sampling.repetition_penalty)
+        return self.sampling.greedily()
+
+    def transforms(self, prompt: Sequence[int], *, greedy: bool) -> Sampling:
+        """The transforms of the output of a prompt."""
+        limit, room = len(prompt) + self.max_new_tokens, self.target.context_limit
+        limit = limit if room is None else min(limit, room)
+        return (self.greedy if greedy else self.sampling).at(len(prompt), limit, self.end_ids)
 
 
 @dataclass(frozen=True, slots=True)

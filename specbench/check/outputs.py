@@ -185,7 +185,7 @@ def check_output(
         target: Makes one pass over prompt and output (more where the rows of a long output would not fit at once).
         given: The output.
         prompt: Token ids of its prompt.
-        sampling: Its repetition penalty applies.
+        sampling: Its repetition penalty and the model's own settings apply (no forced end: nobody knows the limit).
         end_ids: Tokens behind which nothing may come; none if the outputs ignore them.
         dtype: Whose rounding is the unit of a gap; ``None`` for the logits' own.
 
@@ -195,6 +195,7 @@ def check_output(
     first = first_wrong = None
     ties = wrong = 0
     output = given.token_ids
+    sampling = sampling.at(len(prompt), None, end_ids)
     for position, row in enumerate(clean_rows(target, prompt, output)):
         context = [*prompt, *output[:position]]
         logits = row.unsqueeze(0)

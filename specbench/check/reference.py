@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ class ReferenceSettings:
 
     Attributes:
         repetition_penalty: 1 for none.
+        model_defaults: The model's own settings, as far as they are applied (``ModelDefaults.applied``).
         context_limit: Longest prompt and output together; ``None`` for no limit.
     """
 
@@ -32,11 +33,12 @@ class ReferenceSettings:
     stop: tuple[str, ...] = ()
     tokenizer: Any = None
     repetition_penalty: float = 1.0
+    model_defaults: Mapping[str, Any] = field(default_factory=dict)
     context_limit: int | None = None
 
 
 def reference_output(model: PreTrainedModel, prompt: Sequence[int], settings: ReferenceSettings) -> Output:
-    """What ``generate(do_sample=False)`` answers, with the check's end tokens, penalty and limits and no others.
+    """What ``generate(do_sample=False)`` answers, with the check's end tokens, settings and limits and no others.
 
     Stop strings cut it afterwards, by the rule of the decoding loop: ``generate`` matches them in its own way.
 
@@ -66,7 +68,7 @@ def reference_output(model: PreTrainedModel, prompt: Sequence[int], settings: Re
         max_new_tokens=room,
         eos_token_id=list(settings.end_ids) or None,
         pad_token_id=next(iter(settings.end_ids), 0),
-        repetition_penalty=settings.repetition_penalty,
+        **{**settings.model_defaults, "repetition_penalty": settings.repetition_penalty},
     )
     own = untyped.generation_config
     untyped.generation_config = (

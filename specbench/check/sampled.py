@@ -147,13 +147,13 @@ def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> Exact
     before: Observation | None = None
     for seen in observe(setup, prompt, greedy=False, forcing=True):
         violations += check_observation(seen, before, rules)
-        place = _place(seen, name, setup.sampling)
+        place = _place(seen, name, rules.sampling)
         if place is not None:
             positions.append(place)
         if isinstance(seen.record, Step):
             steps += 1
             acceptances += seen.record.expected_acceptance
-            candidate = _candidate(seen, name, len(output), setup.sampling)
+            candidate = _candidate(seen, name, len(output), rules.sampling)
             if candidate is not None:
                 candidates.append(candidate)
         output += seen.tokens
@@ -245,6 +245,7 @@ def plan_context(
     The first token behind the context decides the number, so that a bias of the stated size is found with 95% power.
     Deeper ones are tested too where they need at most three times as many, and then all get as many as the neediest.
     """
+    sampling = _behind(sampling, candidate.context)
     branches = [Branch((), 1.0, _probabilities(target, sampling, candidate.context))]
     runs, cells = _settle(branches, bias, significance)
     depths = [tuple(cells)]
@@ -279,6 +280,11 @@ def _reached(cells: Sequence[Cells]) -> Iterator[tuple[tuple[int, ...], float]]:
     for each in cells:
         for token, probability in zip(each.tokens, each.probabilities, strict=True):
             yield (*each.branch, token), each.weight * probability
+
+
+def _behind(sampling: Sampling, context: Sequence[int]) -> Sampling:
+    """The transforms of outputs that begin behind a context, as ``sample_context`` decodes them."""
+    return sampling.at(len(context), len(context) + DEPTH, ())
 
 
 def _probabilities(target: MemoScorer, sampling: Sampling, context: Sequence[int]) -> NDArray[np.float64]:
@@ -356,7 +362,7 @@ def sample_context(
             counts[depth][tuple(tokens[:depth])][token] += 1
         if told is not None:
             told(run + 1)
-    impossible = _impossible(target, setup.sampling, context, counts)
+    impossible = _impossible(target, _behind(setup.sampling, context), context, counts)
     tests = []
     for depth, cells in enumerate(plan.depths):
         if not cells:
@@ -385,7 +391,7 @@ def _impossible(
     counts: Sequence[dict[tuple[int, ...], Counter[int]]],
 ) -> set[int]:
     """Depths at which a token came that the transforms rule out."""
-    if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+    if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.defaults):
         return set()
     return {
         depth

@@ -168,6 +168,7 @@ def check(
     top_p: opt.TopPOption = 1.0,
     min_p: opt.MinPOption = 0.0,
     repetition_penalty: opt.RepetitionPenaltyOption = 1.0,
+    model_defaults: opt.ModelDefaultsOption = True,
     seed: opt.SeedOption = 0,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=opt.OUTPUT)
@@ -201,7 +202,9 @@ def check(
 
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         options = LoadOptions(dtype, device, device_map)
-        request = _Request(ctx, target, options, kind, chat, system, allow_pickle, json_output, quiet)
+        request = _Request(
+            ctx, target, options, kind, chat, system, allow_pickle, model_defaults, json_output, quiet
+        )
         job: _DecodingJob | _OutputsJob
         if outputs is not None:
             job = _OutputsJob(request, outputs, sampling, ignore_eos=ignore_eos, limit=limit)
@@ -264,12 +267,19 @@ class _Request:
         chat: bool | None,
         system: str | None,
         allow_pickle: bool,
+        model_defaults: bool,
         json_output: bool,
         quiet: bool,
     ) -> None:
         self.ctx, self.target, self.options, self.cache = ctx, target, options, cache
         self.chat, self.system, self.allow_pickle = chat, system, allow_pickle
-        self.json_output, self.quiet = json_output, quiet
+        self.model_defaults, self.json_output, self.quiet = model_defaults, json_output, quiet
+
+    def applied(self, model: LanguageModel, sampling: Sampling) -> Sampling:
+        """The transforms with the model's own settings, as far as they are to be applied; says which they are."""
+        for line in model.defaults.notes(applied=self.model_defaults):
+            self.note(line)
+        return sampling.with_defaults(model.defaults, model.vocab_size) if self.model_defaults else sampling
 
     def given(self, *names: str) -> list[str]:
         """Those of the named options that stand on the command line."""
@@ -412,6 +422,7 @@ class _DecodingJob:
             )
             make_cache(request.cache, model.model.config)  # refuses what it cannot hold
         self._model = model
+        self.settings["sampling"] = request.applied(model, self.settings["sampling"])
         models = self._load_drafting_models(model, progress)
         prompts = self._encode(model, self.prompts)
         chosen = [
@@ -539,6 +550,7 @@ class _DecodingJob:
             stop=self.settings["stop"],
             tokenizer=model.tokenizer,
             repetition_penalty=self.settings["sampling"].repetition_penalty,
+            model_defaults=model.defaults.applied if self.request.model_defaults else {},
             context_limit=model.context_limit,
         )
         answers = []
@@ -578,6 +590,8 @@ class _DecodingJob:
                 "repetition_penalty": sampling.repetition_penalty
                 if sampling.repetition_penalty != 1
                 else None,
+                "model_defaults": (self.request.model_defaults and target.language_model.defaults.applied)
+                or None,
                 "seed": settings["seed"],
                 "first_target": settings["first_target"],
                 "residual_adjustment": settings["residual_adjustment"],
@@ -664,6 +678,7 @@ class _OutputsJob:
             progress=progress,
             allow_pickle=request.allow_pickle,
         )
+        self.sampling = request.applied(self._target.language_model, self.sampling)
         self._given, self._refused = _fitting(request, self._target, self._lines)
 
     def run(self) -> int:

@@ -93,6 +93,7 @@ def generate(
     top_p: opt.TopPOption = 1.0,
     min_p: opt.MinPOption = 0.0,
     repetition_penalty: opt.RepetitionPenaltyOption = 1.0,
+    model_defaults: opt.ModelDefaultsOption = True,
     seed: opt.SeedOption = 0,
     stream: Annotated[
         bool,
@@ -192,6 +193,10 @@ def generate(
             target_model = load_target(
                 target, load_options, cache=kind, progress=progress, allow_pickle=allow_pickle
             )
+            if model_defaults:
+                sampling = sampling.with_defaults(
+                    target_model.language_model.defaults, target_model.vocab_size
+                )
             if bit_exact:
                 from specbench.bitexact import require_bit_exact
 
@@ -220,6 +225,7 @@ def generate(
                 seed=seed,
                 first_target=first_target,
                 residual_adjustment=not no_residual_adjustment,
+                model_defaults=model_defaults,
             )
             if compare:
                 progress.update("warming up", 0, None)
@@ -301,6 +307,10 @@ class _Job:
             **(self.settings | {"max_new_tokens": limit} | ({"residual_adjustment": True} if plain else {})),
         )
 
+    def applied_defaults(self) -> dict[str, Any]:
+        """The model's own settings that are applied."""
+        return self.target.language_model.defaults.applied if self.settings["model_defaults"] else {}
+
     def warm_up(self, most: int | None) -> None:
         """Let both ways of decoding meet their shapes once, so that neither pays for the first time."""
         for plain in (False, True):
@@ -342,6 +352,7 @@ class _Job:
             "top_p": sampling.top_p if sampling.top_p < 1 else None,
             "min_p": sampling.min_p or None,
             "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
+            "model_defaults": self.applied_defaults() or None,
             "seed": self.settings["seed"],
             "first_target": self.settings["first_target"],
             "stop": list(self.settings["stop"]) or None,
@@ -371,17 +382,10 @@ def _without_effect(ctx: typer.Context, drafter: str, sampling: Sampling) -> lis
 
 def _facts(job: _Job, *, asked_raw: bool) -> list[str]:
     """What the user should know before reading the output."""
-    target, lines = job.target, []
+    target = job.target
+    lines = target.language_model.defaults.notes(applied=job.settings["model_defaults"])
     if not _has_template(target) and not asked_raw:
         lines.append("The model has no chat template: the prompt is continued as raw text.")
-    ignored = {
-        name: value
-        for name, value in target.language_model.sampling_defaults.items()
-        if value is not None and value is not False
-    }
-    if ignored:
-        listed = ", ".join(f"{name} {'on' if value is True else value}" for name, value in ignored.items())
-        lines.append(f"The model's own sampling defaults are not used: {listed}.")
     if not job.settings["residual_adjustment"]:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
     if not target.packed and target.dtype != "int8" and target.scorer.device.type == "cpu":
@@ -542,7 +546,9 @@ def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
     parted = [(fast, slow) for fast, slow in both if fast != slow]
     found |= {"identical": not parted, "differing_repeats": len(parted)}
     if parted:
-        difference = find_difference(job.target.scorer, job.prompt, *parted[0], job.sampling)
+        limit, end_ids = len(job.prompt) + job.max_new_tokens, job.target.end_ids
+        transforms = job.sampling.at(len(job.prompt), limit, () if job.settings["ignore_eos"] else end_ids)
+        difference = find_difference(job.target.scorer, job.prompt, *parted[0], transforms)
         assert difference is not None
         texts = [None if token is None else job.piece(token) for token in difference.tokens]
         found["difference"] = {**asdict(difference), "texts": texts}

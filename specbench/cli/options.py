@@ -43,6 +43,7 @@ __all__ = [
     "LengthPolicyOption",
     "MaxNewTokensOption",
     "MinPOption",
+    "ModelDefaultsOption",
     "PickleOption",
     "PromptFile",
     "RepetitionPenaltyOption",
@@ -333,6 +334,15 @@ FirstTargetOption = Annotated[
 ]
 IgnoreEosOption = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on behind end tokens.", rich_help_panel=DECODING)
+]
+
+ModelDefaultsOption = Annotated[
+    bool,
+    typer.Option(
+        "--model-defaults/--no-model-defaults",
+        help="Apply what the model's generation_config.json asks for beside sampling, such as suppressed tokens.",
+        rich_help_panel=DECODING,
+    ),
 ]
 
 TemperatureOption = Annotated[

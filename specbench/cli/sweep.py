@@ -148,6 +148,7 @@ def sweep(
     ] = None,
     max_new_tokens: opt.MaxNewTokensOption = 48,
     ignore_eos: opt.IgnoreEosOption = False,
+    model_defaults: opt.ModelDefaultsOption = True,
     repeats: Annotated[
         int,
         typer.Option("--repeats", "-r", metavar="N", help="Of everything.", rich_help_panel=_EXPERIMENT),
@@ -300,6 +301,7 @@ def sweep(
         costs=options.costs,
         keep_policy_state=keep_policy_state,
         bit_exact=bit_exact,
+        model_defaults=model_defaults,
     )
     sources = _sources(engine_options, named, category or [], limit)
     folder = _folder(out, sources, options, resume=resume, retry_failed=retry_failed)
@@ -316,6 +318,7 @@ def sweep(
         check_engine(engine_options, progress)
         RunStore.check_writable(folder)
         engine = load_engine(engine_options, progress)
+    notes += engine.target.language_model.defaults.notes(applied=model_defaults)
     configs = build_configs(options, list(engine.drafters), engine.fingerprints)
     _check_costs(options, engine)
     job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)

@@ -59,7 +59,7 @@ class ModelDrafter:
     ) -> Draft:
         """Draft token by token; nothing once the context is behind the model's own limit or holds ids it lacks."""
         limit = policy.begin(max(0, min(room, self._room(context))))
-        plain_greedy = sampling.greedy and sampling.repetition_penalty == 1.0
+        plain_greedy = sampling.greedy and not sampling.looks_back
         if self.scorer.device.type in _READ_LATE and policy.unconditional and plain_greedy:
             return self._propose_unread(context, limit)
         draft = Draft(logits=[], passes=0)

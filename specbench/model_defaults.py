@@ -1,0 +1,204 @@
+"""What a model's ``generation_config.json`` asks for: what is a function of the context is applied, the rest is told.
+
+The logits processors are those of ``transformers``, in its order, one row at a time in the context that row stands
+behind. Target and drafter get the same ones, so p and q are transformed alike and decoding stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from specbench.errors import UsageError
+
+__all__ = ["ContextRules", "ModelDefaults"]
+
+APPLIED = (
+    "sequence_bias",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "min_length",
+    "min_new_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+"""Settings that change logits by the context alone."""
+
+NOT_USED = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "top_h",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "num_beams",
+    "penalty_alpha",
+    "dola_layers",
+    "guidance_scale",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "watermarking_config",
+    "force_words_ids",
+    "constraints",
+    "stop_strings",
+    "token_healing",
+    "max_time",
+)
+"""Settings that would change outputs too: how tokens are chosen is up to the user, the rest needs more than logits."""
+
+NEUTRAL = {"repetition_penalty": 1.0, "num_beams": 1}
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDefaults:
+    """The settings of generation that a model's own file carries.
+
+    Attributes:
+        applied: Those that are functions of the context, by their names in ``transformers``, as JSON has them.
+        unused: Those that would change outputs and are not used.
+    """
+
+    applied: dict[str, Any] = field(default_factory=dict)
+    unused: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, generation_config: Any) -> ModelDefaults:
+        """Those of a ``GenerationConfig``, ``None`` for none."""
+        applied = {name: _plain(value) for name, value in _active(generation_config, APPLIED)}
+        return cls(applied, {name: _plain(value) for name, value in _active(generation_config, NOT_USED)})
+
+    def notes(self, *, applied: bool) -> list[str]:
+        """What a user should know of them, a sentence each."""
+        used = self.applied if applied else {}
+        unused = self.unused if applied else self.applied | self.unused
+        lines = []
+        if used:
+            lines.append(
+                f"The model's own settings are applied: {_listed(used)} (--no-model-defaults leaves them out)."
+            )
+        if unused:
+            lines.append(f"The model's own settings are not used: {_listed(unused)}.")
+        return lines
+
+
+def _active(config: Any, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
+    """The settings that differ from doing nothing. (The id 0 of a forced token does something.)"""
+    for name in names:
+        value = getattr(config, name, None)
+        nothing = value is None if name.startswith("forced_") else not value or value == NEUTRAL.get(name)
+        if not nothing:
+            yield name, value
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it: a dict with tuples for keys becomes a list of pairs."""
+    if isinstance(value, dict):
+        return [[_plain(key), each] for key, each in value.items()]
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    """Names and values, of long values the name alone."""
+    said = {name: "on" if value is True else value for name, value in settings.items()}
+    return ", ".join(
+        f"{name} {value}" if isinstance(value, int | float | str) else name for name, value in said.items()
+    )
+
+
+class ContextRules:
+    """The applied settings of one output: they have to know its prompt's length, its limit and its end tokens.
+
+    Args:
+        applied: See ``ModelDefaults``.
+        repetition_penalty: In place of the settings' own; 1 for none.
+        prompt: Length of the prompt.
+        limit: The most tokens that prompt and output may have; ``None`` if nobody knows, and then no end is forced.
+        end_ids: What ends the output.
+    """
+
+    def __init__(
+        self,
+        applied: dict[str, Any],
+        repetition_penalty: float,
+        prompt: int,
+        limit: int | None,
+        end_ids: Iterable[int],
+    ) -> None:
+        self._applied, self._penalty = applied, repetition_penalty
+        self._prompt, self._limit, self._end_ids = prompt, limit, sorted(end_ids)
+        self._made: dict[torch.device, list[Processor]] = {}
+
+    def __call__(
+        self, scores: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """Transformed scores, float32 [rows, vocab]; for the arguments see ``Sampling.scores``."""
+        device = scores.device
+        if device not in self._made:
+            self._made[device] = self._processors(device)
+        ids = torch.tensor([[*context, *drafted]], device=device)
+        before_drafts = ids.shape[1] - len(scores) + 1
+        rows = []
+        for place in range(len(scores)):
+            row = scores[place : place + 1]
+            for processor in self._made[device]:
+                row = processor(ids[:, : before_drafts + place], row)
+            rows.append(row)
+        return torch.cat(rows)
+
+    def _processors(self, device: torch.device) -> list[Processor]:
+        import transformers as hf
+
+        own, made = self._applied, list[Any]()
+        ends = torch.tensor(self._end_ids, device=device) if self._end_ids else None
+        least = self._prompt + own["min_new_tokens"] if "min_new_tokens" in own else own.get("min_length")
+        if "sequence_bias" in own:
+            made.append(hf.SequenceBiasLogitsProcessor(own["sequence_bias"]))
+        if self._penalty != 1.0:
+            made.append(hf.RepetitionPenaltyLogitsProcessor(float(self._penalty)))
+        if "no_repeat_ngram_size" in own:
+            made.append(hf.NoRepeatNGramLogitsProcessor(own["no_repeat_ngram_size"]))
+        if "bad_words_ids" in own:
+            made.append(hf.NoBadWordsLogitsProcessor(own["bad_words_ids"], ends))
+        if least is not None and ends is not None:
+            made.append(hf.MinLengthLogitsProcessor(least, ends, device=str(device)))
+        if "forced_bos_token_id" in own:
+            made.append(hf.ForcedBOSTokenLogitsProcessor(own["forced_bos_token_id"]))
+        if "forced_eos_token_id" in own and self._limit is not None:
+            forced = own["forced_eos_token_id"]
+            made.append(hf.ForcedEOSTokenLogitsProcessor(self._limit, forced, device=str(device)))
+        if "exponential_decay_length_penalty" in own and ends is not None:
+            decay = tuple(own["exponential_decay_length_penalty"])
+            made.append(hf.ExponentialDecayLengthPenalty(decay, ends, self._prompt))
+        if "suppress_tokens" in own:
+            made.append(hf.SuppressTokensLogitsProcessor(own["suppress_tokens"], device=str(device)))
+        if "begin_suppress_tokens" in own:
+            begin = self._prompt + (self._prompt <= 1 and "forced_bos_token_id" in own)
+            suppressed = own["begin_suppress_tokens"]
+            made.append(hf.SuppressTokensAtBeginLogitsProcessor(suppressed, begin, device=str(device)))
+        return made
+
+    def try_out(self, vocab_size: int) -> None:
+        """Apply them once.
+
+        Raises:
+            UsageError: They are damaged, or hold tokens that the model lacks.
+        """
+        try:
+            self(torch.zeros(1, vocab_size), [0] * 4)
+        except Exception as error:  # values of any kind, and processors check theirs in many ways
+            raise UsageError(
+                f"The model's own generation settings cannot be applied: {str(error).splitlines()[0]}.",
+                "Leave them out with --no-model-defaults.",
+            ) from error

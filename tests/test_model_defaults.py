@@ -1,0 +1,276 @@
+"""What a model's generation_config.json asks for, against ``generate`` of transformers with the same file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_llama
+from transformers import GenerationConfig, PreTrainedModel
+
+from specbench.check.observe import DecodingSetup
+from specbench.check.reference import ReferenceSettings, reference_output
+from specbench.check.sampled import check_exact
+from specbench.cli import run
+from specbench.errors import UsageError
+from specbench.generate import speculative_generate
+from specbench.lengths import FixedLength, build_policy
+from specbench.loading import load_drafter, wrap_target
+from specbench.model_defaults import ModelDefaults
+from specbench.models import wrap_model
+from specbench.sampling import Sampling
+
+PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 24
+
+
+def answer(model: Any, prompt: list[int], **settings: Any) -> list[int]:
+    """What `generate` says with the model's own file and these settings."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0, **settings
+        )
+    return list(output[0, len(prompt) :].tolist())
+
+
+def usual() -> list[int]:
+    return answer(tiny_llama(), PROMPT)
+
+
+FIRST, SECOND, THIRD, *_ = USUAL = usual()
+SETTINGS: dict[str, dict[str, Any]] = {
+    "suppress": {"suppress_tokens": [SECOND, THIRD]},
+    "begin": {"begin_suppress_tokens": [FIRST]},
+    "bad words": {"bad_words_ids": [[SECOND], [FIRST, 9], USUAL[2:4]], "eos_token_id": 9},
+    "bias": {"sequence_bias": [[[SECOND], -20.0], [[FIRST, 11], 30.0], [[11], 2.0]]},
+    "at least": {"eos_token_id": [USUAL[4], 3], "min_new_tokens": 12},
+    "at least, with the prompt": {"eos_token_id": USUAL[4], "min_length": len(PROMPT) + 9},
+    "forced end": {"eos_token_id": 3, "forced_eos_token_id": 3},
+    "forced end that is none": {"forced_eos_token_id": [3, 4]},
+    "penalty": {"repetition_penalty": 1.8},
+    "no repeats": {"no_repeat_ngram_size": 1},
+    "decay": {"eos_token_id": 3, "exponential_decay_length_penalty": (4, 1.6)},
+    "several": {
+        "sequence_bias": [[[SECOND], 3.0], [[FIRST, SECOND], -4.0]],
+        "repetition_penalty": 1.5,
+        "no_repeat_ngram_size": 2,
+        "suppress_tokens": [THIRD],
+        "begin_suppress_tokens": [FIRST],
+        "eos_token_id": [3],
+        "min_new_tokens": 5,
+        "forced_eos_token_id": 3,
+    },
+}
+
+
+def model_with(settings: dict[str, Any]) -> PreTrainedModel:
+    model = tiny_llama()
+    model.generation_config = GenerationConfig(**settings)
+    return model
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "ngram", "self:int8", "self:layers=1"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_greedy_outputs_are_those_of_generate(name: str, drafter: str) -> None:
+    model = model_with(SETTINGS[name])
+    expected = answer(model, PROMPT)
+    assert expected != USUAL, "the settings change nothing: the test shows nothing"
+    target = wrap_target(model, pack=False)
+    for policy in (FixedLength(4), build_policy("heuristic")):
+        result = speculative_generate(
+            PROMPT, target, load_drafter(drafter, target), policy=policy, max_new_tokens=NEW
+        )
+        assert list(result.token_ids) == expected
+    cut = speculative_generate(
+        PROMPT, target, None, max_new_tokens=NEW, ignore_eos=True, model_defaults=False
+    )
+    assert list(cut.token_ids) == USUAL
+
+
+def test_a_forced_beginning_of_a_single_token() -> None:
+    model = model_with({"forced_bos_token_id": 0, "begin_suppress_tokens": [FIRST]})
+    expected = answer(model, [5])
+    assert expected[0] == 0
+    target = wrap_target(model, pack=False)
+    for drafter in ("none", "self:int8"):
+        for first_target in (True, False):
+            result = speculative_generate(
+                [5], target, load_drafter(drafter, target), max_new_tokens=NEW, first_target=first_target
+            )
+            assert list(result.token_ids) == expected
+
+
+def test_siblings_are_left_out() -> None:
+    """Their logits follow another context than the draft's."""
+    model = model_with(SETTINGS["no repeats"])
+    expected = answer(model, PROMPT)
+    target = wrap_target(model, pack=False)
+    policy = build_policy("fixed", gamma=3, siblings=4)
+    assert policy.most_siblings == 4
+    result = speculative_generate(
+        PROMPT, target, load_drafter("self:int8", target), policy=policy, max_new_tokens=NEW
+    )
+    assert list(result.token_ids) == expected
+    assert not any(step.siblings for step in result.steps)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_distributions_are_those_of_generate(name: str) -> None:
+    """All rows of one pass, each in its own context."""
+    model: Any = model_with(SETTINGS[name])
+    ids = torch.tensor([PROMPT])
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        sampled = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.3, top_k=40, top_p=0.95,
+            max_new_tokens=NEW, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+            output_logits=True,
+        )  # fmt: skip
+    logits, tokens = torch.cat(sampled.logits), sampled.sequences[0, len(PROMPT) :].tolist()
+    before = logits.clone()
+    known = wrap_model(model, None)
+    sampling = Sampling(temperature=1.3, top_k=40, top_p=0.95).with_defaults(known.defaults, known.vocab_size)
+    sampling = sampling.at(len(PROMPT), len(PROMPT) + NEW, known.end_ids)
+    p = sampling.probabilities(logits, PROMPT, tokens[:-1])
+    torch.testing.assert_close(p, torch.cat(sampled.scores).softmax(-1), rtol=1e-5, atol=1e-7)
+    assert torch.equal(logits, before), "the logits were written to"
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "self:int8"])
+def test_sampled_outputs_are_exact(drafter: str) -> None:
+    model = model_with(SETTINGS["several"])
+    target = wrap_target(model, pack=False)
+    sampling = Sampling(temperature=1.0).with_defaults(target.language_model.defaults, target.vocab_size)
+    setup = DecodingSetup(
+        target.scorer, load_drafter(drafter, target), FixedLength(3), sampling, NEW, target.end_ids
+    )
+    case = check_exact(setup, "a", PROMPT)
+    assert case.sound, case.positions
+    assert not case.violations
+    assert len(case.positions) > 5
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_checks_reference_has_them_too(name: str) -> None:
+    model = model_with(SETTINGS[name])
+    known = wrap_model(model, None)
+    settings = ReferenceSettings(
+        NEW,
+        known.end_ids,
+        repetition_penalty=known.defaults.applied.get("repetition_penalty", 1.0),
+        model_defaults=known.defaults.applied,
+    )
+    assert list(reference_output(model, PROMPT, settings).tokens) == answer(model, PROMPT)
+
+
+# -- what is told, and what is refused -------------------------------------------------------------
+
+
+def test_what_is_applied_and_what_is_not() -> None:
+    settings = {
+        "do_sample": True, "temperature": 0.6, "top_k": 20, "num_beams": 1, "suppress_tokens": [1, 2],
+        "repetition_penalty": 1.1, "sequence_bias": {(1, 2): -1.0}, "forced_eos_token_id": 0, "eos_token_id": 3,
+        "no_repeat_ngram_size": 0, "guidance_scale": 2.0, "max_new_tokens": 7,
+    }  # fmt: skip
+    defaults = ModelDefaults.of(GenerationConfig(**settings))
+    assert defaults.applied == {
+        "sequence_bias": [[[1, 2], -1.0]],
+        "repetition_penalty": 1.1,
+        "forced_eos_token_id": 0,
+        "suppress_tokens": [1, 2],
+    }
+    assert json.loads(json.dumps(defaults.applied)) == defaults.applied
+    assert defaults.unused == {"do_sample": True, "temperature": 0.6, "top_k": 20, "guidance_scale": 2.0}
+    assert defaults.notes(applied=True) == [
+        "The model's own settings are applied: sequence_bias, repetition_penalty 1.1, forced_eos_token_id 0,"
+        " suppress_tokens (--no-model-defaults leaves them out).",
+        "The model's own settings are not used: do_sample on, temperature 0.6, top_k 20, guidance_scale 2.0.",
+    ]
+    assert len(defaults.notes(applied=False)) == 1
+    assert (
+        ModelDefaults.of(GenerationConfig()).notes(applied=True)
+        == ModelDefaults.of(None).notes(applied=True)
+        == []
+    )
+
+
+def test_a_penalty_of_ones_own_goes_before_the_models() -> None:
+    defaults = ModelDefaults({"repetition_penalty": 1.5})
+    assert Sampling().with_defaults(defaults, 9) == Sampling(repetition_penalty=1.5)
+    assert Sampling(repetition_penalty=1.2).with_defaults(defaults, 9) == Sampling(repetition_penalty=1.2)
+    assert not Sampling().with_defaults(ModelDefaults(), 9).looks_back
+    assert Sampling().with_defaults(ModelDefaults({"suppress_tokens": [1]}), 9).looks_back
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"suppress_tokens": "all"},
+        {"sequence_bias": [[[10**6], 1.0]]},
+        {"no_repeat_ngram_size": 1.5},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": "high"},
+        {"min_length": "long"},
+    ],
+)
+def test_damaged_settings_are_refused_by_name_of_the_way_out(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="own generation settings cannot be applied") as caught:
+        Sampling().with_defaults(ModelDefaults(settings), 64)
+    assert "--no-model-defaults" in str(caught.value.hint)
+    assert "\n" not in caught.value.message
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder whose file asks for something."""
+    save_tiny(tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps({"suppress_tokens": [SECOND, THIRD], "no_repeat_ngram_size": 1, "top_k": 7}))
+    return tmp_path / "model"
+
+
+COMMON = ["--dtype", "float32", "--device", "cpu", "--ignore-eos", "-n", "16"]
+
+
+def test_the_command_line_applies_them_and_can_leave_them_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "the and the", "--target", str(folder), *COMMON, "--drafter", "lookup", "--json"]
+
+    def tokens(*more: str) -> tuple[list[int], dict[str, Any], str]:
+        assert run([*words, *more]) == 0
+        said = capsys.readouterr()
+        figures = json.loads(said.out)
+        return figures["token_ids"], figures["options"], said.err
+
+    applied, options, said = tokens()
+    assert options["model_defaults"] == {"no_repeat_ngram_size": 1, "suppress_tokens": [SECOND, THIRD]}
+    assert "settings are applied: no_repeat_ngram_size 1, suppress_tokens" in said
+    assert "settings are not used: top_k 7." in said
+    plain, options, said = tokens("--no-model-defaults")
+    assert options["model_defaults"] is None
+    assert "not used: no_repeat_ngram_size 1, suppress_tokens, top_k 7." in said
+    assert applied != plain
+    (folder / "generation_config.json").write_text("{}")
+    assert tokens()[0] == plain
+
+
+def test_check_compares_with_generate_under_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "check",
+        "--target",
+        str(folder),
+        *COMMON,
+        "--limit",
+        "1",
+        "--drafter",
+        "self:layers=1",
+        "--json",
+    ]
+    assert run(words) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["options"]["model_defaults"]["no_repeat_ngram_size"] == 1
+    assert figures["verdict"] == "identical"
