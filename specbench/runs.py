@@ -19,7 +19,7 @@ from specbench.grid import Sweep, SweepOptions, turns_of
 if TYPE_CHECKING:
     from specbench.prompts import Prompt
 
-__all__ = ["changes", "command_line", "describe_run", "merge_runs", "now"]
+__all__ = ["changes", "command_line", "describe_run", "merge_runs", "now", "option_changes"]
 
 
 def describe_run(
@@ -149,14 +149,31 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     pairs: list[tuple[str, Any, Any]] = [("specbench", old["specbench"], new["specbench"])]
     pairs += [(name, old["environment"].get(name), new["environment"].get(name)) for name in _SAME_MACHINE]
     pairs.append(("device", old["target"].get("device"), new["target"].get("device")))
+    pairs += _options(old, new)
+    ids = [[prompt["id"] for prompt in run["prompts"]] for run in (old, new)]
+    pairs.append(("prompts", ids[0], ids[1]))
+    return _differing(pairs)
+
+
+def option_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """In which options a stored run differs from one that is asked for: "option name: then → now".
+
+    Args:
+        old, new: Of both only ``options`` is read.
+    """
+    return _differing(_options(old, new))
+
+
+def _options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     names = dict.fromkeys([*old["options"], *new["options"]])
     defaults = asdict(SweepOptions())  # for options that a run from before does not know
-    pairs += [
+    return [
         (f"option {name}", old["options"].get(name, defaults.get(name)), new["options"].get(name))
         for name in names
     ]
-    ids = [[prompt["id"] for prompt in run["prompts"]] for run in (old, new)]
-    pairs.append(("prompts", ids[0], ids[1]))
+
+
+def _differing(pairs: Sequence[tuple[str, Any, Any]]) -> list[str]:
     return [f"{name}: {_shown(then)} → {_shown(now)}" for name, then, now in pairs if then != now]
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specbench.records import Step
 
 __all__ = [
+    "Begun",
     "CellDone",
     "CellStarted",
     "CostsDone",
@@ -43,6 +44,19 @@ COST_ROUNDS = 12
 
 WARMUP_TOKENS = 16
 """Tokens of a warm-up: enough to meet every shape of pass once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What there is to measure is known.
+
+    Attributes:
+        rows: Measured generations of the plan that are stored already, as lines of ``generations.jsonl``.
+        total: Measured generations of the plan.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +96,7 @@ class CostsDone:
     error: str | None = None
 
 
-Event = CellStarted | CellDone | CostsDone
+Event = Begun | CellStarted | CellDone | CostsDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +191,8 @@ def run_sweep(
         left, sweep.options.max_new_tokens / min(WARMUP_TOKENS, sweep.options.max_new_tokens)
     )
     failed = 0
+    planned = {cell.key for cell in cells if not cell.warmup} & done
+    tell(Begun([row for row in store.rows() if key_of(row) in planned], total))
 
     def run(cell: Cell, count: int) -> None:
         nonlocal failed

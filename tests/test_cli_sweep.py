@@ -25,8 +25,8 @@ from specbench.answer import find_answers
 from specbench.cli import run
 from specbench.cli.sweep_display import SweepDisplay, duration, show_answer
 from specbench.errors import RunError
-from specbench.store import load_results, read_run
-from specbench.sweep import run_sweep
+from specbench.store import RunStore, load_results, read_run
+from specbench.sweep import Event, run_sweep
 
 Sweep = Callable[..., tuple[int, str, str]]
 
@@ -175,21 +175,36 @@ def test_a_stopped_sweep_goes_on(sweep: Sweep, tmp_path: Path, monkeypatch: pyte
         code, out, err = sweep()
     assert code == 130
     (folder,) = (tmp_path / "results").iterdir()
-    assert f"Interrupted. 2 generations are in results/{folder.name}" in err
+    assert f"Interrupted. 2 of 6 generations are in results/{folder.name}" in err
     assert f"--out results/{folder.name} --resume" in err
     assert "plain" in out  # the table so far
     assert read_run(folder)["finished"] is None
 
     code, out, err = sweep("--resume")  # finds the unfinished run by itself
     assert code == 0, err
-    assert f"Going on with results/{folder.name}: 4 generations are there." in err
+    assert f"Going on with results/{folder.name}: 2 of 6 generations are there." in err
+    assert "3 of 6 generations, " in err
     assert len(load_results(folder)) == 6
     assert len(list((tmp_path / "results").iterdir())) == 1
 
     refused(sweep("--out", folder), 2, "holds results already", "Add --resume")
     assert sweep("--out", folder, "--resume")[0] == 0
+    refused(sweep("--resume"), 2, f"in results/: results/{folder.name} holds it finished.")
     assert sweep()[0] == 0
     assert len(list((tmp_path / "results").iterdir())) == 2
+
+
+def test_resuming_without_a_run_of_this_sweep_is_refused(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specbench.engine, "load_engine", lambda *_: pytest.fail("loaded"))
+    refused(sweep("--resume"), 2, "no unfinished run of this sweep in results/. Name", "--out")
+    with new_store(tmp_path / "results" / "other", make_sweep()):
+        pass
+    refused(
+        sweep("--resume"), 2, "results/other is unfinished, but of another sweep (option ", "gammas: 1, 2 → 2"
+    )
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["other"]
 
 
 def test_resuming_begins_where_there_is_nothing(sweep: Sweep, tmp_path: Path) -> None:
@@ -430,6 +445,31 @@ def test_on_a_terminal_it_shows_progress_and_the_table_so_far(tmp_path: Path) ->
     assert rows["d γ=2"][2] == "8"
     assert "warming up" in out.getvalue()
     assert "many-0 turn 2 · repeat 1 of 2" in out.getvalue()
+
+
+def test_what_is_stored_is_shown_from_the_beginning(tmp_path: Path) -> None:
+    sweep = make_sweep(prompts(2), gammas=(1,), repeats=2)
+    engine = ScriptedEngine(
+        fails=lambda c, p: KeyboardInterrupt() if len(engine.calls) == 7 else None  # two of them warm up
+    )
+    with new_store(tmp_path, sweep) as store, pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, store, engine)
+    console = Console(file=StringIO(), width=80, height=30, force_terminal=True, color_system=None)
+    pictures = []
+
+    def handle(event: Event) -> None:
+        display.handle(event)
+        with console.capture() as capture:
+            console.print(display._picture())
+        pictures.append(capture.get())
+
+    with RunStore.open(tmp_path) as store, SweepDisplay(sweep, console) as display:
+        run_sweep(sweep, store, ScriptedEngine(), on_event=handle)
+    counts = [int(found[1]) for picture in pictures if (found := re.search(r"(\d+)/8", picture))]
+    assert counts[0] == 4
+    assert counts == sorted(counts)
+    assert counts[-1] == 8
+    assert re.search(r"plain +100\.0 +1\.00 +2 *\n", pictures[0])
 
 
 def test_quiet_shows_nothing(tmp_path: Path) -> None:

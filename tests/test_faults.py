@@ -172,7 +172,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sweep_words(models: Path, out: Path) -> list[object]:
     return [
-        "sweep", "--target", models / "tiny", "--dtype", "float32", "--device", "cpu", "--gamma", "1..2",
+        "sweep", "--target", models / "tiny", "--dtype", "float32", "--device", "cpu",
+        "--length-policy", "fixed", "--gamma", "1..2",
         "--drafter", "lookup", "--prompts", models / "prompts.jsonl", "-n", 24, "--repeats", 2, "--ignore-eos",
         "--quiet", "--out", out,
     ]  # fmt: skip

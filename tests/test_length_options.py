@@ -538,7 +538,7 @@ def test_the_costs_of_a_sweep_are_those_of_another(call: Call, tmp_path: Path, m
         (("--length-policy", "auto", "--length-policy", "auto:max=16"), ("rule auto is given twice",)),
         (("--egag",), ("rule egag reads the drafter's distribution, and lookup has none",)),
         (("--length-policy", "fixed", "--gamma-max", 4), ("rule fixed has no option --gamma-max",)),
-        (("--costs", "mine.jsonl"), ("--costs is for the rule auto", "Add --length-policy auto")),
+        (("-t", 0.8, "--costs", "mine.jsonl"), ("--costs is for the rule auto", "Add --length-policy auto")),
         (("--length-policy", "auto", "--costs", "mine.jsonl"), ("not of the form expected",)),
         (("--length-policy", "auto", "--costs", "none.json"), ("The costs cannot be read",)),
     ],

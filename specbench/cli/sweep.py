@@ -196,7 +196,8 @@ def sweep(
         bool,
         typer.Option(
             "--resume",
-            help="Go on with the results in --out (or the newest unfinished ones of this sweep), or begin.",
+            help="Go on with the results in --out, or begin there; without --out with the newest unfinished run of this"
+            " sweep in results/.",
             rich_help_panel=_RESULTS,
         ),
     ] = False,
@@ -323,7 +324,7 @@ def sweep(
     _check_costs(options, engine)
     job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)
     with job.open_store(sources, accept_changes=accept_changes) as store:
-        job.say_at_start(start, found=len(store.done_keys()), notes=notes)
+        job.say_at_start(start, job.found(store, retry_failed=retry_failed), notes)
         code = job.run(store, retry_failed=retry_failed)
     if code:
         raise typer.Exit(code)
@@ -414,24 +415,45 @@ def _folder(
     out: Path | None, sources: dict[str, Any], options: SweepOptions, *, resume: bool, retry_failed: bool
 ) -> Path:
     """The folder of the run: the given one, with ``--resume`` the newest unfinished run like this one, or a new one."""
-    import json
     import re
-    from dataclasses import asdict
     from datetime import UTC, datetime
 
-    from specbench.store import RunStore, stored_runs
+    from specbench.store import RunStore
 
     if out is not None:
         return out
     if resume:
-        wanted = json.loads(json.dumps({**sources, **asdict(options)}))
-        for path, run in stored_runs(_FOLDER):
-            if run["options"] == wanted and (retry_failed or not run.get("finished")):
-                return path
+        return _resumed(sources, options, retry_failed=retry_failed)
     target = re.sub(r"[^\w.-]+", "-", sources["target"]).strip("-.") or "model"
     name = f"{datetime.now(UTC).astimezone():%Y-%m-%d}-{target}"
     numbers = ("", *(f"-{number}" for number in range(2, 10_000)))
     return next(_FOLDER / (name + end) for end in numbers if not RunStore.exists(_FOLDER / (name + end)))
+
+
+def _resumed(sources: dict[str, Any], options: SweepOptions, *, retry_failed: bool) -> Path:
+    """The newest unfinished run like this one; with ``retry_failed`` a finished one will do."""
+    import json
+    from dataclasses import asdict
+
+    from specbench.errors import UsageError
+    from specbench.runs import option_changes
+    from specbench.store import stored_runs
+
+    wanted = {"options": json.loads(json.dumps({**sources, **asdict(options)}))}
+    other = ""
+    for path, run in stored_runs(_FOLDER):
+        differing = option_changes(run, wanted)
+        unfinished = not run.get("finished")
+        if not differing and (retry_failed or unfinished):
+            return path
+        if not differing:
+            other = other or f"{path} holds it finished"
+        elif unfinished:
+            other = other or f"{path} is unfinished, but of another sweep ({'; '.join(differing)})"
+    raise UsageError(
+        f"There is no unfinished run of this sweep in {_FOLDER}/{f': {other}' if other else ''}.",
+        "Name the run to go on with by --out, or leave --resume out to begin.",
+    )
 
 
 def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path) -> None:
@@ -518,7 +540,13 @@ class _Job:
             raise
         return store
 
-    def say_at_start(self, start: Any, found: int, notes: Sequence[str]) -> None:
+    def found(self, store: RunStore, *, retry_failed: bool) -> str:
+        """How many of the generations that are to be measured are stored; empty if none is."""
+        wanted = {cell.key for cell in self.sweep.plan() if not cell.warmup}
+        count = len(wanted & store.done_keys(retry_failed=retry_failed))
+        return f"{count} of {len(wanted)} generations are" if count else ""
+
+    def say_at_start(self, start: Any, found: str, notes: Sequence[str]) -> None:
         """What the machine is like, what is not measured, and what is there already."""
         from specbench.advice import at_start
 
@@ -527,7 +555,7 @@ class _Job:
         for warning in at_start(start):
             self._warn(warning)
         if found and not self.quiet:
-            self._say(f"Going on with {self.folder}: {found} generations are there.")
+            self._say(f"Going on with {self.folder}: {found} there.")
 
     def run(self, store: RunStore, *, retry_failed: bool) -> int:
         """Measure; show and write what there is then, whether it came to its end or not. The exit code."""
@@ -549,17 +577,16 @@ class _Job:
             except KeyboardInterrupt:
                 interrupted = True
         frame = load_results(self.folder)
-        measured = len(frame) if (frame["status"] == "ok").any() else 0
         try:
-            if measured:
+            if (frame["status"] == "ok").any():
                 self._summarise(frame)
         finally:  # also when nobody takes the table
             for warning in warnings:
                 self._warn(warning)
             if interrupted:
                 self._say(
-                    f"Interrupted. {measured} generations are in {self.folder}; to go on, run the same command with"
-                    f" --out {self.folder} --resume."
+                    f"Interrupted. {self.found(store, retry_failed=retry_failed) or 'No generations are'} in"
+                    f" {self.folder}; to go on, run the same command with --out {self.folder} --resume."
                 )
             else:
                 self._say(f"Results are in {self.folder}: summary.csv, summary.md and every generation.")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specbench.grid import Config, Sweep
-from specbench.sweep import CellDone, CellStarted, CostsDone, Event
+from specbench.sweep import Begun, CellDone, CellStarted, CostsDone, Event
 from specbench.tables import spelled_out
 from specbench.textsafe import terminal_safe
 
@@ -84,6 +84,10 @@ class SweepDisplay:
             self._now = self._describe(event)
         elif isinstance(event, CellDone):
             self._take(event)
+        elif isinstance(event, Begun):
+            self._done, self._total = len(event.rows), event.total
+            for row in event.rows:
+                self._take_row(row)
         else:
             self._take_costs(event)
         if self._quiet:
@@ -102,10 +106,12 @@ class SweepDisplay:
 
     def _take(self, event: CellDone) -> None:
         self._done, self._total, self._left = event.done, event.total, event.seconds_left
-        if event.cell.warmup:
-            return
-        if event.row["status"] == "ok":
-            self._speeds.add(event.row)
+        if not event.cell.warmup:
+            self._take_row(event.row)
+
+    def _take_row(self, row: Mapping[str, Any]) -> None:
+        if row["status"] == "ok":
+            self._speeds.add(row)
         else:
             self._failed += 1
 
