@@ -383,6 +383,20 @@ MUTANTS = (
         ("tests/test_bitexact.py", "-k", "edge"),
     ),
     Mutant(
+        "an int8 target gets passes that depend on their width",
+        "loading.py",
+        '            return "preallocated"\n',
+        '            return "dynamic"\n',
+        ("tests/test_bitexact.py", "-k", "int8"),
+    ),
+    Mutant(
+        "ties of an int8 target are counted in units of the logits' own dtype",
+        "parity.py",
+        "scores(logits, context)[0], target.rounding)",
+        "scores(logits, context)[0], logits.dtype)",
+        ("tests/test_check.py", "-k", "tie_needs"),
+    ),
+    Mutant(
         "a single row in half precision is taken at its word",
         "packing.py",
         "    if dtype != torch.float32:\n        return True\n",

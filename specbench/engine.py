@@ -511,7 +511,7 @@ class EngineOptions:
         target: The target's spec.
         drafters: Specs of drafters.
         target_options, drafter_options: How their weights are loaded; ``None`` for the defaults.
-        cache: Kind of key/value cache.
+        cache: Kind of key/value cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
         reference: Whether to load the target a second time, for ``transformers``' own ``generate``.
         assistants: Whether to load drafter models a second time, for its assisted generation.
         allow_pickle: Load pickled weights if there are no others.
@@ -523,7 +523,7 @@ class EngineOptions:
     drafters: tuple[str, ...] = ()
     target_options: LoadOptions | None = None
     drafter_options: LoadOptions | None = None
-    cache: CacheKind = "dynamic"
+    cache: CacheKind | None = None
     reference: bool = False
     assistants: bool = False
     allow_pickle: bool = False
@@ -599,7 +599,8 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
             elif own not in loaded:
                 model = load_model(own, drafter_options, progress=progress, allow_pickle=pickled)
                 int8 = drafter_options.dtype == "auto"
-                loaded[own] = wrap_drafter(model, target, cache=options.cache, int8=int8), model
+                cache = options.cache or "dynamic"
+                loaded[own] = wrap_drafter(model, target, cache=cache, int8=int8), model
             drafter, model = loaded[own]
             if cascade is not None:
                 assert isinstance(drafter, ModelDrafter)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from specbench.attention import fold_attention
-from specbench.caches import CacheKind
+from specbench.bitexact import why_not_bit_exact
+from specbench.caches import CacheKind, make_cache
 from specbench.drafters import drafter_word, split_cascade
 from specbench.drafters.base import Drafter, FreeDrafter, NoDraft
 from specbench.drafters.cascade import CascadeDrafter
@@ -33,12 +37,13 @@ from specbench.scorer import Scorer
 from specbench.short_passes import quicken_layers, shorten_layers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "Target",
     "check_drafter",
     "choice_key",
+    "default_cache",
     "join_cascade",
     "load_drafter",
     "load_target",
@@ -60,12 +65,16 @@ class Target:
         scorer: The same model with its cache.
         dtype: "int8" when the int8 model is the target, else the weights' dtype.
         packed: Whether its linear layers are packed for the CPU.
+        bit_exact: Whether every pass gives the same logits to the bit. Tried where layers round to int8, else false.
+        widths_differ: Why passes of different widths do not, where that was tried and found.
     """
 
     language_model: LanguageModel
     scorer: Scorer
     dtype: str
     packed: bool
+    bit_exact: bool = False
+    widths_differ: str | None = None
 
     @property
     def name(self) -> str:
@@ -88,7 +97,7 @@ def load_target(
     spec: str,
     options: LoadOptions | None = None,
     *,
-    cache: CacheKind = "dynamic",
+    cache: CacheKind | None = None,
     progress: Progress | None = None,
     allow_pickle: bool = False,
 ) -> Target:
@@ -98,7 +107,7 @@ def load_target(
         spec: Hub id (with ``@revision``), model folder, ``.gguf`` file or built-in name.
         options: Dtype, device, device map. On a CPU the linear layers are packed, or quantised for "int8": then
             the int8 model is the target and exactness refers to it.
-        cache: The kind of key/value cache.
+        cache: The kind of key/value cache; ``None`` for ``default_cache``.
         progress: Told how far fetching and loading have come.
         allow_pickle: Load pickled weights if there are no others.
 
@@ -106,7 +115,21 @@ def load_target(
         UsageError, RunError: See ``specbench.models.load_model``.
     """
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle)
-    return _prepare_target(language_model, cache)
+    int8 = language_model.quantise_int8
+    return _prepare_target(language_model, cache or default_cache(language_model.model.config, int8=int8))
+
+
+def default_cache(config: PretrainedConfig, *, int8: bool) -> CacheKind:
+    """The kind of a target's cache where none is asked for.
+
+    Rounding activations to bytes makes much of a last bit, so an int8 target needs passes that are the same to the bit:
+    these take the preallocated kind. Whatever that cannot hold gets the dynamic kind, as all other targets do.
+    """
+    if int8:
+        with suppress(UsageError):
+            make_cache("preallocated", config)
+            return "preallocated"
+    return "dynamic"
 
 
 def wrap_target(
@@ -135,7 +158,9 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
         packed = pack_linears(model)
     if shorten_layers(model):
         scorer.find_short_pass()
-    return Target(language_model, scorer, dtype, packed)
+    tried = scorer.rounding == torch.int8
+    widths_differ = why_not_bit_exact(scorer) if tried else None
+    return Target(language_model, scorer, dtype, packed, tried and widths_differ is None, widths_differ)
 
 
 def check_drafter(spec: str, target_spec: str, *, progress: Progress | None = None) -> None:

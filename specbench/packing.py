@@ -38,6 +38,7 @@ __all__ = [
     "int8_copy",
     "pack_linears",
     "quantise_linears",
+    "rounds_to_int8",
 ]
 
 _ROWS_HINT = 5
@@ -163,6 +164,11 @@ class Int8Linear(nn.Module):
         self.register_buffer("quantised", None if packed else quantised, persistent=False)
         self.quantised: Any
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether what it is given is rounded to bytes, and not only its weight was."""
+        return self._quick is not None or self._prepacked is not None
 
     @property
     def quick(self) -> bool:
@@ -325,6 +331,12 @@ def quantise_linears(model: PreTrainedModel, *, alike: bool = True) -> bool:
         alike: See ``Int8Linear``.
     """
     return _replace(model, partial(Int8Linear, alike=alike), lambda _: True)
+
+
+def rounds_to_int8(model: nn.Module) -> bool:
+    """Whether layers of a model round what they are given to bytes."""
+    products = (module.layer if isinstance(module, JoinedLinear) else module for module in model.modules())
+    return any(isinstance(product, Int8Linear) and product.rounds_rows for product in products)
 
 
 def int8_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -15,6 +15,7 @@ from specbench.scorer import Scorer
 __all__ = [
     "Difference",
     "difference_at",
+    "epsilon",
     "find_difference",
     "first_difference",
     "rounding_unit",
@@ -22,7 +23,7 @@ __all__ = [
     "units_below",
 ]
 
-_HALF_UNITS, _FLOAT_UNITS = 8.0, 64.0
+_HALF_UNITS, _FLOAT_UNITS, _INT8_UNITS = 8.0, 64.0, 64.0
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,16 @@ class Difference:
     numerical_tie: bool
 
 
+def epsilon(dtype: torch.dtype) -> float:
+    """Distance between 1 and the next number; for int8 1/128, as the largest element of a row is 127 steps."""
+    return 2.0**-7 if dtype == torch.int8 else torch.finfo(dtype).eps
+
+
 def rounding_unit(value: float, dtype: torch.dtype) -> float:
     """Distance between neighbouring numbers of ``dtype`` at the size of ``value``."""
     if value == 0 or not math.isfinite(value):
-        return torch.finfo(dtype).tiny
-    return float(2.0 ** math.floor(math.log2(abs(value))) * torch.finfo(dtype).eps)
+        return torch.finfo(torch.float32 if dtype == torch.int8 else dtype).tiny
+    return float(2.0 ** math.floor(math.log2(abs(value))) * epsilon(dtype))
 
 
 def tie_units(dtype: torch.dtype) -> float:
@@ -60,8 +66,11 @@ def tie_units(dtype: torch.dtype) -> float:
 
     Two passes of different widths over one context sum in different orders. Measured on real models (docs/check.md),
     that moves the distance of two logits by up to 4 units in bfloat16, where what is rounded at every layer is coarse,
-    and by up to 24 in float32. Twice that and more is allowed.
+    and by up to 24 in float32. In int8, where a last bit decides which of two bytes an activation becomes, by up to 26.
+    Twice that and more is allowed.
     """
+    if dtype == torch.int8:
+        return _INT8_UNITS
     return _HALF_UNITS if torch.finfo(dtype).bits <= 16 else _FLOAT_UNITS
 
 
@@ -86,7 +95,7 @@ def difference_at(
         position: Index in the output.
         tokens: The two tokens; ``None`` where an output had ended.
         scores: The target's logits behind the common context, after the repetition penalty, float32 [vocab].
-        dtype: What the logits were computed in; its rounding is the unit.
+        dtype: Whose rounding is the unit: ``Scorer.rounding``.
     """
     best = float(scores.max())
     ended = None in tokens
@@ -99,7 +108,8 @@ def difference_at(
     worse = min(logits)
     units = units_below(worse, best, dtype)
     gap = min(best - worse, largest)
-    return Difference(position, tokens, logits, gap, units, not ended and units <= tie_units(dtype))
+    tie = not ended and units <= tie_units(dtype)
+    return Difference(position, tokens, logits, gap, units, tie)
 
 
 def find_difference(
@@ -121,7 +131,7 @@ def find_difference(
     logits = target.logits(context, rows=1)
     target.begin()
     tokens = (_at(first, position), _at(second, position))
-    return difference_at(position, tokens, sampling.scores(logits, context)[0], logits.dtype)
+    return difference_at(position, tokens, sampling.scores(logits, context)[0], target.rounding)
 
 
 def _at(tokens: Sequence[int], index: int) -> int | None:

@@ -12,7 +12,7 @@ import torch
 from specbench.attention import LONGEST_PASS
 from specbench.caches import CacheKind, KVCache, StaticKVCache, make_cache
 from specbench.errors import UsageError
-from specbench.packing import float32_sample
+from specbench.packing import float32_sample, rounds_to_int8
 from specbench.short_passes import short_pass
 from specbench.siblings import Sibling, tree_mask, tree_positions
 from specbench.static_passes import PassInputs, StaticPasses, compiled, cuda_capture
@@ -134,9 +134,20 @@ class Scorer:
         self.cache.reset()
 
     @cached_property
+    def rounding(self) -> torch.dtype:
+        """What rounds most coarsely on the way to the logits: int8 in layers that round what they are given to bytes,
+        else the weights' dtype."""
+        weight = cast("torch.Tensor", self.model.get_input_embeddings().weight)
+        return torch.int8 if rounds_to_int8(self.model) else weight.dtype
+
+    @cached_property
     def takes_siblings(self) -> bool:
-        """Whether siblings can be verified: a trial on the model as it is gives what separate passes give."""
-        return self.cache.takes_trees and self._change is None and self._trees_are_right()
+        """Whether siblings can be verified: a trial on the model as it is gives what separate passes give.
+
+        Never by an int8 target: a sibling's row sums its keys in another order, and bytes make much of that.
+        """
+        trees = self.cache.takes_trees and self._change is None and self.rounding != torch.int8
+        return trees and self._trees_are_right()
 
     def logits(
         self,

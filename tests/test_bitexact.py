@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_llama
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from specbench import attention, packing, short_passes
 from specbench.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.bitexact import require_bit_exact, why_not_bit_exact
 from specbench.errors import UsageError
-from specbench.loading import wrap_target
+from specbench.loading import Target, _prepare_target, default_cache, wrap_target
+from specbench.models import wrap_model
 from specbench.packing import can_pack
 from specbench.scorer import Scorer
 
@@ -27,6 +28,12 @@ def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(groups)
         return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def int8_target(model: Any) -> Target:
+    """The model in int8, as ``load_target`` makes a target of it."""
+    loaded = wrap_model(model, None, "tiny", quantise_int8=True)
+    return _prepare_target(loaded, default_cache(model.config, int8=True))
 
 
 def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> Scorer:
@@ -45,12 +52,14 @@ def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtyp
 @pytest.mark.parametrize("edge", [KEY_BLOCK, 2 * KEY_BLOCK])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [False, True])
 def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
-    dtype: torch.dtype, groups: int, edge: int
+    int8: bool, dtype: torch.dtype, groups: int, edge: int
 ) -> None:
     if not can_pack(dtype, "cpu"):
         pytest.skip("no packed layers here")
-    scorer = scorer_of(grouped_llama(groups, dtype))
+    model = grouped_llama(groups, dtype)
+    scorer = int8_target(model).scorer if int8 else scorer_of(model)
     generator = torch.Generator().manual_seed(groups)
     tokens = torch.randint(0, 100, (edge + LONGEST_PASS,), generator=generator).tolist()
     start = edge - 3
@@ -65,6 +74,33 @@ def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
     for width in (2, 3, 4, 5, 7, 11, 17, 22, 32):
         together = read(start, width)
         assert [torch.equal(one, many) for one, many in zip(alone, together, strict=False)] == [True] * width
+
+
+def test_an_int8_target_is_bit_exact_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_pack(torch.float32, "cpu"):
+        pytest.skip("no packed layers here")
+    target = int8_target(tiny_llama())
+    assert target.bit_exact
+    assert target.widths_differ is None
+    assert target.scorer.rounding == torch.int8
+    assert not target.scorer.takes_siblings
+    loaded = wrap_model(tiny_llama(), None, "tiny", quantise_int8=True)
+    grown = _prepare_target(loaded, "dynamic")
+    assert not grown.bit_exact
+    assert "preallocated" in (grown.widths_differ or "")
+    assert not wrap_target(tiny_llama(), name="tiny").bit_exact
+    # Where rows are not rounded, nothing is made of a last bit.
+    monkeypatch.setattr(packing, "_prepack_int8", lambda quantised: None)
+    coarse = int8_target(tiny_llama())
+    assert coarse.scorer.rounding == torch.float32
+    assert coarse.widths_differ is None
+
+
+def test_a_cache_that_cannot_hold_the_layers_is_no_default() -> None:
+    config = Lfm2Config(hidden_size=32, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    assert default_cache(config, int8=True) == "dynamic"
+    assert default_cache(tiny_llama().config, int8=True) == "preallocated"
+    assert default_cache(tiny_llama().config, int8=False) == "dynamic"
 
 
 def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

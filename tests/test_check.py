@@ -676,7 +676,8 @@ class Row:
     """A scorer with one row of logits for every context."""
 
     def __init__(self, values: Sequence[float], dtype: torch.dtype) -> None:
-        self.row = torch.tensor(values, dtype=dtype)
+        self.row = torch.tensor(values, dtype=torch.float32 if dtype == torch.int8 else dtype)
+        self.rounding = dtype
         self.vocab_size = self.embeddings = len(values)
         self.context_limit: int | None = None
 
@@ -695,6 +696,9 @@ class Row:
         ((20.0, 19.5, 1.0), (0, 1), torch.float32, False),
         ((20.0, 20.0 - 5e-5, 1.0), (0, 1), torch.float32, True),
         ((20.0, 18.5, 1.0), (0, 1), torch.bfloat16, False),
+        # Within an int8 model the logits' own dtype says nothing.
+        ((20.0, 17.0, 1.0), (0, 1), torch.int8, True),
+        ((20.0, 11.0, 1.0), (0, 1), torch.int8, False),
         # The two best logits tie, but one of the tokens is neither: no tie.
         ((20.0, 20.0, 1.0), (0, 2), torch.bfloat16, False),
         # Both tokens tie with each other, far below the best: no tie.

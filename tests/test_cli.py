@@ -350,6 +350,11 @@ def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny: Cli, monkeypatch
     assert re.search(
         "^tokens +part from plain decoding's at 3, .* NO numerical tie", tiny(*arguments).err, re.MULTILINE
     )
+    # The unit is that of the coarsest rounding, as `check` has it, and not of the logits' own dtype.
+    difference = tiny(*arguments, "--json", "--dtype", "int8").json()["difference"]
+    assert difference["rounding"] == "int8"
+    size = difference["gap"] / difference["gap_units"] * 128  # of the best logit, cut to a power of 2
+    assert size - 0.01 <= min(difference["logits"]) + difference["gap"] <= 2 * size
 
 
 def test_not_lossless_is_said_before_and_behind_the_text(tiny: Cli) -> None:
@@ -930,6 +935,21 @@ def test_bit_exact_passes_are_had_or_refused(tiny: Cli) -> None:
         assert done.code == 0, done.err
         assert json.loads(done.out)["options"]["bit_exact"] is True
     assert json.loads(tiny("-n", "3", "--json", "Hi").out)["options"]["bit_exact"] is None
+
+
+def test_an_int8_target_keeps_its_output_or_says_that_it_may_not(cli: Cli, folder: Path) -> None:
+    def tiny(*arguments: object) -> Result:
+        common = ("--dtype", "int8", "--drafter", "lookup", "-n", "60", "--ignore-eos", "--compare")
+        return cli("generate", "--target", folder, *common, *arguments, "the and the and the")
+
+    note = "outputs of this int8 target may part from plain decoding's"
+    done = tiny("--json")
+    assert done.code == 0, done.err
+    if note not in done.err:  # a processor that cannot says so
+        assert json.loads(done.out)["identical"] is True
+    tiny("--siblings", "2").refused(2, "--dtype int8 does not go with siblings", "siblings=0")
+
+    assert tiny("--cache", "dynamic").err.count(note) == 1
 
 
 def test_bit_exact_passes_are_refused_where_they_are_not(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,9 +286,24 @@ def test_an_int8_target_is_not_compared_with_transformers(check: Check) -> None:
     figures = check("--dtype", "int8", "--json", "--drafter", "lookup").json()
     assert figures["greedy"]["against_transformers"] is None
     assert figures["greedy"]["not_compared"] == "it has no such int8 model"
-    assert figures["rounding"] == "bfloat16"
+    assert figures["rounding"] == "int8"
     assert figures["verdict"] == "identical"
     assert "not compared" in check("--dtype", "int8").out
+
+
+def test_an_int8_target_is_checked_bit_by_bit(check: Check) -> None:
+    result = check("--dtype", "int8", "--json", "--drafter", "lookup")
+    figures = result.json()
+    assert figures["options"]["cache"] == "preallocated"
+    assert figures["length_policy"] == "auto:siblings=0"
+    if "outputs of this int8 target may part" in result.err:
+        pytest.skip(result.err)  # a processor that cannot, and says so
+    assert figures["bitwise"]["asked"]
+    assert figures["bitwise"]["rows"] == figures["bitwise"]["equal"] > 0
+    grown = check("--dtype", "int8", "--json", "--drafter", "lookup", "--cache", "dynamic")
+    assert not grown.json()["bitwise"]["asked"]
+    assert grown.err.count("outputs of this int8 target may part") == 1
+    check("--dtype", "int8", "--siblings", 3).refused("--dtype int8 does not go with siblings")
 
 
 def test_bit_exact_passes_are_compared_bit_by_bit(check: Check) -> None:

@@ -159,6 +159,23 @@ def test_the_answer_comes_with_a_command_that_works(sweep: Sweep, models: Path, 
     assert run([*words[1:], "-n", "3", "--quiet"]) == 0
 
 
+def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stored(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
+        given = ["sweep", "--target", str(models / "target"), "--dtype", "int8", "--length-policy", "auto"]
+        given += ["-p", "chat", "--limit", "1", "-n", "4", "--repeats", "1", "--out", str(tmp_path / name)]
+        assert run([*given, *arguments]) == 0
+        return read_run(tmp_path / name), capsys.readouterr().err
+
+    own, _ = stored("own")
+    assert {config["cache"] for config in own["configs"]} == {"preallocated"}
+    assert {config["policy"] for config in own["configs"]} == {"none", "auto:siblings=0"}
+    grown, said = stored("grown", "--cache", "dynamic")
+    assert {config["cache"] for config in grown["configs"]} == {"dynamic"}
+    assert said.count("outputs of this int8 target may part") == 1
+
+
 def test_a_stopped_sweep_goes_on(sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = specbench.engine.ModelEngine.generate
     calls = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specbench.parity import tie_units
+from specbench.parity import epsilon, tie_units
 from specbench.scorer import Scorer
 
 __all__ = ["Columns", "DeviationResult", "clean_rows", "deviation", "judge_deviations"]
@@ -116,7 +116,7 @@ def judge_deviations(
     """
     if not speculative or not plain:
         return None
-    usual = tie_units(dtype) / 2 * torch.finfo(dtype).eps
+    usual = tie_units(dtype) / 2 * epsilon(dtype)
     worst, median = max(plain), statistics.median(plain)
     return DeviationResult(
         rows=len(speculative),

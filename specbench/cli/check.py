@@ -193,7 +193,7 @@ def check(
         raise UsageError("--outputs brings its own prompts.", "Leave --prompts and --category out.")
     if bias is not None and not 0 < bias <= _LARGEST_BIAS:
         raise UsageError(f"--bias is {bias:g}.", f"Give a share above 0, up to {_LARGEST_BIAS:g}.")
-    kind = opt.cache_for(ctx, cache, bit_exact, compiled)
+    kind = opt.cache_for(ctx, cache, target, dtype, bit_exact, compiled)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
         from specbench.grid import parse_gammas
@@ -226,7 +226,7 @@ def check(
                 parse_gammas(gamma) if gamma is not None else [],
                 rule_options,
                 greedy=sampling.greedy,
-                bit_exact=bit_exact,
+                chained=opt.chained(bit_exact, dtype),
             )
             job = _DecodingJob(
                 request,
@@ -317,9 +317,9 @@ def _pieces(model: LanguageModel) -> Piece | None:
     return None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
 
 
-def _rounding(model: LanguageModel) -> str:
-    """The dtype whose rounding decides; within an int8 model that is coarser than its logits' own."""
-    return "bfloat16" if model.quantise_int8 else model.dtype
+def _rounding(target: Target) -> str:
+    """The dtype whose rounding decides, by name."""
+    return str(target.scorer.rounding).removeprefix("torch.")
 
 
 # -- configurations -------------------------------------------------------------------------------
@@ -388,7 +388,6 @@ class _DecodingJob:
 
         The target is loaded once: ``transformers`` decodes with it before its layers are packed.
         """
-        import torch
 
         from specbench.bitexact import require_bit_exact
         from specbench.caches import make_cache
@@ -438,6 +437,8 @@ class _DecodingJob:
             target = wrap_target(model.model, model.tokenizer, name=model.name, cache=request.cache)
         if self.bit_exact:
             require_bit_exact(target.scorer)
+        if target.widths_differ is not None:
+            request.note(opt.widths_differ(target.widths_differ))
         proposers = self._build_drafters(target, models, progress)
         cases = [
             Case(name, tuple(ids), reference)
@@ -458,9 +459,9 @@ class _DecodingJob:
                 setup,
                 cases,
                 bias=self.bias,
-                dtype=getattr(torch, _rounding(model)),
+                dtype=target.scorer.rounding,
                 no_transformers="it has no such int8 model" if int8 else None,
-                bit_exact=self.bit_exact,
+                bit_exact=self.bit_exact or target.bit_exact,
                 plain_runs=plain_runs,
             )
             self._checks.append((_label(proposer.name, setup.policy.name), checking))
@@ -579,7 +580,7 @@ class _DecodingJob:
             "target": target.name,
             "dtype": target.dtype,
             "device": str(target.scorer.device),
-            "rounding": _rounding(target.language_model),
+            "rounding": _rounding(target),
             "options": {
                 "cache": self.request.cache,
                 "max_new_tokens": settings["max_new_tokens"],
@@ -683,7 +684,6 @@ class _OutputsJob:
 
     def run(self) -> int:
         """Check, and print what was found; the exit code."""
-        import torch
         from rich.console import Console
 
         from specbench.check.outputs import OutputResult, Refused, check_output
@@ -693,7 +693,7 @@ class _OutputsJob:
         from specbench.errors import RunError
 
         target = self._target
-        rounding = _rounding(target.language_model)
+        rounding = _rounding(target)
         end_ids = () if self.ignore_eos else target.end_ids
         done: list[OutputResult] = []
         failed: list[Refused] = []
@@ -703,8 +703,10 @@ class _OutputsJob:
                 for number, (each, prompt) in enumerate(self._given):
                     progress.update("scoring outputs", number, len(self._given))
                     try:
-                        dtype = getattr(torch, rounding)
-                        done.append(check_output(target.scorer, each, prompt, self.sampling, end_ids, dtype))
+                        scorer = target.scorer
+                        done.append(
+                            check_output(scorer, each, prompt, self.sampling, end_ids, scorer.rounding)
+                        )
                     except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
                         failed.append(Refused(each.line, _reason(error)))
             complete = True

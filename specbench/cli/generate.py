@@ -151,7 +151,7 @@ def generate(
         raise UsageError("A stop string is empty.", "Give --stop at least one character.")
     if repeats is not None and not compare:
         raise UsageError("--repeats is given without --compare.", "Add --compare, or leave --repeats out.")
-    kind = opt.cache_for(ctx, cache, bit_exact, compiled)
+    kind = opt.cache_for(ctx, cache, target, dtype, bit_exact, compiled)
     rule_options: dict[str, Any] = {
         "gamma": gamma,
         "gamma_min": gamma_min,
@@ -183,7 +183,12 @@ def generate(
             check_options(load_options)
             check_options(drafter_options)
             rule = LengthRule(
-                length_policy, egag, costs, rule_options, greedy=sampling.greedy, bit_exact=bit_exact
+                length_policy,
+                egag,
+                costs,
+                rule_options,
+                greedy=sampling.greedy,
+                chained=opt.chained(bit_exact, dtype),
             )
             if drafter_word(drafter) != "none":
                 check_policy(rule.spec, drafter)
@@ -388,6 +393,8 @@ def _facts(job: _Job, *, asked_raw: bool) -> list[str]:
         lines.append("The model has no chat template: the prompt is continued as raw text.")
     if not job.settings["residual_adjustment"]:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
+    if target.widths_differ is not None:
+        lines.append(opt.widths_differ(target.widths_differ))
     if not target.packed and target.dtype != "int8" and target.scorer.device.type == "cpu":
         lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
     return lines
@@ -551,7 +558,8 @@ def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
         difference = find_difference(job.target.scorer, job.prompt, *parted[0], transforms)
         assert difference is not None
         texts = [None if token is None else job.piece(token) for token in difference.tokens]
-        found["difference"] = {**asdict(difference), "texts": texts}
+        rounding = str(job.target.scorer.rounding).removeprefix("torch.")
+        found["difference"] = {**asdict(difference), "rounding": rounding, "texts": texts}
     return found
 
 

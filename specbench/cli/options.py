@@ -57,8 +57,10 @@ __all__ = [
     "TopPOption",
     "TracebackOption",
     "cache_for",
+    "chained",
     "command_with",
     "given",
+    "widths_differ",
 ]
 
 DEFAULT_TARGET = "smollm2-135m"
@@ -285,8 +287,8 @@ CacheOption = Annotated[
     typer.Option(
         "--cache",
         metavar="KIND",
-        help="Key/value cache: dynamic (grown), preallocated (written by index), static (fixed shapes; CUDA graphs"
-        " on a GPU), or none (all is recomputed).",
+        help="Key/value cache: dynamic (grown), preallocated (written by index; the default of an int8 target), static"
+        " (fixed shapes; CUDA graphs on a GPU), or none (all is recomputed).",
         rich_help_panel=DECODING,
     ),
 ]
@@ -442,8 +444,23 @@ def command_with(ctx: typer.Context, **changes: Any) -> str:
     return shlex.join([*words, *(["--"] if any(word[:1] == "-" != word for word in rest) else []), *rest])
 
 
-def cache_for(ctx: typer.Context, cache: CacheName, bit_exact: bool, compiled: bool) -> CacheKind:
-    """The kind of cache to use, given what was asked for.
+def chained(bit_exact: bool, dtype: DtypeName) -> str | None:
+    """What on the command line asks for passes that are the same to the bit, so that drafts have no siblings."""
+    return "--bit-exact" if bit_exact else "--dtype int8" if dtype == "int8" else None
+
+
+def widths_differ(reason: str) -> str:
+    """What the user should know of an int8 target whose logits depend on the width of the pass."""
+    return (
+        "Bit-exact passes cannot be had here, so that outputs of this int8 target may part from plain decoding's."
+        f" {reason}"
+    )
+
+
+def cache_for(
+    ctx: typer.Context, cache: CacheName, target: str, dtype: DtypeName, bit_exact: bool, compiled: bool
+) -> CacheKind:
+    """The kind of cache to use, given what was asked for; of an int8 target the configuration is read for that.
 
     Raises:
         UsageError: Bit-exact or compiled passes with another cache than theirs, or both.
@@ -460,4 +477,11 @@ def cache_for(ctx: typer.Context, cache: CacheName, bit_exact: bool, compiled: b
             raise UsageError(f"{name} does not go with --cache {cache}.", "Leave --cache out.")
     if compiled:
         return "compiled"
-    return "preallocated" if bit_exact else cache
+    if bit_exact:
+        return "preallocated"
+    if dtype == "int8" and not given(ctx, "cache"):
+        from specbench.loading import default_cache
+        from specbench.models import load_config
+
+        return default_cache(load_config(target), int8=True)
+    return cache

@@ -26,7 +26,7 @@ class LengthRule:
         options: dict[str, Any],
         *,
         greedy: bool,
-        bit_exact: bool = False,
+        chained: str | None = None,
     ) -> None:
         from specbench.errors import UsageError
         from specbench.lengths import build_policy, check_costs, load_costs, policy_word
@@ -36,11 +36,11 @@ class LengthRule:
         default = "auto" if greedy and options.get("gamma") is None else "fixed"
         self.spec = "egag" if egag else length_policy or default
         self._options, self._costs = dict(options), None
-        if bit_exact and options.get("siblings") is None:
+        if chained and options.get("siblings") is None:
             self._options["siblings"] = 0
         self.name: str = build_policy(self.spec, **self._options).name
-        if bit_exact:
-            refuse_siblings([self.name])
+        if chained:
+            refuse_siblings([self.name], chained)
         if costs is not None:
             policy_word(self.spec).require("costs")
             self._costs = load_costs(costs)
@@ -61,7 +61,7 @@ def length_rules(
     options: dict[str, Any],
     *,
     greedy: bool,
-    bit_exact: bool = False,
+    chained: str | None = None,
 ) -> list[LengthRule]:
     """Every rule that is asked for; those that begin with a γ once with each.
 
@@ -71,7 +71,7 @@ def length_rules(
         gammas: Lengths; empty if none are asked for.
         options: Others that they may share. Each goes to the rules that take it.
         greedy: Whether nothing is sampled.
-        bit_exact: Whether passes are to be the same to the bit, so that nothing may stand beside a draft.
+        chained: The option that asks for passes that are the same to the bit, so that nothing may stand beside a draft.
 
     Raises:
         UsageError: An option that none of the rules takes, or one rule twice.
@@ -82,7 +82,7 @@ def length_rules(
     starts: Sequence[int | None] = gammas or [None]
     if not specs:
         rules = [
-            LengthRule(None, False, costs, {**options, "gamma": gamma}, greedy=greedy, bit_exact=bit_exact)
+            LengthRule(None, False, costs, {**options, "gamma": gamma}, greedy=greedy, chained=chained)
             for gamma in starts
         ]
     else:
@@ -98,7 +98,7 @@ def length_rules(
             open_start = word.option("gamma") and "gamma" not in read_policy(spec)[1]
             own = costs if word.option("costs") else None
             rules += [
-                LengthRule(spec, False, own, {**taken, "gamma": gamma}, greedy=greedy, bit_exact=bit_exact)
+                LengthRule(spec, False, own, {**taken, "gamma": gamma}, greedy=greedy, chained=chained)
                 for gamma in (starts if open_start else [None])
             ]
     names = [rule.name for rule in rules]
@@ -108,8 +108,8 @@ def length_rules(
     return rules
 
 
-def refuse_siblings(policies: Sequence[str]) -> None:
-    """Refuse rules that have siblings verified, where passes are to be the same to the bit.
+def refuse_siblings(policies: Sequence[str], chained: str) -> None:
+    """Refuse rules that have siblings verified, where passes are to be the same to the bit by this option.
 
     Raises:
         UsageError: One of them does: its passes sum up what another one's do in another order.
@@ -120,7 +120,7 @@ def refuse_siblings(policies: Sequence[str]) -> None:
     for policy in policies:
         if build_policy(policy).most_siblings:
             raise UsageError(
-                f"--bit-exact does not go with siblings, as in {policy}.",
+                f"{chained} does not go with siblings, as in {policy}.",
                 "Write siblings=0, or leave them out.",
             )
 

@@ -159,20 +159,21 @@ def _comparison(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         tokens = "sampled, so they differ from plain decoding's by design"
         tokens += "; their distribution is the same" if figures["lossless"] else ""
     else:
-        tokens = _difference(figures["difference"], figures["dtype"])
+        tokens = _difference(figures["difference"])
         if (differing := figures["differing_repeats"]) < len(repeats):
             tokens += f"; in {differing} of {len(repeats)} repeats"
     return [("plain", plain), ("tokens", tokens)]
 
 
-def _difference(difference: Mapping[str, Any], dtype: str) -> str:
+def _difference(difference: Mapping[str, Any]) -> str:
     from specbench.textsafe import visible
 
     ours, plain = ("(end)" if text is None else f"'{visible(text)}'" for text in difference["texts"])
     verdict = "a numerical tie" if difference["numerical_tie"] else "NO numerical tie: please report it"
+    units = f"{difference['gap_units']:.1f} rounding units of {difference['rounding']}"
     return (
         f"part from plain decoding's at {difference['position']}, {ours} against {plain}, where the two tokens' logits"
-        f" are {difference['gap']:.3g} apart ({difference['gap_units']:.1f} rounding units of {dtype}): {verdict}"
+        f" are {difference['gap']:.3g} apart ({units}): {verdict}"
     )
 
 

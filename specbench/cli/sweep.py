@@ -248,7 +248,8 @@ def sweep(
         raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
     if accept_changes and out is None:
         raise UsageError("--accept-changes needs --out.", "Name the folder of the run to go on with.")
-    kind = opt.cache_for(ctx, cache, bit_exact, compiled)
+    kind = opt.cache_for(ctx, cache, target, dtype, bit_exact, compiled)
+    chained = opt.chained(bit_exact, dtype)
     temperatures = tuple(_checked_temperatures(temperature or [0.0]))
     policies = parse_policies(
         [*(length_policy or []), *(["egag"] if egag else [])] or _default_rules(temperatures),
@@ -260,10 +261,10 @@ def sweep(
         adapt_confidence=adapt_confidence,
         entropy_lambda=entropy_lambda,
         svip_threshold=svip_threshold,
-        siblings=0 if bit_exact and siblings is None else siblings,
+        siblings=0 if chained and siblings is None else siblings,
     )
-    if bit_exact:
-        refuse_siblings(policies)
+    if chained:
+        refuse_siblings(policies, chained)
     names = tuple(dict.fromkeys(name for name in drafter or [opt.DEFAULT_DRAFTER] if name != "none"))
     gammas = parse_gammas(gamma)
     if not any(policy.partition(":")[0] == "fixed" for policy in policies):
@@ -320,6 +321,8 @@ def sweep(
         RunStore.check_writable(folder)
         engine = load_engine(engine_options, progress)
     notes += engine.target.language_model.defaults.notes(applied=model_defaults)
+    if engine.target.widths_differ is not None:
+        notes.append(opt.widths_differ(engine.target.widths_differ))
     configs = build_configs(options, list(engine.drafters), engine.fingerprints)
     _check_costs(options, engine)
     job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)
