@@ -4,7 +4,7 @@ from specbench import load_target, load_drafter, speculative_generate
 
 target = load_target("smollm2-135m")
 drafter = load_drafter("lookup", target)
-print(speculative_generate("Why is the sky blue?", target, drafter, gamma=5).text)
+print(speculative_generate("Why is the sky blue?", target, drafter).text)
 """
 
 from __future__ import annotations

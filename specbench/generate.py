@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from specbench.decode import decode_steps
 from specbench.drafters.base import Drafter, NoDraft
 from specbench.errors import UsageError
-from specbench.lengths import FixedLength, LengthPolicy
+from specbench.lengths import FixedLength, LengthPolicy, build_policy, default_policy
 from specbench.measure import clock_for
+from specbench.origins import Origin
 from specbench.records import Generation, Prefill, Step
 from specbench.sampling import Greedy, Randomness, Sampling
-from specbench.text import StopRules, TextStream
+from specbench.text import LabelledText, StopRules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,7 +109,11 @@ class GenerationRun:
         trace: bool = False,
     ) -> None:
         self.target, self.drafter = target, drafter or NoDraft()
-        self.policy = policy or FixedLength(5)
+        sampling = sampling or Greedy()
+        if policy is None:
+            blank = isinstance(self.drafter, NoDraft)  # and a rule that learns would only take time
+            policy = FixedLength(5) if blank else build_policy(default_policy(greedy=sampling.greedy))
+        self.policy = policy
         self.seed, self.residual_adjustment = seed, residual_adjustment
         self.prompt_tokens = len(prompt)
         tokenizer = target.tokenizer
@@ -147,20 +152,22 @@ class GenerationRun:
                 self._steps.append(record)
             yield record
 
-    def text_stream(self) -> TextStream | None:
+    def text_stream(self) -> LabelledText[Origin] | None:
         """A stream that turns this run's tokens into its text; ``None`` without a tokenizer."""
-        return None if self.target.tokenizer is None else TextStream(self.target.tokenizer, self._stops)
+        return None if self.target.tokenizer is None else LabelledText(self.target.tokenizer, self._stops)
 
     def result(self) -> Generation:
         """What there is so far; ``finish_reason`` is ``None`` unless the run has come to its end."""
         prefill = self._prefill or Prefill(self.prompt_tokens, None, 0.0)
         tokens = [] if prefill.token is None else [prefill.token]
         tokens += [token for step in self._steps for token in step.tokens]
+        origins = [*prefill.origins, *(origin for step in self._steps for origin in step.origins)]
         last: Prefill | Step = self._steps[-1] if self._steps else prefill
+        pieces = self._pieces(shown_tokens(tokens, last.finish_reason), origins)
         return Generation(
             prompt_tokens=self.prompt_tokens,
             token_ids=tuple(tokens),
-            text=self._text(shown_tokens(tokens, last.finish_reason)),
+            text=None if pieces is None else "".join(text for _, text in pieces),
             finish_reason=last.finish_reason,
             prefill=prefill,
             steps=tuple(self._steps),
@@ -171,16 +178,19 @@ class GenerationRun:
             lossless=self.residual_adjustment,
             policy="none" if isinstance(self.drafter, NoDraft) else self.policy.name,
             costs=None if isinstance(self.drafter, NoDraft) else self.policy.costs(),
+            pieces=pieces,
         )
 
-    def _text(self, tokens: Sequence[int]) -> str | None:
+    def _pieces(
+        self, tokens: Sequence[int], origins: Sequence[Origin]
+    ) -> tuple[tuple[Origin, str], ...] | None:
         stream = self.text_stream()
         if stream is None:
             return None
-        for token in tokens:
-            stream.push(token)
-        stream.finish()
-        return stream.text
+        pieces: list[tuple[Origin, str]] = []
+        for token, origin in zip(tokens, origins, strict=False):
+            pieces += stream.push(token, origin)
+        return (*pieces, *stream.finish(origins[len(tokens) - 1] if tokens else "target"))
 
 
 def shown_tokens(tokens: Sequence[int], finish_reason: str | None) -> Sequence[int]:
@@ -193,7 +203,7 @@ def speculative_generate(
     target: Target,
     drafter: Drafter | None,
     *,
-    gamma: int = 5,
+    gamma: int | None = None,
     policy: LengthPolicy | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int = 256,
@@ -214,7 +224,9 @@ def speculative_generate(
         target: The model whose output distribution is kept (``load_target``).
         drafter: Proposes tokens (``load_drafter``); ``None`` for plain decoding.
         gamma: Tokens drafted in a step, at least 1. Not looked at when ``policy`` is given.
-        policy: A draft-length rule (``specbench.lengths.build_policy``).
+        policy: A draft-length rule (``specbench.lengths.build_policy``). Without it and ``gamma`` it is what the
+            command line takes: ``auto`` in greedy decoding, which measures what pays, and ``fixed`` (5) otherwise,
+            where a rule that goes by clocks would change what a seed gives.
         sampling: The transforms of both models; greedy by default.
         max_new_tokens: The output never gets longer.
         stop: Texts that end the output.
@@ -233,7 +245,7 @@ def speculative_generate(
     Raises:
         UsageError: An argument is out of its range, or the prompt does not fit the target's context.
     """
-    if gamma < 1:
+    if gamma is not None and gamma < 1:
         raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
     if isinstance(prompt, str):
         if target.tokenizer is None:
@@ -243,7 +255,7 @@ def speculative_generate(
         prompt,
         target,
         drafter,
-        policy=policy or FixedLength(gamma),
+        policy=policy or (None if gamma is None else FixedLength(gamma)),
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         stop=stop,

@@ -56,7 +56,7 @@ __all__ = [
 _CASCADE_OPTIONS = {"passes": "passes=N"}
 
 
-@dataclass
+@dataclass(repr=False)
 class Target:
     """The model whose output distribution is kept, ready to decode.
 
@@ -75,6 +75,9 @@ class Target:
     packed: bool
     bit_exact: bool = False
     widths_differ: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Target({self.name!r}, {self.dtype} on {self.scorer.device})"
 
     @property
     def name(self) -> str:

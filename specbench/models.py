@@ -102,7 +102,7 @@ class LoadOptions:
     device_map: str | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class LanguageModel:
     """A causal language model ready to decode with.
 
@@ -131,6 +131,9 @@ class LanguageModel:
     end_ids: tuple[int, ...]
     quantise_int8: bool = False
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
+
+    def __repr__(self) -> str:
+        return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
 
     @property
     def layers(self) -> int:

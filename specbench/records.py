@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from specbench.origins import Origin, as_html
+
 __all__ = [
     "SCHEMA_VERSION",
     "Closing",
@@ -24,6 +26,8 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 """Version of the records as written to files. 1: first release."""
+
+_SHOWN = 60  # characters of a text in the repr of its generation
 
 FinishReason = Literal["eos", "stop-string", "length", "context-limit"]
 """Why an output ended: an end token, a stop string, the asked-for length, or the model's context was full."""
@@ -92,8 +96,13 @@ class Prefill:
     finish_reason: FinishReason | None = None
     probability: float | None = None
 
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where the token came from, if there is one."""
+        return () if self.token is None else ("target",)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Step:
     """One round: draft, verify, accept, roll back.
 
@@ -150,14 +159,32 @@ class Step:
         """Tokens emitted behind the closing one: 1 if that was among the siblings, else 0."""
         return len(self.tokens) - self.accepted - (self.closing is not None)
 
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where each of ``tokens`` came from."""
+        origins: list[Origin] = ["accepted"] * self.accepted
+        if self.gained:
+            origins += ["sibling", "bonus"]
+        elif self.closing is not None:
+            origins.append(self.closing)
+        return tuple(origins)
+
+    def __repr__(self) -> str:
+        parts = [f"{self.accepted} of {self.gamma} drafts accepted"] if self.drafted else []
+        parts += [f"{len(self.tokens)} tokens" if len(self.tokens) != 1 else "1 token"]
+        parts += [self.closing] if self.closing else []
+        return f"Step({self.index}: {', '.join(parts)}, {1000 * self.times.total_s:.1f} ms)"
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict with every field."""
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Generation:
     """One finished (or interrupted) output with everything that was recorded on the way.
+
+    A notebook shows its text with the tokens coloured by where they came from.
 
     Attributes:
         token_ids: The emitted tokens, with the end token or every token up to the one completing a stop string.
@@ -169,6 +196,8 @@ class Generation:
         lossless: Whether the run keeps the target's distribution (False only with the residual adjustment off).
         policy: The draft-length rule, as ``--length-policy`` takes it; ``none`` where nothing is drafted.
         costs: What the rule went by if it goes by the times of passes, as ``--costs`` takes it.
+        pieces: The text token by token, each piece with where its token came from; characters of several tokens go with
+            the last. ``None`` without a tokenizer.
     """
 
     prompt_tokens: int
@@ -184,3 +213,22 @@ class Generation:
     lossless: bool
     policy: str = "none"
     costs: Mapping[str, Any] | None = None
+    pieces: tuple[tuple[Origin, str], ...] | None = None
+
+    def __repr__(self) -> str:
+        text = self.text or ""
+        text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+        return f"Generation({self._in_short()}: {text!r})"
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows; ``None`` has it take the ``repr``."""
+        return None if self.pieces is None else as_html(self.pieces, self._in_short())
+
+    def _in_short(self) -> str:
+        parts = [f"{len(self.token_ids)} tokens"]
+        if self.steps:
+            emitted = sum(len(step.tokens) for step in self.steps)
+            parts += [f"{emitted / len(self.steps):.2f} per step"]
+            if drafted := sum(step.gamma for step in self.steps):
+                parts += [f"{sum(step.accepted for step in self.steps)} of {drafted} drafts accepted"]
+        return ", ".join([*parts, self.finish_reason or "interrupted"])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["StopRules", "TextStream"]
+__all__ = ["LabelledText", "StopRules", "TextStream"]
 
 _REPLACEMENT = "\ufffd"
+
+Label = TypeVar("Label")
 
 
 class TextStream:
@@ -104,6 +107,46 @@ class TextStream:
             if any(stop.startswith(self._decoded[-length:]) for stop in self._stops):
                 return length
         return 0
+
+
+class LabelledText(Generic[Label]):
+    """What a ``TextStream`` releases, in pieces with the labels of the tokens that they came from.
+
+    Characters that several tokens make go with the last of them.
+
+    Args:
+        tokenizer, stop_strings: Those of ``TextStream``.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()) -> None:
+        self._stream = TextStream(tokenizer, stop_strings)
+        # What may be the start of a stop string is released later, and by another token than it came from.
+        self._at_once = TextStream(tokenizer) if stop_strings else None
+        self._waiting: deque[tuple[Label, int]] = deque()  # characters to come, by their labels
+
+    def push(self, token: int, label: Label) -> list[tuple[Label, str]]:
+        """Take one more token; return the text that became final."""
+        text = self._stream.push(token)
+        if self._at_once is None:
+            return [(label, text)] if text else []
+        self._waiting.append((label, len(self._at_once.push(token))))
+        return self._labelled(text, label)
+
+    def finish(self, label: Label) -> list[tuple[Label, str]]:
+        """Release what was held back; ``label`` is the last token's."""
+        text = self._stream.finish()
+        return self._labelled(text, label)
+
+    def _labelled(self, text: str, last: Label) -> list[tuple[Label, str]]:
+        pieces: list[tuple[Label, str]] = []
+        while text:
+            label, length = self._waiting.popleft() if self._waiting else (last, len(text))
+            if length > len(text):
+                self._waiting.appendleft((label, length - len(text)))
+            if length:
+                pieces.append((label, text[:length]))
+            text = text[length:]
+        return pieces
 
 
 class StopRules:

@@ -92,7 +92,8 @@ def test_the_commands_of_the_readme_run(
 @pytest.mark.real
 def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    exec(compile(code.replace("gamma=5", "gamma=5, max_new_tokens=8"), "README.md", "exec"), {})  # noqa: S102
+    code = code.replace("target, drafter)", "target, drafter, max_new_tokens=8)")
+    exec(compile(code, "README.md", "exec"), {})  # noqa: S102
     assert capsys.readouterr().out.strip()
 
 

@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "specbench"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "records", "textsafe", "progress"),
-    ("model_defaults",),
+    ("_version", "errors", "textsafe", "progress"),
+    ("origins",),
+    ("records", "model_defaults"),
     ("files", "sampling", "measure", "text", "stats", "attention", "checkpoints", "huge_pages"),
     ("siblings",),
     ("lengths.acceptance", "lengths.base", "lengths.costs"),

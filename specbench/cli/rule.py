@@ -12,11 +12,7 @@ __all__ = ["LengthRule", "left_out", "length_rules", "refuse_siblings"]
 
 
 class LengthRule:
-    """The draft-length rule that is asked for; building it checks its options.
-
-    Nothing asked for is ``auto``. It goes by clocks, which changes no output in greedy decoding; a sampled one is to be
-    the same whenever its seed is, so there it is ``fixed``, and where a γ is given.
-    """
+    """The draft-length rule that is asked for, or ``default_policy``; building it checks its options."""
 
     def __init__(
         self,
@@ -29,11 +25,11 @@ class LengthRule:
         chained: str | None = None,
     ) -> None:
         from specbench.errors import UsageError
-        from specbench.lengths import build_policy, check_costs, load_costs, policy_word
+        from specbench.lengths import build_policy, check_costs, default_policy, load_costs, policy_word
 
         if egag and length_policy is not None:
             raise UsageError("--egag and --length-policy are both given.", "Give one of them.")
-        default = "auto" if greedy and options.get("gamma") is None else "fixed"
+        default = default_policy(greedy=greedy, gamma=options.get("gamma"))
         self.spec = "egag" if egag else length_policy or default
         self._options, self._costs = dict(options), None
         if chained and options.get("siblings") is None:

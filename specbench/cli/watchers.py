@@ -133,10 +133,11 @@ class StreamedText:
         from specbench.generate import shown_tokens
 
         tokens = shown_tokens(tokens_of(record), record.finish_reason)
-        write_out("".join(self._stream.push(token) for token in tokens))
+        for token, origin in zip(tokens, record.origins, strict=False):
+            write_out("".join(text for _, text in self._stream.push(token, origin)))
 
     def end(self, result: Generation) -> None:
-        write_out(self._stream.finish())
+        write_out("".join(text for _, text in self._stream.finish("target")))
         if result.text and not result.text.endswith("\n"):
             write_out("\n")
 

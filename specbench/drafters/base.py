@@ -120,6 +120,9 @@ class NoDraft:
 
     name = "none"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
     def begin(self, prompt: Sequence[int]) -> None:
         """Nothing to prepare."""
 

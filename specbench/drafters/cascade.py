@@ -48,6 +48,9 @@ class CascadeDrafter:
         self.free, self.model, self.max_passes = free, model, max_passes
         self._model_was_used = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
     @property
     def name(self) -> str:
         first = self.free.name

@@ -127,6 +127,9 @@ class LookupDrafter:
             defaults=defaults,
         )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
     @property
     def name(self) -> str:
         return join_spec("lookup", {"n": self.max_match or "any", "min": self.min_match}, self._defaults)

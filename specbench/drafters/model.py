@@ -50,6 +50,9 @@ class ModelDrafter:
         self._has_read = False
         self._distributions = torch.empty(0, 0)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
     def begin(self, prompt: Sequence[int]) -> None:
         self._has_read = False
         self.scorer.begin()

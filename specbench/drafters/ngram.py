@@ -179,6 +179,9 @@ class NGramDrafter:
             sample=given.flag("sample"),
         )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
     @property
     def name(self) -> str:
         values = {

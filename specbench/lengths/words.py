@@ -21,6 +21,7 @@ __all__ = [
     "applies",
     "build_policy",
     "check_policy",
+    "default_policy",
     "policy_names",
     "policy_word",
     "read_policy",
@@ -240,6 +241,15 @@ def _value(text: str | bool, option: PolicyOption, policy: PolicyWord) -> Any:
 def _hint(policy: PolicyWord) -> str:
     keys = [f"{o.key}" if o.kind is bool else f"{o.key}=N" for o in policy.options if o.key]
     return f"Options of {policy.word}: {', '.join(keys)}."
+
+
+def default_policy(*, greedy: bool, gamma: int | None = None) -> str:
+    """The rule where none is asked for.
+
+    ``auto`` goes by clocks, which changes no output in greedy decoding; a sampled one is to be the same whenever its
+    seed is, so there it is ``fixed``, and where a γ is given.
+    """
+    return "auto" if greedy and gamma is None else "fixed"
 
 
 def build_policy(spec: str, *, keep: bool = False, **options: Any) -> LengthPolicy:

@@ -1,0 +1,62 @@
+"""Where the tokens of an output came from, made visible: in the colours of a terminal, and in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from typing import Literal
+
+from specbench.textsafe import terminal_safe
+
+__all__ = ["ORIGINS", "Origin", "as_html", "painted"]
+
+Origin = Literal["accepted", "sibling", "corrected", "bonus", "target"]
+"""An accepted draft, a right alternative to a rejected one, or what closes a step (``specbench.records.Closing``)."""
+
+ORIGINS: dict[Origin, str] = {
+    "accepted": "accepted draft",
+    "sibling": "right sibling",
+    "corrected": "corrected",
+    "bonus": "bonus",
+    "target": "the target's own",
+}
+"""What each is called in a legend."""
+
+# Codes of SGR: what tells the origins apart without colour, and the colour. The same in CSS.
+_TERMINAL: dict[Origin, tuple[str, str]] = {
+    "accepted": ("4", "32"),
+    "sibling": ("1;4", "36"),
+    "corrected": ("1", "33"),
+    "bonus": ("3", "35"),
+}
+_CSS: dict[Origin, str] = {
+    "accepted": "color:#2a9d4a;text-decoration:underline",
+    "sibling": "color:#0e93a8;text-decoration:underline;font-weight:bold",
+    "corrected": "color:#c77700;font-weight:bold",
+    "bonus": "color:#b04fc0;font-style:italic",
+}
+
+
+def painted(text: str, origin: Origin, encoding: str = "utf-8", *, colour: bool = True) -> str:
+    """Text for a terminal, safe and in the style of its origin; without ``colour`` underlined, bold or italic only."""
+    safe = terminal_safe(text, encoding)
+    if not safe or origin not in _TERMINAL:
+        return safe
+    attributes, hue = _TERMINAL[origin]
+    return f"\x1b[{attributes}{f';{hue}' if colour else ''}m{safe}\x1b[0m"
+
+
+def as_html(pieces: Iterable[tuple[Origin, str]], caption: str) -> str:
+    """The pieces of an output's text one behind the other, each in the style of its origin, a legend and a caption."""
+    text = "".join(_span(terminal_safe(piece), origin, title=True) for origin, piece in pieces)
+    legend = " · ".join(_span(name, origin) for origin, name in ORIGINS.items())
+    return (
+        f'<div style="white-space:pre-wrap">{text}</div>'
+        f'<div style="font-size:smaller;margin-top:.5em">{legend} — {escape(caption)}</div>'
+    )
+
+
+def _span(text: str, origin: Origin, *, title: bool = False) -> str:
+    style = f' style="{_CSS[origin]}"' if origin in _CSS else ""
+    hint = f' title="{escape(ORIGINS[origin])}"' if title else ""
+    return f"<span{style}{hint}>{escape(text)}</span>"
