@@ -404,6 +404,14 @@ MUTANTS = (
         ("tests/test_bitexact.py", "-k", "half_precision"),
     ),
     Mutant(
+        "threads take each other's masks",
+        "attention.py",
+        "    return _masks_of_pass(mask, (groups, most, dtype), fold)\n",
+        "    globals().update(_last=(mask, _masks_of_pass(mask, (groups, most, dtype), fold)))\n"
+        '    return globals()["_last"][1]\n',
+        ("tests/test_attention.py", "-k", "thread"),
+    ),
+    Mutant(
         "padding of the vocabulary can be drawn",
         "scorer.py",
         'value=float("-inf")',

@@ -11,7 +11,9 @@ preallocated cache hands out such blocks. Measured: docs/log.md.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -22,7 +24,17 @@ from transformers.masking_utils import sdpa_mask
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["FOLDED", "KEY_BLOCK", "LONGEST_PASS", "fold_attention", "folded_attention", "is_folded"]
+__all__ = [
+    "FOLDED",
+    "KEY_BLOCK",
+    "LONGEST_PASS",
+    "OncePerPass",
+    "fold_attention",
+    "folded_attention",
+    "is_folded",
+]
+
+Made = TypeVar("Made")
 
 FOLDED = "specbench_folded"
 """Name under which ``transformers`` knows this attention."""
@@ -109,14 +121,30 @@ def _folded_rows(
     return out.reshape(1, heads, length, value.shape[-1])
 
 
-_last_masks: tuple[torch.Tensor, tuple[Any, ...], list[torch.Tensor]] | None = None
+class OncePerPass(threading.local):
+    """Makes something of a tensor that all layers of a pass are handed, once for all of them.
+
+    Every thread has the last one of its own, for passes of several models may run side by side.
+    """
+
+    _last: tuple[torch.Tensor, object, Any] | None = None
+
+    def __call__(self, given: torch.Tensor, key: object, make: Callable[[], Made]) -> Made:
+        """What ``make()`` gives, or gave for the same tensor object and an equal key just before."""
+        last = self._last
+        if last is None or last[0] is not given or last[1] != key:
+            last = self._last = (given, key, make())
+        made: Made = last[2]
+        return made
+
+
+_masks_of_pass = OncePerPass()
 
 
 def _folded_masks(mask: torch.Tensor, groups: int, most: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """What is added to the scores of the folded rows, for every ``most`` queries; all layers of a pass share it."""
-    global _last_masks
-    key = (groups, most, dtype)
-    if _last_masks is None or _last_masks[0] is not mask or _last_masks[1] != key:
+
+    def fold() -> list[torch.Tensor]:
         added = mask
         if mask.dtype == torch.bool:
             added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
@@ -124,8 +152,9 @@ def _folded_masks(mask: torch.Tensor, groups: int, most: int, dtype: torch.dtype
         for first in range(0, mask.shape[-2], most):
             rows = added[:, :, first : first + most].repeat(1, 1, groups, 1)
             parts.append(pad(rows, (0, 0, 0, -rows.shape[-2] % _ROWS)))
-        _last_masks = (mask, key, parts)
-    return _last_masks[2]
+        return parts
+
+    return _masks_of_pass(mask, (groups, most, dtype), fold)
 
 
 def folded_mask(

@@ -60,6 +60,9 @@ _CASCADE_OPTIONS = {"passes": "passes=N"}
 class Target:
     """The model whose output distribution is kept, ready to decode.
 
+    Several targets may decode side by side, each in a thread of its own with drafters of its own; one target serves one
+    generation at a time.
+
     Attributes:
         language_model: The loaded model with its tokenizer and facts.
         scorer: The same model with its cache.
@@ -114,6 +117,9 @@ def load_target(
         progress: Told how far fetching and loading have come.
         allow_pickle: Load pickled weights if there are no others.
 
+    Returns:
+        The target. Load one after the other; for decoding in threads see ``Target``.
+
     Raises:
         UsageError, RunError: See ``specbench.models.load_model``.
     """
@@ -143,7 +149,10 @@ def wrap_target(
     cache: CacheKind = "dynamic",
     pack: bool = True,
 ) -> Target:
-    """A target made of ``transformers`` objects you hold. ``pack`` makes its layers fast, in place."""
+    """A target made of ``transformers`` objects you hold. ``pack`` makes its layers fast, in place.
+
+    For decoding in threads see ``Target``.
+    """
     return _prepare_target(wrap_model(model, tokenizer, name), cache, pack=pack)
 
 

@@ -12,6 +12,7 @@ small model spends much of a pass on starting products.
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -292,6 +293,10 @@ def _prepack_int8(quantised: torch.Tensor) -> torch.Tensor | None:
     return packed
 
 
+_one_engine = threading.Lock()
+"""Held while the process's engine for quantised layers is another one than usual."""
+
+
 def _pack_quick(quantised: torch.Tensor, scales: torch.Tensor) -> Any:
     """FBGEMM's packed form of an int8 weight; ``None`` for large layers, and where it is missing or would overflow.
 
@@ -301,17 +306,18 @@ def _pack_quick(quantised: torch.Tensor, scales: torch.Tensor) -> Any:
         return None
     if "fbgemm" not in torch.backends.quantized.supported_engines or not torch.cpu._is_vnni_supported():
         return None
-    engine = torch.backends.quantized.engine
     zeros = torch.zeros(len(scales), dtype=torch.int64)
-    try:
-        torch.backends.quantized.engine = "fbgemm"
-        with warnings.catch_warnings(action="ignore"):  # quantised tensors are on their way out
-            weight = torch._make_per_channel_quantized_tensor(quantised, scales.double(), zeros, 0)
-        return torch.ops.quantized.linear_prepack(weight, None)
-    except (AttributeError, RuntimeError):
-        return None
-    finally:
-        torch.backends.quantized.engine = engine
+    with _one_engine:
+        engine = torch.backends.quantized.engine
+        try:
+            torch.backends.quantized.engine = "fbgemm"
+            with warnings.catch_warnings(action="ignore"):  # quantised tensors are on their way out
+                weight = torch._make_per_channel_quantized_tensor(quantised, scales.double(), zeros, 0)
+            return torch.ops.quantized.linear_prepack(weight, None)
+        except (AttributeError, RuntimeError):
+            return None
+        finally:
+            torch.backends.quantized.engine = engine
 
 
 def pack_linears(model: PreTrainedModel) -> bool:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.functional import silu
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from specbench.attention import LONGEST_PASS, folded_attention, is_folded
+from specbench.attention import LONGEST_PASS, OncePerPass, folded_attention, is_folded
 from specbench.errors import UsageError
 from specbench.packing import Int8Linear, JoinedLinear, PackedLinear, first_layers
 
@@ -177,7 +177,7 @@ def _scale_of(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return norm.weight.detach().float() * root, torch.tensor([root * math.sqrt(norm.variance_epsilon)])
 
 
-_last_rotation: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+_rotation_of_pass = OncePerPass()
 
 
 def _rotation(embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,13 +185,14 @@ def _rotation(embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tens
 
     All layers of a pass share them.
     """
-    global _last_rotation
     cosines, sines = embeddings
-    if _last_rotation is None or _last_rotation[0] is not cosines:
+
+    def spread() -> tuple[torch.Tensor, torch.Tensor]:
         half = sines.shape[-1] // 2
         signed = torch.cat((-sines[..., :half], sines[..., half:]), dim=-1)
-        _last_rotation = (cosines, (cosines.unsqueeze(2), signed.unsqueeze(2)))
-    return _last_rotation[1]
+        return cosines.unsqueeze(2), signed.unsqueeze(2)
+
+    return _rotation_of_pass(cosines, None, spread)
 
 
 @cache

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tiny import tiny_llama
@@ -39,6 +42,23 @@ def test_it_computes_the_same(length: int, groups: int, masked: bool) -> None:
     wanted, _ = sdpa_attention_forward(Layer(groups), query, key, value, mask, scaling=0.3, dropout=0.0)
     assert found.shape == wanted.shape == (1, length, 2 * groups, 8)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_of_another_thread_in_between_leaves_the_mask_alone() -> None:
+    def attend(mask: torch.Tensor) -> torch.Tensor:
+        query, key = torch.ones(1, 4, *mask.shape[-2:]), torch.ones(1, 2, mask.shape[-1], mask.shape[-1])
+        return folded_attention(Layer(2), query, key, key, mask, scaling=1.0)[0]
+
+    def elsewhere() -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(attend, causal_mask(3, 6)).result()
+
+    before = causal_mask(2, 8)
+    attend(before)
+    at_its_end = weakref.finalize(before, elsewhere)
+    del before
+    assert attend(causal_mask(3, 4)).shape == (1, 3, 4, 4)
+    assert not at_its_end.alive, "the last pass's mask is let go as soon as there is another"
 
 
 def test_a_position_bias_is_not_lost() -> None:

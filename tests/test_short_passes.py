@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,8 +18,10 @@ import specbench.short_passes
 from specbench.attention import fold_attention
 from specbench.bitexact import require_bit_exact
 from specbench.caches import CacheKind
+from specbench.drafters.base import Drafter
 from specbench.errors import UsageError
-from specbench.loading import load_drafter, wrap_drafter, wrap_target
+from specbench.generate import speculative_generate
+from specbench.loading import Target, load_drafter, wrap_drafter, wrap_target
 from specbench.packing import Int8Linear, can_pack, first_layers, int8_copy, pack_linears, quantise_linears
 from specbench.scorer import Scorer
 from specbench.short_passes import quicken_layers, short_pass, shorten_layers
@@ -181,6 +187,63 @@ def test_two_models_in_turn_do_not_mix_up_their_rotations() -> None:
             scorer.rollback(len(CONTEXT))
     assert identical(found[0], wanted[0])
     assert identical(found[1], wanted[1])
+
+
+@pytest.fixture
+def _threads_in_quick_turns() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("_threads_in_quick_turns")
+def test_two_threads_decode_with_a_target_each() -> None:
+    targets = [
+        wrap_target(build("Llama"), name="packed"),
+        wrap_target(build("Qwen3", int8=True), name="int8"),
+    ]
+    drafters = [
+        load_drafter(spec, target) for spec, target in zip(("self:int8", "lookup"), targets, strict=True)
+    ]
+
+    def decode(target: Target, drafter: Drafter) -> list[tuple[int, ...]]:
+        drafted = speculative_generate(CONTEXT, target, drafter, gamma=3, max_new_tokens=12)
+        ids = torch.tensor([CONTEXT])
+        model: Any = target.language_model.model
+        own = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=0
+        )
+        return [drafted.token_ids, tuple(own[0, len(CONTEXT) :].tolist())]
+
+    wanted = [decode(*pair) for pair in zip(targets, drafters, strict=True)]
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        runs = [
+            [thread.submit(decode, target, drafter) for _ in range(6)]
+            for thread, target, drafter in zip((first, second), targets, drafters, strict=True)
+        ]
+        assert [[run.result() for run in each] for each in runs] == [[each] * 6 for each in wanted]
+
+
+@torch.inference_mode()
+def test_a_pass_of_another_thread_in_between_leaves_the_rotation_alone() -> None:
+    def rotation(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(1, tokens, 8), torch.ones(1, tokens, 8)
+
+    before = rotation(3)
+    specbench.short_passes._rotation(before)
+    at_its_end = weakref.finalize(
+        before[0], in_another_thread, lambda: specbench.short_passes._rotation(rotation(5))
+    )
+    del before
+    cosines, sines = specbench.short_passes._rotation(rotation(4))
+    assert not at_its_end.alive, "the last pass's rotation is let go as soon as there is another"
+    assert cosines.shape == sines.shape == (1, 4, 1, 8)
+
+
+def in_another_thread(work: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
 
 
 def test_several_sequences_at_once_go_the_way_of_transformers() -> None:
