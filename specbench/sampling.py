@@ -36,6 +36,8 @@ _NUCLEUS_CANDIDATES = 256
 _BLOCK, _SMALL = 256, 4096
 """Tokens that a draw from a large vocabulary sums up at once, and how many are added up one by one in a small one."""
 
+_LEAST_TEMPERATURE = 1e-30
+"""A logit of 1e8 divided by less leaves the range of float32."""
 
 _PIECE = 32_000
 """Elements that torch converts without calling up other threads."""
@@ -99,6 +101,11 @@ class Sampling:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UsageError(
                 f"The temperature is {self.temperature}.", "Give 0 for greedy decoding, or a positive number."
+            )
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise UsageError(
+                f"The temperature is {self.temperature:g}: logits divided by it are no numbers any more.",
+                f"Give 0 for greedy decoding, or at least {_LEAST_TEMPERATURE:g}.",
             )
         if not self.top_k >= 0:
             raise UsageError(f"top-k is {self.top_k}.", "Give 0 for all tokens, or a positive number.")

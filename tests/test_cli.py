@@ -616,6 +616,7 @@ def test_errors_quote_text_without_its_power(cli: Cli) -> None:
         (("--seed", -1), "'--seed'"),
         (("--seed", 2**64), "'--seed'"),
         (("--stop", ""), "A stop string is empty."),
+        (("--temperature", "1e-39"), "The temperature is 1e-39"),
         (("--bogus",), "--bogus"),
         (("more",), "unexpected extra argument"),
         (("--drafter", "ngram:bogus=1"), "ngram has no option 'bogus'."),

@@ -327,6 +327,7 @@ def test_the_named_samplings() -> None:
     [
         lambda: Sampling(temperature=-0.1),
         lambda: Sampling(temperature=math.nan),
+        lambda: Sampling(temperature=1e-39),
         lambda: Sampling(temperature=math.inf),
         lambda: Sampling(top_k=-1),
         lambda: Sampling(top_k=math.nan),  # type: ignore[arg-type]
