@@ -39,6 +39,7 @@ from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.hub import HubModel
 from specbench.model_defaults import ModelDefaults
 from specbench.progress import Progress, one_line, quiet_transformers
+from specbench.text import special_tokens
 
 __all__ = [
     "DTYPES",
@@ -558,10 +559,9 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if not found:
         return None
     rest = rest.lstrip()
-    special = {str(token) for token in tokenizer.all_special_tokens}
-    special |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    closing = max((token for token in special if token and rest.startswith(token)), key=len, default=None)
-    return None if closing is None else tokenizer.get_vocab().get(closing)
+    special = special_tokens(tokenizer)
+    closing = max((token for token in special if rest.startswith(token)), key=len, default=None)
+    return None if closing is None else special[closing]
 
 
 # -- identity --------------------------------------------------------------------------------------

@@ -2,26 +2,77 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LabelledText", "StopRules", "TextStream"]
+__all__ = ["LabelledText", "StopRules", "TextStream", "special_tokens"]
 
 _REPLACEMENT = "\ufffd"
 
 Label = TypeVar("Label")
 
 
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens that decoding leaves out of a text, by what they are called."""
+    vocabulary = tokenizer.get_vocab()
+    names = {str(name) for name in tokenizer.all_special_tokens}
+    names |= {str(added) for added in tokenizer.added_tokens_decoder.values() if added.special}
+    return {name: vocabulary[name] for name in names if name and name in vocabulary}
+
+
+class _ByteRun:
+    """The bytes that are one token each, as SentencePiece spells rare characters, since the last other token.
+
+    Tokenizers decode such a run as a whole: if its bytes are no UTF-8, each is a replacement character. So one more
+    byte can take a character back, and none is final before the run has ended.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, int | None] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start anew."""
+        self.length = 0
+        self.text = ""  # of the whole characters
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._valid = True
+
+    def byte_of(self, token: int) -> int | None:
+        """The byte that a token is; ``None`` for other tokens."""
+        if token not in self._known:
+            piece = self._tokenizer.convert_ids_to_tokens(token)  # None for an id it does not know
+            found = re.fullmatch("<0x([0-9A-F]{2})>", piece or "")
+            spelled = found is not None and self._tokenizer.decode([token]) == piece  # where it means no byte
+            self._known[token] = int(found[1], 16) if found and not spelled else None
+        return self._known[token]
+
+    def add(self, byte: int) -> bool:
+        """Take a byte; whether it completes a character of a run that makes characters only, so far."""
+        self.length += 1
+        try:
+            fresh = self._utf8.decode(bytes([byte])) if self._valid else ""
+        except UnicodeDecodeError:
+            self._valid, fresh = False, ""
+        self.text += fresh
+        return bool(fresh)
+
+
 class TextStream:
     """Turns a growing output into text that is final as soon as it is released.
 
-    Held back are bytes that do not yet make a character, and anything that may turn out to be the start of a stop
-    string. What was released in all, after ``finish``, is the text of the output: a stop string and what stands behind
-    it are not part of it.
+    Held back are bytes that do not yet make a character or may still lose it, and anything that may turn out to be the
+    start of a stop string. What was released in all, after ``finish``, is the text of the output: a stop string and
+    what stands behind it are not part of it.
 
     Args:
         tokenizer: Decodes token ids; special tokens become nothing.
@@ -40,6 +91,7 @@ class TextStream:
         self._window_text = 0  # characters of the window's text that are decoded for good
         self._decoded = ""  # decoded for good, not yet released
         self._released: list[str] = []
+        self._run = _ByteRun(tokenizer)
         self.stopped = False
 
     @property
@@ -51,6 +103,14 @@ class TextStream:
         """Take one more token; return the text that became final. Empty once a stop string was found."""
         if self.stopped:
             return ""
+        byte = self._run.byte_of(token)
+        if byte is not None:
+            self._ids.append(token)
+            return self._push_byte(byte)
+        if self._run.length:
+            if self._is_special(token):  # decoding leaves it out before it looks at bytes: the run goes on
+                return ""
+            self._run.begin()
         self._ids.append(token)
         window = self._decode(self._ids[self._before :])
         # The characters before a trailing run of replacement characters will not change any more.
@@ -66,6 +126,16 @@ class TextStream:
             # As the first token of a window it would let the next one lose its leading space.
             self._ids.pop()
         return self._release(fresh)
+
+    def _push_byte(self, byte: int) -> str:
+        """Take a byte of a run: nothing is final, but a stop string may be complete."""
+        if self._run.add(byte) and self._stops:
+            so_far = self._decoded[-self._longest :] + self._run.text
+            if so_far.endswith(self._stops):
+                fresh = self._decode(self._ids[self._before :])[self._window_text :]
+                if any(stop in self._decoded + fresh for stop in self._stops):
+                    return self._release(fresh)
+        return ""
 
     def finish(self) -> str:
         """Release what was held back; the output has ended."""
@@ -152,10 +222,15 @@ class LabelledText(Generic[Label]):
 class StopRules:
     """Says where an output ends: at an end token, or with the token that completes a stop string.
 
+    A stop string that is a special token ends the output with this token, though decoding leaves it out of the text.
+
     Args:
         end_ids: Token ids that end the output; none to ignore end tokens.
         stop_strings: Texts that end the output.
         tokenizer: Needed for stop strings only.
+
+    Raises:
+        UsageError: A stop string joins a special token to other text, and would never be seen in any.
     """
 
     def __init__(
@@ -168,7 +243,16 @@ class StopRules:
             raise ValueError("stop strings need a tokenizer")
         if any(not stop for stop in stop_strings):
             raise ValueError("a stop string is empty")
+        specials = special_tokens(tokenizer) if stop_strings else {}
+        for stop in stop_strings:
+            joined = next((name for name in specials if name in stop), None) if stop not in specials else None
+            if joined is not None:
+                raise UsageError(
+                    f"The stop string {stop!r} joins the special token {joined} to other text.",
+                    "Give the special token alone, or the text before it.",
+                )
         self.end_ids = frozenset(end_ids)
+        self._stop_ids = frozenset(specials[stop] for stop in stop_strings if stop in specials)
         self._stream = TextStream(tokenizer, stop_strings) if stop_strings and tokenizer is not None else None
 
     def cut(self, tokens: Sequence[int]) -> tuple[int, str | None]:
@@ -180,6 +264,8 @@ class StopRules:
         for count, token in enumerate(tokens, 1):
             if token in self.end_ids:
                 return count, "eos"
+            if token in self._stop_ids:
+                return count, "stop-string"
             if self._stream is not None:
                 self._stream.push(token)
                 if self._stream.stopped:

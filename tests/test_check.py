@@ -256,8 +256,16 @@ def test_a_token_too_many_is_found() -> None:
 
 def test_a_stop_string_that_is_missed_is_found() -> None:
     class Letters:
+        all_special_tokens, added_tokens_decoder = (), {}
+
         def decode(self, ids: Sequence[int], **_: Any) -> str:
             return "".join("abcdefgh"[i] for i in ids)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return "abcdefgh"[token]
 
     plain = run_greedy(setup_of(), PROMPT, plain=True).tokens
     stop = Letters().decode(plain[3:5])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import save_tiny, tiny_llama
+from tiny import TURN_END, save_tiny, tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig, PreTrainedModel
 
 from specbench.check.observe import DecodingSetup
@@ -256,6 +256,24 @@ def test_the_command_line_applies_them_and_can_leave_them_out(
     assert applied != plain
     (folder / "generation_config.json").write_text("{}")
     assert tokens()[0] == plain
+
+
+def test_a_special_token_as_a_stop_string(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind the first token the model says it; end tokens are ignored."""
+    words = ["--target", str(folder), "--dtype", "float32", "--device", "cpu", "--ignore-eos", "-n", "16"]
+    words += ["--drafter", "self:layers=1", "--stop", TURN_END, "--json"]
+    special, newline = tiny_tokenizer().convert_tokens_to_ids([TURN_END, "Ċ"])  # with which prompts end
+    bias = [[[token, special], 99.0] for token in range(special) if token != newline]
+    (folder / "generation_config.json").write_text(json.dumps({"sequence_bias": bias}))
+    assert run(["generate", "the", *words]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    first, last = figures["token_ids"]
+    assert (last, figures["finish_reason"]) == (special, "stop-string")
+    assert figures["text"] == tiny_tokenizer().decode([first])
+    assert run(["check", "--limit", "1", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "identical"
+    assert run(["generate", "the", *words, "--stop", f"{TURN_END}\n"]) == 2
+    assert "joins the special token" in capsys.readouterr().err
 
 
 def test_check_compares_with_generate_under_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import SPECIAL_TOKENS, tiny_tokenizer
+from tiny import SPECIAL_TOKENS, TURN_END, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from specbench.errors import UsageError
 from specbench.text import StopRules, TextStream
 
 PIECES = (
@@ -92,13 +93,12 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def token_lists(kind: str) -> st.SearchStrategy[list[int]]:
-    """Lists of tokens of all sorts; single bytes come as whole characters where a byte run must be valid."""
+    """Lists of tokens of all sorts, with any byte after any other."""
     tokenizer = tokenizer_of(kind)
     characters = st.sampled_from(CHARACTERS).map(lambda character: byte_ids(kind, character.encode()))
-    if kind == "bytes":
-        others = st.integers(0, len(tokenizer) - 1)  # any byte after any other
-    else:
-        others = st.sampled_from(ids_of(kind, "<unk>", "<s>", "</s>", *PIECES))
+    others: st.SearchStrategy[int] = st.integers(0, len(tokenizer) - 1)
+    if kind != "bytes":  # most of whose tokens are bytes
+        others |= st.sampled_from(ids_of(kind, "<unk>", "<s>", "</s>", *PIECES))
     return st.lists(st.one_of(characters, others.map(lambda token: [token])), max_size=25).map(
         lambda parts: [token for part in parts for token in part]
     )
@@ -113,6 +113,8 @@ def test_the_stream_is_the_decoded_text(kind: str) -> None:
 
     @settings(max_examples=300, deadline=None)
     @given(ids=token_lists(kind))
+    @example(ids=byte_ids(kind, b"\x28\xec"))
+    @example(ids=byte_ids(kind, "aé".encode() + b"\xff"))
     def check(ids: list[int]) -> None:
         released, stream = stream_of(tokenizer, ids)
         assert "".join(released) == decode(tokenizer, ids) == stream.text
@@ -134,11 +136,15 @@ def test_encoded_text_comes_back(text: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("character", ["é", "€", "😀"])
 def test_a_character_appears_with_its_last_byte(kind: str, character: str) -> None:
+    """With byte fallback only when the run of bytes has ended, for one more byte may spoil it."""
     data = character.encode()
     ids = [*ids_of(kind, "a"), *byte_ids(kind, data), *byte_ids(kind, data), *ids_of(kind, "b")]
     released, _ = stream_of(tokenizer_of(kind), ids)
     waiting = [""] * (len(data) - 1)
-    assert released == ["a", *waiting, character, *waiting, character, "b", ""]
+    if kind == "bytes":
+        assert released == ["a", *waiting, character, *waiting, character, "b", ""]
+    else:
+        assert released == ["a", *waiting, "", *waiting, "", f"{character}{character}b", ""]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,18 +169,19 @@ def test_bytes_that_make_no_character(kind: str) -> None:
     ids += [*byte_ids(kind, "é".encode()), *ids_of(kind, "a")]
     released, stream = stream_of(tokenizer_of(kind), ids)
     assert released[:4] == ["a", "", "", ""]
-    assert released[5:] == ["c", "", "é", "a", ""]
+    assert released[5:] == ["c", "", "é", "a", ""] if kind == "bytes" else ["c", "", "", "éa", ""]
     assert stream.text == decode(tokenizer_of(kind), ids)
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
 def test_bytes_behind_a_character_that_spoil_it_afterwards(kind: str) -> None:
-    """A run of byte tokens is decoded as one, all or nothing; a character that was shown stays shown."""
-    ids = [*byte_ids(kind, "é".encode() + b"\xff"), *ids_of(kind, "▁a", "b")]
-    released, stream = stream_of(tokenizer_of(kind), ids)
-    assert released[:3] == ["", "é", ""]
-    assert released[4] == "b"
-    assert stream.text.replace("\ufffd", "") == "é ab"
+    """A run of byte tokens is decoded as one, all or nothing, also over tokens that decoding leaves out."""
+    for between in ([], ids_of(kind, "</s>")):
+        ids = [*byte_ids(kind, "é".encode()), *between, *byte_ids(kind, b"\xff"), *ids_of(kind, "▁a", "b")]
+        released, stream = stream_of(tokenizer_of(kind), ids)
+        assert released[-3:] == ["\ufffd\ufffd\ufffd a", "b", ""]
+        assert not any(released[:-3])
+        assert stream.text == decode(tokenizer_of(kind), ids)
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
@@ -300,8 +307,59 @@ def test_a_stop_string_within_one_token() -> None:
 
 def test_a_stop_string_beyond_ascii() -> None:
     released, stream = stream_of(tokenizer_of("llama"), byte_ids("llama", "x。y".encode()), ["。"])
-    assert released == ["x", "", "", "", "", ""]
+    assert released == ["", "", "", "x", "", ""]
     assert stream.stopped
+
+
+@pytest.mark.parametrize("kind", ["llama", "metaspace"])
+def test_a_stop_string_of_bytes_ends_the_output_with_the_byte_that_completes_it(kind: str) -> None:
+    """Also where one more byte would take it back; the text is that of the tokens up to there."""
+    tokenizer = tokenizer_of(kind)
+    pieces = [*(bytes([byte]) for byte in b"(a \n\xec\xc3\xa9"), "é".encode()]
+    parts = [byte_ids(kind, data) for data in pieces]
+    parts += [[token] for token in ids_of(kind, "a", "▁a", "b", "</s>")]
+    tokens = st.lists(st.sampled_from(parts), max_size=14).map(
+        lambda chosen: [token for part in chosen for token in part]
+    )
+
+    @settings(max_examples=400, deadline=None)
+    @given(ids=tokens, stops=st.lists(st.text("(a \né", min_size=1, max_size=3), min_size=1, max_size=2))
+    @example(ids=byte_ids(kind, b"a(\xec"), stops=["("])
+    @example(ids=byte_ids(kind, b" a"), stops=[" a"])
+    def check(ids: list[int], stops: list[str]) -> None:
+        texts = [decode(tokenizer, ids[:count]) for count in range(len(ids) + 1)]
+        count = next((n for n, text in enumerate(texts) if any(stop in text for stop in stops)), None)
+        expected = texts[-1] if count is None else before_stop(texts[count], stops)
+        assert StopRules((), stops, tokenizer).cut(ids) == (
+            (len(ids), None) if count is None else (count, "stop-string")
+        )
+        released, stream = stream_of(tokenizer, ids, stops)
+        assert "".join(released) == stream.text == expected
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_string_that_is_a_special_token(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    name = TURN_END if kind == "bytes" else "</s>"
+    (special,) = ids_of(kind, name)
+    before, behind = ids_of(kind, "a", "b"), ids_of(kind, "c")
+    rules = StopRules((), ["never", name], tokenizer)
+    assert rules.cut([*before, special, *behind]) == (3, "stop-string")
+    assert StopRules([special], [name], tokenizer).cut([*before, special]) == (3, "eos")
+    assert StopRules((), ["never"], tokenizer).cut([*before, special, *behind]) == (4, None)
+    if kind == "bytes":  # spelled out it is a text like any other
+        spelled = letters(f"a{name}b")
+        assert special not in spelled
+        assert StopRules((), [name], tokenizer).cut(spelled) == (len(spelled) - 1, "stop-string")
+
+
+@pytest.mark.parametrize("stop", [f"a{TURN_END}", f"{TURN_END}\n", f"{TURN_END}{TURN_END}"])
+def test_a_stop_string_that_joins_a_special_token_to_a_text_is_refused(stop: str) -> None:
+    with pytest.raises(UsageError, match="joins the special token") as caught:
+        StopRules((), [stop], tokenizer_of("bytes"))
+    assert TURN_END in caught.value.message
 
 
 def test_nothing_comes_behind_a_stop_string() -> None:
@@ -324,6 +382,10 @@ class Counting:
         self.decoded += len(ids)
         return self.tokenizer.decode(ids, **kwargs)
 
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        name: str | None = self.tokenizer.convert_ids_to_tokens(token)
+        return name
+
 
 @pytest.mark.parametrize(
     ("kind", "pattern"),
@@ -336,9 +398,10 @@ class Counting:
 )
 def test_the_cost_grows_with_the_length_alone(kind: str, pattern: str) -> None:
     ids = byte_ids(kind, pattern.encode()) * 5000
-    counting = Counting(tokenizer_of(kind))
-    stream_of(counting, ids[:5000])
-    assert counting.decoded < 10 * 5000
+    for stops in ([], ["never"]):
+        counting = Counting(tokenizer_of(kind))
+        stream_of(counting, ids[:5000], stops)
+        assert counting.decoded < 10 * 5000
 
 
 @pytest.mark.parametrize("kind", KINDS)

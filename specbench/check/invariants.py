@@ -16,6 +16,7 @@ from specbench.check.observe import DecodingSetup, Drawn, Observation, Proposal,
 from specbench.drafters.base import Draft
 from specbench.records import FinishReason, Prefill, Step
 from specbench.sampling import Sampling
+from specbench.text import special_tokens
 
 __all__ = ["Invariant", "Rules", "Violation", "check_observation", "check_run", "target_distributions"]
 
@@ -95,7 +96,8 @@ class Rules:
         text = self.tokenizer.decode(
             list(output), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return any(stop in text for stop in self.stop)
+        specials = special_tokens(self.tokenizer)
+        return any(stop in text or specials.get(stop) in output for stop in self.stop)
 
     def went_on(self, output: Sequence[int]) -> str | None:
         """What an output went on behind; ``None`` if it did not."""

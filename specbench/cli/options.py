@@ -323,7 +323,10 @@ LengthPolicyOption = Annotated[
 StopOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--stop", metavar="TEXT", help="Text that ends the output; repeatable.", rich_help_panel=DECODING
+        "--stop",
+        metavar="TEXT",
+        help="Text or special token that ends the output; repeatable.",
+        rich_help_panel=DECODING,
     ),
 ]
 FirstTargetOption = Annotated[
