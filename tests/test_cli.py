@@ -25,6 +25,7 @@ import specbench.generate
 import specbench.loading
 from specbench.cli import run
 from specbench.cli.summary import show_summary
+from specbench.cli.watchers import WordWrap
 from specbench.drafters import DRAFTER_WORDS
 from specbench.errors import RunError
 
@@ -418,6 +419,53 @@ def test_the_prompt_comes_from_the_argument_a_file_or_stdin(
     assert tiny("-", "-n", 8, "--json").json()["token_ids"] == expected["token_ids"]
 
 
+@pytest.mark.parametrize("piece", [1, 2, 1000])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("one two three four", "one two\nthree four"),
+        ("one two  three", "one two\nthree"),
+        ("one two \n\n  three four", "one two \n\n  three\nfour"),
+        ("ten letters", "ten\nletters"),
+        ("0123456789 next", "0123456789\nnext"),
+        ("a 0123456789abc de fghi", "a\n0123456789abc de\nfghi"),
+        ("日本の首都 東京", "日本の首都\n東京"),
+        ("- 日本の首都", "- 日本の首\n都"),
+        ("a\tb\tcd", "a       b\ncd"),
+    ],
+)
+def test_text_on_a_terminal_breaks_between_words(
+    monkeypatch: pytest.MonkeyPatch, text: str, shown: str, piece: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    wrap = WordWrap[str]()
+    out = [
+        each for at in range(0, len(text), piece) for each in wrap.push([(text[at], text[at : at + piece])])
+    ]
+    assert "".join(each for _, each in [*out, *wrap.push([], last=True)]) == shown
+
+
+def test_text_is_held_back_for_no_longer_than_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    wrap = WordWrap[str]()
+
+    def written(*pieces: str) -> list[str]:
+        return ["".join(text for _, text in wrap.push([("", piece)])) for piece in pieces]
+
+    assert written("on", "e ", "tw", "o\n") == ["", "one", "", " two\n"]
+    assert written("日", "本", "0123456", "789", "a") == ["日", "本", "\n0123456", "789", "a"]
+
+
+def test_text_on_a_terminal_keeps_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    wrap = WordWrap[str]()
+    assert wrap.push([("a", "one tw"), ("b", "o"), ("c", " three four")], last=True) == [
+        ("a", "one tw"),
+        ("b", "o"),
+        ("c", "\nthree four"),
+    ]
+
+
 def test_chat_is_the_default_where_there_is_a_template(tiny: Cli) -> None:
     default, chat, raw, system = (
         tiny("the", "-n", 2, "--json", *more).json()["prompt_tokens"]
@@ -793,6 +841,19 @@ def test_encoder_decoder_models(cli: Cli, tiny: Cli, tmp_path: Path) -> None:
 def test_too_little_memory(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specbench.checkpoints, "available_memory", lambda *_: 1000)
     tiny("hi").refused(1, "Loading tiny takes up to", "narrower dtype")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_summaries_of_commands_are_whole(cli: Cli, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = " ".join(cli("--help").out.split())
+    assert "..." not in out.partition("Commands:")[2]
+    assert "in which precision, to draft for itself: --drafter self:calibrated." in out
+
+
+def test_a_mistyped_command_is_suggested(cli: Cli) -> None:
+    asked = cli("generat", "hi")
+    asked.refused(2, "No such command 'generat'. Did you mean 'generate'? See `specbench --help`.\n")
 
 
 # --- What goes wrong in the middle ----------------------------------------------------------------

@@ -304,7 +304,7 @@ def _more(console: Console, number: int) -> None:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(_safe(text, console), style), soft_wrap=True)
+    console.print(Text(_safe(text, console), style), soft_wrap=not console.is_terminal)
 
 
 def _safe(text: str, console: Console) -> str:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,6 +44,13 @@ class _EscapeError(Exception):
 
 
 class _Commands(TyperGroup):
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
+        """The commands with their summaries, which click would cut to a line."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, command.get_short_help_str(10_000)) for name, command in self.commands.items()]
+            )
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -135,8 +143,7 @@ def _explain(error: BaseException) -> int:
         return exit_code_of_interrupt()
     # rich turns a closed pipe into an exit.
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
-        _give_up_stdout()
-        _say("the output was closed before everything was written.")
+        _give_up_stdout()  # and not a word: whoever closed it has read enough, as in `specbench trace FILE | head`
         return OUTPUT_CLOSED
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -162,7 +169,7 @@ def _explain(error: BaseException) -> int:
 def _sentence(message: str) -> str:
     """A complaint of the option parser as a sentence of its own, without its validator's words."""
     message = _VALIDATOR_WORDS.sub("", message).replace("Input should be", "it should be").rstrip(" .")
-    return f"{message}."
+    return message if message.endswith("?") else f"{message}."
 
 
 def _give_up_stdout() -> None:
@@ -176,4 +183,13 @@ def _say(message: str) -> None:
 
     line = " ".join(terminal_safe(message, sys.stderr.encoding or "utf-8").split())
     with suppress(OSError):  # stderr may be closed as well
-        print(f"specbench: {line}", file=sys.stderr, flush=True)  # noqa: T201
+        print(_wrapped(f"specbench: {line}"), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _wrapped(line: str) -> str:
+    """The line broken between words, if it goes to a terminal."""
+    try:
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # no terminal, or no file at all
+        return line
+    return textwrap.fill(line, max(width, 20), break_long_words=False, break_on_hyphens=False)

@@ -16,6 +16,8 @@ from specbench.cli.rule import LengthRule, left_out, length_rules
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
+
     from specbench.caches import CacheKind
     from specbench.check.greedy import PlainRun
     from specbench.check.outputs import GivenOutput, Refused
@@ -203,7 +205,17 @@ def check(
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         options = LoadOptions(dtype, device, device_map)
         request = _Request(
-            ctx, target, options, kind, chat, system, allow_pickle, model_defaults, json_output, quiet
+            ctx,
+            target,
+            options,
+            kind,
+            chat,
+            system,
+            allow_pickle,
+            model_defaults,
+            json_output,
+            quiet,
+            progress.console,
         )
         job: _DecodingJob | _OutputsJob
         if outputs is not None:
@@ -270,10 +282,12 @@ class _Request:
         model_defaults: bool,
         json_output: bool,
         quiet: bool,
+        console: Console,
     ) -> None:
         self.ctx, self.target, self.options, self.cache = ctx, target, options, cache
         self.chat, self.system, self.allow_pickle = chat, system, allow_pickle
         self.model_defaults, self.json_output, self.quiet = model_defaults, json_output, quiet
+        self._console = console
 
     def applied(self, model: LanguageModel, sampling: Sampling) -> Sampling:
         """The transforms with the model's own settings, as far as they are to be applied; says which they are."""
@@ -290,7 +304,7 @@ class _Request:
         from specbench.cli.summary import show_notes
 
         if not self.quiet:
-            show_notes([text], apart=False)
+            show_notes([text], apart=False, console=self._console)
 
     def encode(self, model: LanguageModel, text: str, system: str | None = None) -> list[int]:
         """Token ids of a prompt. A system message without a place of its own goes in front of the text."""
@@ -627,7 +641,7 @@ class _DecodingJob:
         if len(self._checks) == 1:
             line += f", drafter {names[0][0]}, {names[0][1]}"
         line += f", cache {header['options']['cache']}"
-        console.print(terminal_safe(line, console.encoding), markup=False, soft_wrap=True)
+        console.print(terminal_safe(line, console.encoding), markup=False, soft_wrap=not console.is_terminal)
         console.print()
         if len(self._checks) == 1:
             show_check(results[0][1], console, dtype=header["rounding"], piece=piece)

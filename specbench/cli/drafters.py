@@ -32,7 +32,7 @@ def drafters() -> None:
         "Options follow a colon, separated by commas: --drafter ngram:order=3,window=512",
         "A drafter changes the speed, never the output's distribution.",
     ):
-        console.print(line, style="dim", markup=False, soft_wrap=True)
+        console.print(line, style="dim", markup=False, soft_wrap=not console.is_terminal)
 
 
 def _item(console: Console, name: str, text: str, indent: int, column: int, style: str) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["StageProgress"]
 
@@ -48,6 +52,11 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         self._animated = animated
         self._drawn = float("-inf")
         self._stage: tuple[str, TaskID] | None = None
+
+    @property
+    def console(self) -> Console:
+        """Where to print while the bar is drawn, so that it moves down."""
+        return self._console
 
     def __enter__(self) -> StageProgress:
         self._bar.start()

@@ -24,9 +24,15 @@ _PARTS = ("draft", "verify", "accept", "rollback", "other")
 _ASCII = str.maketrans({"γ": "gamma", "×": "x", "–": "-"})
 
 
-def show_notes(notes: Sequence[str], *, apart: bool) -> None:
-    """Print what the user should know before the text comes; ``apart``: with an empty line between them."""
-    console = _console()
+def show_notes(notes: Sequence[str], *, apart: bool, console: Console | None = None) -> None:
+    """Print what the user should know before the text comes.
+
+    Args:
+        notes: One line each, or more on a terminal.
+        apart: Leave an empty line behind them.
+        console: That of a progress bar that is being drawn; ``None`` where there is none.
+    """
+    console = console or _console()
     for note in notes:
         _line(console, "note", note, "yellow" if note.startswith("NOT LOSSLESS") else "")
     if notes and apart:

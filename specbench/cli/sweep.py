@@ -637,4 +637,5 @@ class _Job:
 
         from specbench.textsafe import terminal_safe
 
-        self.console.print(Text(terminal_safe(line, self.console.encoding)), soft_wrap=True)
+        text = Text(terminal_safe(line, self.console.encoding))
+        self.console.print(text, soft_wrap=not self.console.is_terminal)

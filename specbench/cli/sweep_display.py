@@ -118,7 +118,8 @@ class SweepDisplay:
     def _take_costs(self, event: CostsDone) -> None:
         if event.costs is None:
             self._console.print(
-                Text(self._safe(f"Single passes could not be timed: {event.error}")), soft_wrap=True
+                Text(self._safe(f"Single passes could not be timed: {event.error}")),
+                soft_wrap=not self._console.is_terminal,
             )
         self._now = "timed single passes"
 

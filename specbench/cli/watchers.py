@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import sys
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from specbench.generate import GenerationRun
+    from specbench.origins import Origin
     from specbench.records import Generation, Prefill, Step
     from specbench.trace import Event
 
@@ -112,6 +116,10 @@ def _open_as_it_is(path: str, flags: int) -> int:
     return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
+_BREAKS = " \t\n"
+_Label = TypeVar("_Label")
+
+
 class Watcher(Protocol):
     """Sees the records of a run as they come."""
 
@@ -128,18 +136,24 @@ class StreamedText:
         stream = run.text_stream()
         assert stream is not None
         self._stream = stream
+        self._wrap = WordWrap[Origin]() if sys.stdout.isatty() else None
 
     def record(self, record: Prefill | Step) -> None:
         from specbench.generate import shown_tokens
 
         tokens = shown_tokens(tokens_of(record), record.finish_reason)
-        for token, origin in zip(tokens, record.origins, strict=False):
-            write_out("".join(text for _, text in self._stream.push(token, origin)))
+        pairs = zip(tokens, record.origins, strict=False)
+        self._write([piece for token, origin in pairs for piece in self._stream.push(token, origin)])
 
     def end(self, result: Generation) -> None:
-        write_out("".join(text for _, text in self._stream.finish("target")))
+        self._write(self._stream.finish("target"), last=True)
         if result.text and not result.text.endswith("\n"):
             write_out("\n")
+
+    def _write(self, pieces: Sequence[tuple[Origin, str]], *, last: bool = False) -> None:
+        if self._wrap is not None:
+            pieces = self._wrap.push(pieces, last=last)
+        write_out("".join(text for _, text in pieces))
 
 
 class WholeText:
@@ -155,7 +169,73 @@ class WholeText:
         if self._behind_trace:
             sys.stderr.write("\n")
         text = result.text or ""
+        if sys.stdout.isatty():
+            text = "".join(part for _, part in WordWrap[None]().push([(None, text)], last=True))
         write_out(text if not text or text.endswith("\n") else f"{text}\n")
+
+
+class WordWrap(Generic[_Label]):
+    """Text that comes in labelled pieces, its lines broken between words where a terminal would break them anywhere.
+
+    A word is held back until it is whole, or fills a line of its own. Wide letters, as of Chinese, are words.
+    """
+
+    def __init__(self) -> None:
+        self._column = 0  # cells in use in the line so far
+        self._gap: list[
+            tuple[_Label, str]
+        ] = []  # white space behind them: a word may follow in this line or not
+        self._word: list[tuple[_Label, str]] = []
+        self._begun = False  # the word's beginning is written already
+
+    def push(self, pieces: Sequence[tuple[_Label, str]], *, last: bool = False) -> list[tuple[_Label, str]]:
+        """What can be written once these have come; everything if they are the ``last``."""
+        from rich.cells import cell_len
+
+        from specbench.textsafe import terminal_safe
+
+        width = shutil.get_terminal_size().columns
+        out: list[tuple[_Label, str]] = []
+        for label, text in pieces:
+            for letter in terminal_safe(text, sys.stdout.encoding):
+                wide = cell_len(letter) > 1
+                if wide or letter in _BREAKS:
+                    out += self._placed(width)
+                    self._begun = False
+                if letter == "\n":
+                    out += [*self._gap, (label, letter)]
+                    self._column, self._gap = 0, []
+                elif letter in _BREAKS:
+                    self._gap.append((label, letter))
+                else:
+                    self._word.append((label, letter))
+                    if wide or self._column + len(self._gap) + cell_len(_text(self._word)) > width:
+                        out += self._placed(width)
+                        self._begun = not wide
+        if last or self._begun:
+            out += self._placed(width)
+        return [(label, _text(run)) for label, run in groupby(out, key=itemgetter(0))]
+
+    def _placed(self, width: int) -> list[tuple[_Label, str]]:
+        """The word with the gap before it, or in a new line."""
+        from rich.cells import cell_len
+
+        if not self._word:
+            return []
+        size = cell_len(_text(self._word))
+        gap = (" " * self._column + _text(self._gap)).expandtabs()[self._column :]
+        if not self._begun and self._column and self._column + len(gap) + size > width:
+            gap, self._column = "\n", 0
+        else:
+            self._column += len(gap)
+        self._column = (self._column + size - 1) % width + 1  # what is longer than a line the terminal breaks
+        placed = [((self._gap or self._word)[0][0], gap), *self._word]
+        self._gap, self._word = [], []
+        return placed
+
+
+def _text(pieces: Iterable[tuple[object, str]]) -> str:
+    return "".join(text for _, text in pieces)
 
 
 class Tracer:
