@@ -34,7 +34,7 @@ from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck, estimated_seconds
 from specbench.check.sampled import Candidate, check_exact, choose_contexts, plan_context, sample_context
 from specbench.decode import decode_steps
-from specbench.drafters.base import Draft
+from specbench.drafters.base import Draft, NoDraft
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -662,7 +662,71 @@ def test_the_number_of_samples_has_the_power_it_claims() -> None:
     assert plan.tests >= 2
     for cells in plan.depths:
         if cells:
-            assert power(plan.runs, 0.1, 1e-4, freedom(cells), share(cells)) >= 0.95
+            assert power(plan.runs, 0.1, 0.9e-4, freedom(cells), share(cells)) >= 0.95
+
+
+def test_looks_before_the_end_keep_the_level() -> None:
+    """All looks together reject what is sound as seldom as one test would."""
+    level, trials = 0.2, 300
+    setup, target = memoised(setup_of())
+    plan = plan_context(target, setup.sampling, Candidate("a", PROMPT, 1, 0.1), 0.2, level)
+    early = tuple((runs, (cells[0], (), ())) for runs, cells in plan.early)
+    plan = replace(plan, depths=(plan.depths[0], (), ()), early=early)
+    assert sum(bool(cells[0]) for _, cells in early) >= 3
+    (cells,) = plan.depths[0]
+    other = next(token for token in range(VOCAB) if token not in cells.tokens) if cells.rest else 0
+    tokens, p = [*cells.tokens, other], np.array([*cells.probabilities, cells.rest])
+    rng, step = np.random.default_rng(5), None
+
+    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
+        nonlocal step
+        if step is None:
+            step = next(each for each in decode_steps(*arguments, **options) if isinstance(each, Step))
+        yield replace(step, tokens=(int(rng.choice(tokens, p=p / p.sum())),))
+
+    alarms = 0
+    for _ in range(trials):
+        tests = sample_context(replace(setup, decoder=decoder), target, plan, level)
+        alarms += not all(test.sound for test in tests)
+    expected = level * trials
+    assert expected / 4 <= alarms <= expected + 3 * math.sqrt(expected * (1 - level))
+
+
+def test_a_bias_that_is_proven_ends_the_sampling() -> None:
+    setup = setup_of("lookup", residual_adjustment=False)
+    checking = DecodingCheck(setup, [Case("a", PROMPT), Case("b", (3, 3, 6))], bias=0.05)
+    checking.exact()
+    told: list[tuple[str, int, int | None]] = []
+    checking.progress = type("Told", (), {"update": lambda self, *stage: told.append(stage)})()
+    checking.sampled()
+    sampled = [(done, total) for stage, done, total in told if stage == "sampled outputs"]
+    done, total = sampled[-1]
+    assert done < (total or 0) / 10
+    assert {test.runs for test in checking.result().sampled} == {done}
+    assert checking.result().verdict == "wrong"
+
+
+def test_outputs_are_not_followed_behind_what_is_not_tested() -> None:
+    setup, target = memoised(setup_of("lookup", drafter=NoDraft()))
+    plan = plan_context(target, setup.sampling, Candidate("a", PROMPT, 1, 0.1), 0.2, 1e-4)
+    plan = replace(plan, depths=(plan.depths[0], (), ()), early=())
+    setup, target = memoised(setup_of("lookup", drafter=NoDraft()))
+    (first, *others) = sample_context(setup, target, plan, 1e-4)
+    assert not others
+    assert first.tested == plan.runs
+    assert target.passes == 1
+
+
+def test_what_sampling_costs_is_told_when_it_has_begun() -> None:
+    checking = DecodingCheck(setup_of("lookup"), [Case("a", PROMPT)], bias=0.3)
+    told: list[tuple[int, float]] = []
+    checking.announce = lambda outputs, seconds: told.append((outputs, seconds))
+    checking.exact()
+    checking.sampled()
+    ((outputs, seconds),) = told
+    runs = {(test.prompt, test.context): test.runs for test in checking.result().sampled}
+    assert outputs == sum(runs.values())
+    assert seconds > 0
 
 
 def test_impossible_tokens_are_found_however_few() -> None:
@@ -1011,9 +1075,8 @@ def test_the_result_is_ready_for_json() -> None:
 
 
 def test_time_is_guessed_from_what_is_asked_for() -> None:
-    greedy, sampled = (estimated_seconds(10, 50_000, bias) for bias in (None, 0.05))
-    assert 10 < greedy < sampled
-    assert estimated_seconds(10, 50_000, 0.01) > 10 * sampled
+    greedy, sampled = (estimated_seconds(10, sampled=sampled) for sampled in (False, True))
+    assert 10 < greedy < sampled < estimated_seconds(10, sampled=True, configurations=2)
 
 
 def test_rules_end_outputs_as_the_loop_does() -> None:

@@ -167,11 +167,12 @@ def _sampled(result: CheckResult) -> tuple[str, str, str, str]:
         return what, "not sampled", reason, "–"
     outputs = {(test.prompt, test.context): test.runs for test in result.sampled}
     least = min(test.p_value for test in result.sampled)
+    sound = all(test.sound for test in result.sampled)
     return (
         what,
-        _count(sum(outputs.values()), "output"),
+        _count(sum(outputs.values()), "output") + ("" if sound else ", until one failed"),
         f"{_count(len(result.sampled), 'test')}, p-values from {least:.2g}",
-        _sound(all(test.sound for test in result.sampled)),
+        _sound(sound),
     )
 
 

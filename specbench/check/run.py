@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from specbench.check.chisquare import SIGNIFICANCE, runs_needed
+from specbench.check.chisquare import SIGNIFICANCE
 from specbench.check.deviation import judge_deviations
 from specbench.check.greedy import GreedyResult, Output, PlainRun, check_greedy, run_plain
 from specbench.check.memo import memoised
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.sampled import (
-    CONTEXTS,
     DEPTH,
     ExactCase,
     SampledTest,
@@ -34,8 +34,8 @@ _DECODINGS = (3.0, 4.0)
 _SHARED_DECODINGS = 1.7
 """Of these, those that several configurations share: ``transformers``' own and plain decoding."""
 
-_USUAL_FREEDOM = 24
-_TOKEN_S, _ENTRY_S = 1e-3, 1e-8  # per sampled token, and per token and entry of the vocabulary
+_TIMED_OUTPUTS = 100
+"""Sampled outputs that tell how long the others take."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class DecodingCheck:
 
     Attributes:
         progress: Told how far it has come; ``None`` for nobody.
+        announce: Told once, when the first outputs are sampled, how many there will be at most and in how many seconds;
+            ``None`` for nobody.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class DecodingCheck:
         self._no_transformers, self._bit_exact = no_transformers, bit_exact
         self._plain_runs = {} if plain_runs is None else plain_runs
         self.progress: Progress | None = None
+        self.announce: Callable[[int, float], None] | None = None
         self._greedy: list[GreedyResult] = []
         self._exact: list[ExactCase] = []
         self._sampled: list[SampledTest] = []
@@ -93,8 +96,10 @@ class DecodingCheck:
         if self.progress is not None:
             self.progress.update(stage, done, total)
 
-    def _tell_sampled(self, before: int, total: int, done: int) -> None:
+    def _tell_sampled(self, before: int, total: int, began: float, done: int) -> None:
         self._tell("sampled outputs", before + done, total)
+        if before + done == _TIMED_OUTPUTS and self.announce is not None:
+            self.announce(total, (time.monotonic() - began) / done * total)
 
     def greedy(self) -> None:
         """Greedy outputs of all prompts."""
@@ -124,12 +129,15 @@ class DecodingCheck:
         for done, candidate in enumerate(chosen):
             self._tell("planning the samples", done, len(chosen))
             plans.append(plan_context(target, setup.sampling, candidate, self.bias, limit))
-        total, before = sum(plan.runs for plan in plans), 0
+        total, before, began = sum(plan.runs for plan in plans), 0, time.monotonic()
         for number, plan in enumerate(plans):
             setup = replace(setup, seed=self.setup.seed + number)
-            told = partial(self._tell_sampled, before, total)
-            self._sampled += sample_context(setup, target, plan, limit, told)
+            told = partial(self._tell_sampled, before, total, began)
+            found = sample_context(setup, target, plan, limit, told)
+            self._sampled += found
             before += plan.runs
+            if not all(test.sound for test in found):
+                break  # it is proven
 
     def result(self, *, complete: bool = True) -> CheckResult:
         """What was found so far."""
@@ -147,20 +155,13 @@ class DecodingCheck:
         )
 
 
-def estimated_seconds(
-    plainly_s: float, vocab_size: int, bias: float | None, configurations: int = 1
-) -> float:
-    """How long a check may take, from how long ``transformers`` takes for its answers. A rough guess, said once.
+def estimated_seconds(plainly_s: float, *, sampled: bool, configurations: int = 1) -> float:
+    """How long a check may take but for the sampled outputs, from how long ``transformers`` takes for its answers.
 
     Args:
         plainly_s: Seconds for the answers to all prompts.
-        vocab_size: Width of the logits: what a sampled token costs, once its logits are known, grows with it.
-        bias: What sampling is to find; ``None`` if nothing is sampled.
+        sampled: Whether something is sampled: one output of each prompt is then decoded step by step.
         configurations: How many are checked.
     """
-    runs = _DECODINGS[0] if bias is None else _DECODINGS[1]
-    seconds = plainly_s * (_SHARED_DECODINGS + configurations * (runs - _SHARED_DECODINGS))
-    if bias is not None:
-        outputs = CONTEXTS * runs_needed(bias, SIGNIFICANCE / (CONTEXTS * DEPTH), _USUAL_FREEDOM)
-        seconds += configurations * outputs * DEPTH * (_TOKEN_S + _ENTRY_S * vocab_size)
-    return seconds
+    runs = _DECODINGS[sampled]
+    return plainly_s * (_SHARED_DECODINGS + configurations * (runs - _SHARED_DECODINGS))

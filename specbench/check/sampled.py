@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,14 @@ CONTEXTS = 4
 
 DEPTH = 3
 """Tokens sampled behind each of them; the drafts there are two tokens long at most."""
+
+_EARLY_LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+_EARLY_SHARE = 0.1
+"""Looks before all is sampled, as shares of the outputs, and what they may spend of the significance together.
+
+Each look tests at its own part of it, so that all of them reject a sound decoder no more often than one test would: the
+union bound, whatever the looks have in common. (Spending the error over looks: Lan & DeMets, Biometrika 70, 1983.)
+"""
 
 _WORTH = 3.0
 """A deeper token is tested if that takes no more than so many times the samples of the first one."""
@@ -225,11 +234,13 @@ class ContextPlan:
         candidate: The context.
         runs: Outputs to sample.
         depths: Cells of the 1st, 2nd, ... token behind it; empty where a token is not tested.
+        early: Numbers of outputs at which to look before all are there, with the cells of each look.
     """
 
     candidate: Candidate
     runs: int
     depths: tuple[tuple[Cells, ...], ...]
+    early: tuple[tuple[int, tuple[tuple[Cells, ...], ...]], ...] = ()
 
     @property
     def tests(self) -> int:
@@ -244,11 +255,13 @@ def plan_context(
 
     The first token behind the context decides the number, so that a bias of the stated size is found with 95% power.
     Deeper ones are tested too where they need at most three times as many, and then all get as many as the neediest.
+    The power is that of the last look, with what the early ones leave of the significance.
     """
+    significance *= 1 - _EARLY_SHARE
     sampling = _behind(sampling, candidate.context)
     branches = [Branch((), 1.0, _probabilities(target, sampling, candidate.context))]
     runs, cells = _settle(branches, bias, significance)
-    depths = [tuple(cells)]
+    depths, tested = [tuple(cells)], [branches]
     needed = runs
     for _ in range(1, DEPTH):
         branches = [
@@ -259,9 +272,13 @@ def plan_context(
         asks = runs_needed(bias, significance, freedom(cells), share(cells)) if cells else 0
         worth = bool(cells) and asks <= _WORTH * runs
         depths.append(tuple(cells) if worth else ())
+        tested.append(branches if worth else [])
         if worth:
             needed = max(needed, asks)
-    return ContextPlan(candidate, needed, tuple(depths))
+    early = (math.ceil(needed * share) for share in _EARLY_LOOKS)
+    # No more cells than the last look has: outputs are not followed behind others.
+    looks = tuple((n, tuple(tuple(plan_cells(each, min(n, runs))) for each in tested)) for n in early)
+    return ContextPlan(candidate, needed, tuple(depths), looks)
 
 
 def _settle(branches: Sequence[Branch], bias: float, significance: float) -> tuple[int, list[Cells]]:
@@ -329,16 +346,19 @@ Told = Callable[[int], None]
 def sample_context(
     setup: DecodingSetup, target: MemoScorer, plan: ContextPlan, limit: float, told: Told | None = None
 ) -> list[SampledTest]:
-    """Decode as often as planned behind one context, and test what came.
+    """Decode as often as planned behind one context, and test what came; a look that proves a bias is the last.
 
     Args:
         setup: What ``memoised`` made; its end tokens and stop strings are left out of the sampled outputs.
         target: What it returned beside.
         plan: For one context.
-        limit: Significance of each test.
+        limit: Significance of each test, over all of its looks.
         told: Called behind every output with how many there are; ``None`` for nobody.
     """
     context = plan.candidate.context
+    looks = dict(plan.early)
+    branches = [each.branch for cells in plan.depths for each in cells]
+    prefixes = {branch[:end] for branch in branches for end in range(len(branch) + 1)}
     random = Randomness(setup.seed, setup.target.device)
     clock = clock_for(str(setup.target.device))
     counts: list[dict[tuple[int, ...], Counter[int]]] = [defaultdict(Counter) for _ in range(DEPTH)]
@@ -358,13 +378,36 @@ def sample_context(
         ):
             if isinstance(record, Step):
                 tokens += record.tokens
+            if tuple(tokens) not in prefixes:
+                break  # nothing is tested behind these tokens, and going on would cost passes
         for depth, token in enumerate(tokens[:DEPTH]):
-            counts[depth][tuple(tokens[:depth])][token] += 1
+            prefix = tuple(tokens[:depth])
+            if prefix in prefixes:
+                counts[depth][prefix][token] += 1
         if told is not None:
             told(run + 1)
+        if run + 1 in looks and run + 1 < plan.runs:
+            share = _EARLY_SHARE / len(looks)
+            tests = _tests(setup, target, plan, looks[run + 1], counts, run + 1, limit * share)
+            if not all(test.sound for test in tests):
+                return tests
+    return _tests(setup, target, plan, plan.depths, counts, plan.runs, limit * (1 - _EARLY_SHARE))
+
+
+def _tests(
+    setup: DecodingSetup,
+    target: MemoScorer,
+    plan: ContextPlan,
+    depths: Sequence[Sequence[Cells]],
+    counts: Sequence[dict[tuple[int, ...], Counter[int]]],
+    runs: int,
+    limit: float,
+) -> list[SampledTest]:
+    """The tests of one look at what was counted in ``runs`` outputs."""
+    context = plan.candidate.context
     impossible = _impossible(target, _behind(setup.sampling, context), context, counts)
     tests = []
-    for depth, cells in enumerate(plan.depths):
+    for depth, cells in enumerate(depths):
         if not cells:
             continue
         outcome = chi_square(cells, counts[depth])
@@ -373,7 +416,7 @@ def sample_context(
                 prompt=plan.candidate.prompt,
                 context=plan.candidate.emitted,
                 token=plan.candidate.emitted + depth + 1,
-                runs=plan.runs,
+                runs=runs,
                 tested=outcome.runs,
                 freedom=outcome.freedom,
                 p_value=0.0 if depth in impossible else outcome.p_value,

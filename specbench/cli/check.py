@@ -345,6 +345,14 @@ def _chosen_prompts(prompts: list[str] | None, category: list[str] | None, limit
     return load_prompts(prompts or [_DEFAULT_PROMPTS], category or (), limit or _DEFAULT_LIMIT)
 
 
+_LONG_S = 10.0
+"""What takes less need not be said beforehand."""
+
+
+def _about(seconds: float) -> str:
+    return f"{max(1, seconds):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
 class _DecodingJob:
     """From options to checks that are ready to run: one of each drafter with each rule that applies to it."""
 
@@ -382,6 +390,7 @@ class _DecodingJob:
                     several = len(self._checks) > 1
                     place = f"{label} ({number + 1} of {len(self._checks)}): " if several else ""
                     checking.progress = _Prefixed(progress, place)
+                    checking.announce = self._say_cost_of_samples
                     checking.greedy()
                     if not self.settings["sampling"].greedy:
                         checking.exact()
@@ -575,16 +584,23 @@ class _DecodingJob:
             answers.append(reference_output(model.model, ids, settings))
             if done == 0:
                 seconds = (time.monotonic() - began) * len(prompts)
-                self._say_how_long(seconds, model.vocab_size, configurations)
+                self._say_how_long(seconds, configurations)
         return answers
 
-    def _say_how_long(self, plainly_s: float, vocab_size: int, configurations: int) -> None:
+    def _say_how_long(self, plainly_s: float, configurations: int) -> None:
         from specbench.check.run import estimated_seconds
 
-        bias = None if self.settings["sampling"].greedy else self.bias
-        seconds = estimated_seconds(plainly_s, vocab_size, bias, configurations)
-        about = f"{max(1, seconds):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-        self.request.note(f"This will take about {about}.")
+        sampled = not self.settings["sampling"].greedy
+        seconds = estimated_seconds(plainly_s, sampled=sampled, configurations=configurations)
+        self.request.note(
+            f"This will take about {_about(seconds)}{', the samples apart' if sampled else ''}."
+        )
+
+    def _say_cost_of_samples(self, outputs: int, seconds: float) -> None:
+        if seconds >= _LONG_S:
+            self.request.note(
+                f"Sampling {outputs:,} outputs will take about {_about(seconds)}, less if a bias is proven before."
+            )
 
     def _describe(self, target: Target) -> None:
         sampling: Sampling = self.settings["sampling"]
