@@ -1,7 +1,8 @@
 """Figures of one run, each a ``matplotlib.figure.Figure`` of its own; no state of pyplot, no window.
 
 Every builder takes a ``_Run`` and raises ``_NoDataError`` with a reason where the run has nothing to show in its
-figure. Colours are Okabe and Ito's (2008), told apart by the colour-blind; markers carry the same distinction again.
+figure. Colours are Okabe and Ito's (2008), with a dark red in place of their yellow, told apart by the colour-blind;
+markers carry the same distinction again.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from matplotlib import rc_context
+from matplotlib import rc_context, rcParams
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from specbench import tables
 from specbench.errors import RunError, UsageError
@@ -34,17 +37,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Annotation
 
-__all__ = ["FIGURES", "FORMATS", "Drawn", "draw_figures", "save_figure"]
+__all__ = ["FIGURES", "FORMATS", "Drawn", "Look", "draw_figures", "save_figure"]
 
 FORMATS = ("png", "svg", "pdf")
 
 _BLUE, _VERMILLION, _GREEN, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
-_PURPLE, _SKY, _BLACK, _GREY = "#CC79A7", "#56B4E9", "#000000", "#7A7A7A"
-_COLORS = (_BLUE, _VERMILLION, _GREEN, _PURPLE, _ORANGE, _SKY, _BLACK)
+_PURPLE, _SKY, _RED, _BLACK, _GREY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7A7A7A"
+_COLORS = (_BLUE, _VERMILLION, _GREEN, _PURPLE, _ORANGE, _SKY, _RED, _BLACK)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _PART_COLORS = {"draft": _ORANGE, "verify": _BLUE, "accept": _GREEN, "rollback": _PURPLE, "other": "#B0B0B0"}
 
 _WIDTH = 6.8  # inches: two columns of a paper
+_NARROW = 0.7  # inches per point of the letters: less, and panels and names stand below each other
 _NAME = 30  # characters of a name in a figure
 _PANELS = 4  # in a row
 _DODGE = 0.08  # of the distance between two γ, so that intervals do not hide each other
@@ -52,13 +56,6 @@ _FEW, _TOO_FEW = 30, 10  # drafts at a position below which its rate is marked a
 _STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": 7.5,
-    "figure.titlesize": 9.5,
     "figure.titleweight": "bold",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -83,6 +80,33 @@ _STYLE: Any = {
 }
 
 
+_SIZES = {
+    "font.size": 1.0, "axes.titlesize": 1.0, "axes.labelsize": 1.0, "xtick.labelsize": 0.94, "ytick.labelsize": 0.94,
+    "legend.fontsize": 0.94, "figure.titlesize": 1.19,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How figures are laid out.
+
+    Attributes:
+        width: In inches; ``None`` for the width that suits each figure.
+        font_size: Of the letters, in points; those of notes are smaller, those of titles larger.
+        framed: With a title above, and below what the figure shows and what it was measured on; papers say these in
+            their captions.
+    """
+
+    width: float | None = None
+    font_size: float = 8.0
+    framed: bool = True
+
+
+def _points(share: float) -> float:
+    """A size of letters relative to that of the figure."""
+    return share * float(rcParams["font.size"])
+
+
 class _NoDataError(Exception):
     """The run has nothing to show in this figure; the message says why."""
 
@@ -95,12 +119,13 @@ class Drawn:
     skipped: dict[str, str]
 
 
-def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None) -> Drawn:
+def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None, look: Look | None = None) -> Drawn:
     """Draw a run.
 
     Args:
         df: Its rows, from ``specbench.store.load_results``.
         only: Names of ``FIGURES``; ``None`` for all of them.
+        look: How they are laid out.
 
     Raises:
         UsageError: There is no figure of such a name, the rows come from several runs, or nothing can be drawn.
@@ -113,17 +138,22 @@ def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None) -> Drawn
         raise UsageError(
             "There is nothing to plot: no generation of this run has finished.", "Go on with its sweep."
         )
-    run = _Run(df)
+    look = look or Look()
+    run = _Run(df, look)
     figures: dict[str, Figure] = {}
     skipped: dict[str, str] = {}
-    with rc_context(_STYLE), warnings.catch_warnings():
+    style: Any = {**_STYLE, **{name: share * look.font_size for name, share in _SIZES.items()}}
+    with rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may hold any letter
+        warnings.filterwarnings("error", message="constrained_layout not applied")
         for name, (build, _) in FIGURES.items():
             if only is None or name in only:
                 try:
                     figures[name] = _settled(build(run))
                 except _NoDataError as reason:
                     skipped[name] = str(reason)
+                except UserWarning:
+                    skipped[name] = "its letters do not fit into its width"
     if not figures:
         raise UsageError(
             f"There is nothing to plot: {'; '.join(dict.fromkeys(skipped.values()))}.", "Measure more."
@@ -134,6 +164,7 @@ def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None) -> Drawn
 def _settled(figure: Figure) -> Figure:
     """Lay it out for good: done anew at every saving, the layout would wander a little each time."""
     figure.draw_without_rendering()
+    figure.draw_without_rendering()  # once more, with the ticks that go with the room there is
     figure.set_layout_engine("none")
     return figure
 
@@ -166,13 +197,15 @@ class _Series:
     """Configurations that differ in γ only: one line.
 
     Attributes:
-        name: Of the drafter, with the length rule and the temperature where they tell series apart.
+        name: The drafter, the length rule and the temperature, as far as they tell series apart.
+        name_at_gamma: The same with a place for γ; without one where a rule decides.
         rows: Of the summary, by rising x.
         x: γ, or for a rule that decides by itself the mean of what it drafted.
         adapts: Whether a rule decides.
     """
 
     name: str
+    name_at_gamma: str
     drafter: str
     rows: pd.DataFrame
     x: np.ndarray[Any, np.dtype[np.float64]]
@@ -189,8 +222,11 @@ class _Series:
 class _Run:
     """A run and what several figures need of it."""
 
-    def __init__(self, df: pd.DataFrame) -> None:
+    def __init__(self, df: pd.DataFrame, look: Look) -> None:
         self.df = df
+        self.look = look
+        self.width = look.width or _WIDTH
+        self.narrow = self.width < _NARROW * look.font_size
         self.run = tables.run_of(df)
         self.steps = tables.step_arrays(df)
         self.summary = tables.summary_frame(df, self.steps)
@@ -199,6 +235,7 @@ class _Run:
         # Others' decoding has no γ that is known here: a level to compare with.
         self.levels = self.summary[kinds.isin(["transformers", "assisted"])]
         self.series = _series_of(self.summary[kinds == "speculative"])
+        self.drafters = list(dict.fromkeys(each.drafter for each in self.series))
 
     @cached_property
     def caption(self) -> list[str]:
@@ -231,36 +268,50 @@ class _Run:
 
 
 def _series_of(rows: pd.DataFrame) -> list[_Series]:
-    drafters = list(dict.fromkeys(rows["drafter"]))
-    temperatures = rows["temperature"].nunique()
-    out = []
+    """Lines of a figure, coloured by what differs most: the drafter, the rule or the temperature."""
     keys = rows[["drafter", "policy", "temperature"]].drop_duplicates()
-    for number, (drafter, policy, temperature) in enumerate(keys.itertuples(index=False)):
-        mine = rows[
-            (rows["drafter"] == drafter) & (rows["policy"] == policy) & (rows["temperature"] == temperature)
-        ]
+    values = {name: list(dict.fromkeys(keys[name])) for name in keys.columns}
+    colored = max(values, key=lambda name: len(values[name]))  # of equals the first
+    out = []
+    for number, key in enumerate(tables.records(keys)):
+        mine = rows[(rows[list(key)] == pd.Series(key)).all(axis=1)]
         x = mine["gamma"].astype(float).fillna(mine["mean_gamma"])
         mine = mine[x.notna()].assign(x=x[x.notna()]).sort_values("x")
         if mine.empty:
             continue
-        name = _short(drafter, _NAME)
-        if policy != "fixed":
-            name += f", {_short(policy, 20)}"
-        if temperatures > 1:
-            name += f", T = {temperature:g}"
-        place = drafters.index(drafter)
+        drafter = _short(key["drafter"], _NAME) if len(values["drafter"]) > 1 else ""
+        rule = "" if key["policy"] == "fixed" else _short(key["policy"], 20)
+        temperature = f"T = {key['temperature']:g}" if len(values["temperature"]) > 1 else ""
+        name, name_at_gamma = (
+            ", ".join(part for part in (drafter, rule or gamma, temperature) if part)
+            for gamma in ("" if drafter else "fixed γ", "γ = {:g}")
+        )
+        color = _COLORS[values[colored].index(key[colored]) % len(_COLORS)]
+        marker = _MARKERS[number % len(_MARKERS)]
+        adapts = key["policy"] != "fixed"
         out.append(
-            _Series(
-                name,
-                drafter,
-                mine,
-                mine["x"].to_numpy(),
-                policy != "fixed",
-                _COLORS[place % len(_COLORS)],
-                _MARKERS[number % len(_MARKERS)],
-            )
+            _Series(name, name_at_gamma, key["drafter"], mine, mine["x"].to_numpy(), adapts, color, marker)
         )
     return out
+
+
+def _row_names(rows: Sequence[dict[str, Any]], run: _Run) -> list[str]:
+    """Names of configurations that stand below each other: a drafter is named where its rows begin, and an only one
+    in the title."""
+    names, before = [], None
+    for row in rows:
+        parts = [
+            "" if row["policy"] == "fixed" else _short(row["policy"], 20),
+            "" if math.isnan(row["gamma"]) else f"γ = {row['gamma']:g}",
+            f"T = {row['temperature']:g}" if run.summary["temperature"].nunique() > 1 else "",
+        ]
+        if row["kind"] != "speculative":
+            parts = [_short(row["label"], _NAME)]
+        elif row["drafter"] != before and len(run.drafters) > 1:
+            parts = [f"{_short(row['drafter'], _NAME)}:", *parts]
+        before = row["drafter"]
+        names.append(" ".join(part for part in parts if part))
+    return names
 
 
 def _machine(environment: dict[str, Any], device: str) -> str:
@@ -305,23 +356,42 @@ def _two_lines(name: str) -> str:
 # --- Common parts ---------------------------------------------------------------------------------
 
 
-def _new_figure(height: float, width: float = _WIDTH) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
+def _new_figure(run: _Run, height: float, width: float | None = None) -> Figure:
+    """A figure; its height, in inches, is that for letters of 8 points."""
+    size = (run.look.width or width or _WIDTH, height * _points(1.0) / 8)
+    figure = Figure(figsize=size, layout="constrained")
     engine: Any = figure.get_layout_engine()
     engine.set(w_pad=0.06, h_pad=0.05, wspace=0.03, hspace=0.03)
     return figure
 
 
+def _two(run: _Run, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """Two panels beside each other, or below each other where there is no room."""
+    figure = _new_figure(run, height * (1.7 if run.narrow else 1.0))
+    grid = figure.subplots(*((2, 1) if run.narrow else (1, 2)), squeeze=False, **shared)
+    return figure, list(grid.flat)
+
+
 def _inscribe(figure: Figure, run: _Run, title: str, *remarks: str) -> None:
-    """Title above, caption below."""
-    figure.suptitle(title, x=0.01, ha="left")
-    width = int(figure.get_figwidth() * 20.5)  # characters of the caption's size
+    """Title above, with the drafter if there is one only, and caption below."""
+    if not run.look.framed:
+        return
+    if len(run.drafters) == 1:
+        title = f"{title}: {_short(run.drafters[0], 40)}"
+    letters = 72 * figure.get_figwidth() / run.look.font_size  # in a line, if they are as wide as high
+    titles = textwrap.wrap(title, int(1.35 * letters))
+    figure.suptitle("\n".join(titles), x=0.01, ha="left")
+    width = int(2.3 * letters)  # in characters of the caption's size
     lines = [""]
     for part in run.caption:  # broken between its parts only
         joined = f"{lines[-1]} · {part}" if lines[-1] else part
         lines = [*lines[:-1], joined] if len(joined) <= width else [*lines, part]
     lines = [*textwrap.wrap(" ".join(remark for remark in remarks if remark), width), *lines]
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6.3, color="#505050", linespacing=1.35)
+    more = 1.45 * (len(titles) - 1) + 1.1 * max(0, len(lines) - 2)
+    figure.set_figheight(figure.get_figheight() + more * _points(1.0) / 72)
+    figure.supxlabel(
+        "\n".join(lines), x=0.01, ha="left", fontsize=_points(0.79), color="#505050", linespacing=1.35
+    )
 
 
 def _grid(axes: Axes, axis: str = "y") -> None:
@@ -353,10 +423,19 @@ def _dodged(series: Sequence[_Series]) -> list[np.ndarray[Any, np.dtype[np.float
     return [each.x + offset for each, offset in zip(series, offsets, strict=True)]
 
 
-def _draw_series(
-    axes: Axes, series: Sequence[_Series], figure_name: str
-) -> list[tuple[float, float, str, str]]:
-    """Lines with intervals, in axes whose x is set; returns where each ends, with its name and colour.
+class _End(NamedTuple):
+    """Where a line ends, and what it is: its name, and how it is drawn; a level has no marker."""
+
+    x: float
+    y: float
+    name: str
+    color: str
+    marker: str = ""
+    face: str = ""
+
+
+def _draw_series(axes: Axes, series: Sequence[_Series], figure_name: str) -> list[_End]:
+    """Lines with intervals, in axes whose x is set; returns where each ends.
 
     A rule stands at the mean γ it came to, on a level across the figure to compare the lengths with.
     """
@@ -377,7 +456,7 @@ def _draw_series(
         sure = there & ~np.isnan(low) & ~np.isnan(high)
         axes.vlines(x[sure], low[sure], high[sure], color=each.color, linewidth=0.9, alpha=0.75, zorder=2.5)
         end = axes.get_xlim()[1] if each.adapts else float(x[there][-1])
-        ends.append((end, float(y[there][-1]), each.name, each.color))
+        ends.append(_End(end, float(y[there][-1]), each.name, each.color, each.marker, each.face))
     return ends
 
 
@@ -409,54 +488,110 @@ def _mark_cut(axes: Axes, series: Sequence[_Series], name: str) -> None:
                 )
 
 
-def _level(axes: Axes, y: float, name: str) -> tuple[float, float, str, str]:
+def _level(axes: Axes, y: float, name: str) -> _End:
     """A horizontal line to compare with; returns its end as ``_draw_series`` does."""
-    axes.axhline(y, color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
-    return axes.get_xlim()[1], y, name, "#505050"
+    axes.axhline(y, color=_GREY, linewidth=0.9, linestyle=_DASHED, zorder=1.5)
+    return _End(axes.get_xlim()[1], y, name, _GREY)
 
 
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Name every line at its right end, in the margin; names that would collide move apart, with a leader line.
+_DASHED = (0, (4, 3))
+_KEY_AT, _NAME_AT = 13.0, 20.0  # points from the axes to the marker beside a name, and to the name
+
+
+def _label_ends(axes: Axes, ends: Sequence[_End], run: _Run) -> None:
+    """Name every line, with its marker, at its right end in the margin; names that would collide move apart, with a
+    leader line. In a narrow figure they stand below.
 
     Args:
         axes: With its limits set.
-        ends: x and y of the end, the name, the colour.
+        ends: The lines.
+        run: Of the figure.
     """
+    if not ends:
+        return
+    if run.narrow:
+        _legend_below(axes, ends, run)
+        return
     figure = axes.figure
     assert isinstance(figure, Figure)
-    labels: list[Annotation] = []
-    for x, y, name, color in ends:
-        labels.append(
-            axes.annotate(
-                name,
-                (x, y),
-                xytext=(1.035, y),
-                textcoords=axes.get_yaxis_transform(),
-                color=color,
-                va="center",
-                fontsize=7.5,
-                annotation_clip=False,
-                arrowprops={
-                    "arrowstyle": "-",
-                    "color": color,
-                    "linewidth": 0.6,
-                    "alpha": 0.6,
-                    "shrinkA": 1,
-                    "shrinkB": 4,
-                    "relpos": (0.0, 0.5),
-                },
-            )
+
+    def beside(points: float) -> Any:
+        return axes.get_yaxis_transform() + ScaledTranslation(points / 72, 0, figure.dpi_scale_trans)
+
+    labels: list[Annotation] = [
+        axes.annotate(
+            end.name,
+            (end.x, end.y),
+            xytext=(1.0, end.y),
+            textcoords=beside(_NAME_AT if end.marker else _KEY_AT),
+            color=_INK,
+            va="center",
+            fontsize=_points(0.94),
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": end.color,
+                "linewidth": 0.6,
+                "alpha": 0.6,
+                "shrinkA": _NAME_AT - _KEY_AT + 5 if end.marker else 2,
+                "shrinkB": 4,
+                "relpos": (0.0, 0.5),
+            },
         )
-    if not labels:
-        return
+        for end in ends
+    ]
     figure.draw_without_rendering()  # lays the axes out, with room for the labels
     boxes = [Text.get_window_extent(label) for label in labels]  # an annotation's own has its arrow in it
-    wanted = [axes.transData.transform((0.0, y))[1] for _, y, _, _ in ends]
+    wanted = [axes.transData.transform((0.0, end.y))[1] for end in ends]
     floor, ceiling = axes.transAxes.transform([(0.0, -0.04), (0.0, 1.04)])[:, 1]
     placed = _spread(wanted, [box.height + 1.5 for box in boxes], float(floor), float(ceiling))
-    for label, pixel in zip(labels, placed, strict=True):
+    for end, label, pixel in zip(ends, labels, placed, strict=True):
         y = float(axes.transData.inverted().transform((0.0, pixel))[1])
-        label.xyann = (1.035, y)
+        label.xyann = (1.0, y)
+        if end.marker:
+            key = _key(end, [1.0], [y])
+            key.set(transform=beside(_KEY_AT), clip_on=False)
+            figure.add_artist(key)
+
+
+_INK = "#303030"
+
+
+def _key(end: _End, x: Sequence[float], y: Sequence[float]) -> Line2D:
+    """A piece of a line as it is drawn."""
+    return Line2D(
+        x, y, color=end.color, marker=end.marker or None, markerfacecolor=end.face or None, markeredgewidth=1.0,
+        linestyle="-" if end.marker else _DASHED, linewidth=1.4 if end.marker else 0.9,
+    )  # fmt: skip
+
+
+def _legend_below(axes: Axes, ends: Sequence[_End], run: _Run) -> None:
+    """Name the lines below the axes, in as many columns as have room."""
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    size = _points(0.94)
+    widest = max(len(end.name) for end in ends) * 0.58 * size + 3.2 * size
+    columns = max(1, min(len(ends), int(72 * (run.width - 0.1) / widest)))
+    lines = math.ceil(len(ends) / columns)
+    figure.set_figheight(figure.get_figheight() + 1.5 * size / 72 * (lines + 0.5))
+    below = ScaledTranslation(0, -4.0 * size / 72, figure.dpi_scale_trans)
+    legend = axes.legend(
+        [_key(end, [0, 1], [0, 0]) for end in ends],
+        [end.name for end in ends],
+        loc="upper left",
+        bbox_to_anchor=(0.02, 0.0),
+        bbox_transform=blended_transform_factory(figure.transFigure, axes.transAxes) + below,
+        borderaxespad=0.0,
+        ncols=columns,
+        frameon=False,
+        handlelength=1.6,
+        columnspacing=1.2,
+        labelcolor=_INK,
+    )
+    # It may be wider than the axes, which the layout cannot follow; blank lines keep its place.
+    legend.set_in_layout(False)
+    blank = "\n".join(" " * lines)
+    axes.text(0.5, 0.0, blank, va="top", transform=axes.transAxes + below, fontsize=1.3 * size)
 
 
 def _spread(wanted: Sequence[float], sizes: Sequence[float], floor: float, ceiling: float) -> list[float]:
@@ -503,11 +638,12 @@ _WHY_NOT = {
 }
 
 
-def _panels(count: int, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+def _panels(run: _Run, count: int, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
     """Panels in rows, of the same size whatever their number; those left over are taken away."""
-    columns = min(count, _PANELS) if count != 5 and count != 6 else 3
+    most = 2 if run.narrow else _PANELS
+    columns = min(count, most) if run.narrow or count not in (5, 6) else 3
     lines = math.ceil(count / columns)
-    figure = _new_figure(height * lines + 0.75, min(_WIDTH, 1.0 + 2.3 * columns))
+    figure = _new_figure(run, height * lines + 0.75, min(_WIDTH, 1.0 + 2.3 * columns))
     grid = figure.subplots(lines, columns, squeeze=False, **shared)
     for axes in grid.flat[count:]:
         axes.remove()
@@ -522,7 +658,7 @@ def _panels(count: int, height: float, **shared: Any) -> tuple[Figure, list[Axes
 
 def _speedup(run: _Run) -> Figure:
     series = _with_gamma(run, "speedup")
-    figure = _new_figure(3.6)
+    figure = _new_figure(run, 3.0 if run.narrow else 3.6)
     axes = figure.subplots()
     _gamma_axis(axes, [x for each in series for x in each.x])
     ends = _draw_series(axes, series, "speedup")
@@ -531,10 +667,10 @@ def _speedup(run: _Run) -> Figure:
     _mark_cut(axes, series, "speedup")
     ends.append(_level(axes, 1.0, "plain = 1"))
     ends += [_level(axes, row["speedup"], _ratio_name(row, "speedup")) for row in levels]
-    axes.set_ylabel("speedup over plain decoding (×)")
+    axes.set_ylabel("speedup (×)" if run.narrow else "speedup over plain decoding (×)")
     _grid(axes)
     _inscribe(figure, run, "Speedup against draft length", run.intervals, _hollow(series))
-    _label_ends(axes, ends)
+    _label_ends(axes, ends, run)
     return figure
 
 
@@ -557,7 +693,7 @@ def _hollow(series: Sequence[_Series]) -> str:
 
 def _tokens_per_second(run: _Run) -> Figure:
     series = _with_gamma(run, "tokens_per_second")
-    figure = _new_figure(3.6)
+    figure = _new_figure(run, 3.0 if run.narrow else 3.6)
     axes = figure.subplots()
     _gamma_axis(axes, [x for each in series for x in each.x])
     ends = _draw_series(axes, series, "tokens_per_second")
@@ -581,18 +717,14 @@ def _tokens_per_second(run: _Run) -> Figure:
     _grid(axes)
     remark = "Geometric means over prompts; time to first token apart."
     _inscribe(figure, run, "Decode speed against draft length", remark, run.intervals, _hollow(series))
-    _label_ends(axes, ends)
+    _label_ends(axes, ends, run)
     return figure
 
 
 def _acceptance(run: _Run) -> Figure:
     series = _with_gamma(run, "acceptance_rate")
-    figure = _new_figure(3.2)
-    left, right = figure.subplots(1, 2, sharey=True)
-    panels = (
-        (left, "acceptance_rate", "accepted / drafted"),
-        (right, "alpha", "α: expected acceptance of a tested draft"),
-    )
+    figure, (left, right) = _two(run, 3.2, sharey=True)
+    panels = ((left, "acceptance_rate", "accepted / drafted"), (right, "alpha", "α of tested drafts"))
     for axes, name, title in panels:
         _gamma_axis(axes, [x for each in series for x in each.x])
         ends = _draw_series(axes, series, name)
@@ -600,14 +732,15 @@ def _acceptance(run: _Run) -> Figure:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_title(title)
         _grid(axes)
-    left.set_ylabel("share of tokens")
+        axes.set_ylabel("share of tokens" if axes is left or run.narrow else "")
     remarks = (
-        "Accepted / drafted falls with γ also where α stays: what stands behind a rejection is drafted in vain.",
+        "Accepted / drafted falls with γ also where α, the acceptance to be expected of a draft that is tested, stays:"
+        " what stands behind a rejection is drafted in vain.",
         "Bars: 95% intervals over prompts." if run.summary["alpha_low"].notna().any() else "",
         _hollow(series),
     )
     _inscribe(figure, run, "Acceptance against draft length", *remarks)
-    _label_ends(right, ends)
+    _label_ends(right, ends, run)
     return figure
 
 
@@ -619,8 +752,7 @@ def _positions(run: _Run) -> Figure:
         raise _NoDataError(f"at no position {_TOO_FEW} drafts were tested")
     by_config = dict(list(frame.groupby("config", sort=False)))
     chosen = [(each, each.rows.iloc[-1]) for each in run.series if each.rows.iloc[-1]["config"] in by_config]
-    figure = _new_figure(3.2)
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure, (left, right) = _two(run, 3.2, sharey=True)
     panels = ((left, "rate", "of those tested"), (right, "rate_of_drafted", "of those drafted"))
     few = False
     for axes, name, title in panels:
@@ -645,113 +777,89 @@ def _positions(run: _Run) -> Figure:
                 markerfacecolor="white",
                 zorder=3,
             )
-            name_of = each.name if each.adapts else f"{each.name}, γ = {row['gamma']:g}"
-            ends.append((float(x[-1]), float(y[-1]), name_of, each.color))
+            name_of = each.name_at_gamma.format(row["gamma"])
+            ends.append(_End(float(x[-1]), float(y[-1]), name_of, each.color, each.marker, each.color))
         _gamma_axis(axes, frame.loc[frame["drafted"] >= _TOO_FEW, "position"].tolist())
         axes.set_xlabel("position in the draft")
         axes.set_ylim(0.0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_title(f"accepted, {title}")
         _grid(axes)
-    left.set_ylabel("share of tokens")
-    remark = "Tested: all drafts before it were accepted. For each drafter its largest γ."
+        axes.set_ylabel("share of tokens" if axes is left or run.narrow else "")
+    remark = "Tested: all drafts before it were accepted. Of fixed γ the largest; dashed: a rule sets γ."
     note = f"Hollow: fewer than {_FEW} drafts; fewer than {_TOO_FEW} are not shown." if few else ""
     _inscribe(figure, run, "Acceptance by position", remark, note)
-    _label_ends(right, ends)
+    _label_ends(right, ends, run)
     return figure
 
 
 def _time(run: _Run) -> Figure:
-    drafters = list(
-        dict.fromkeys(each.drafter for each in run.series if each.rows["ms_per_token"].notna().any())
-    )
-    if not drafters:
+    rows = [row for each in run.series for row in tables.records(each.rows) if row["ms_per_token"] > 0]
+    rows.sort(key=lambda row: run.drafters.index(row["drafter"]))
+    if not rows:
         raise _NoDataError("no speculative configuration has finished a step")
-    figure, panels = _panels(len(drafters), 2.2, sharey=True)
-    plain = run.plain["ms_per_token"].dropna()
-    top = max(float(each.rows["ms_per_token"].max()) for each in run.series)
-    for axes, drafter in zip(panels, drafters, strict=True):
-        rows = pd.concat([each.rows for each in run.series if each.drafter == drafter])
-        rows = rows[rows["ms_per_token"].notna()]
-        names = [_bar_name(row, run) for row in tables.records(rows)]
-        x, bottom = np.arange(len(rows)), np.zeros(len(rows))
-        total = rows["ms_per_token"].to_numpy(dtype=float)
-        for part in tables.PARTS:
-            height = total * rows[f"share_{part}"].to_numpy(dtype=float)
-            axes.bar(
-                x,
-                height,
-                0.78,
-                bottom=bottom,
-                color=_PART_COLORS[part],
-                label=part,
-                edgecolor="white",
-                linewidth=0.3,
-            )
-            if part == "draft":
-                reading = total * rows["share_draft_prefill"].to_numpy(dtype=float)
-                if (reading > 0.01 * top).any():
-                    axes.bar(
-                        x,
-                        reading,
-                        0.78,
-                        color="none",
-                        edgecolor="#5A3C00",
-                        hatch="////",
-                        linewidth=0,
-                        label="(of it the prompt)",
-                    )
-            bottom += height
-        for base in plain:
-            axes.axhline(base, color=_BLACK, linewidth=0.9, linestyle=(0, (4, 3)))
-        axes.set_xticks(x, names)
-        for tick in axes.get_xticklabels():
-            if len(tick.get_text()) > 3:
-                tick.set(rotation=90, fontsize=6.5)
-        middle, half = (len(rows) - 1) / 2, max(len(rows), 4) / 2 + 0.1
-        axes.set_xlim(middle - half, middle + half)
-        axes.set_xlabel("γ")
-        axes.set_title(_two_lines(_short(drafter, 40)), fontsize=7.5)
-        axes.set_ylim(0, 1.12 * max(top, plain.max() if len(plain) else 0.0))
-        _grid(axes)
-    if len(plain):
-        base = float(plain.iloc[0])
-        across = panels[0].get_yaxis_transform()
-        panels[0].text(0.03, base, "plain", transform=across, va="bottom", fontsize=7)
-    for axes in panels:
-        if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
-            axes.set_ylabel("time per token (ms)")
-    # In the order of the stack, from its top.
-    found = {text: handle for axes in panels for handle, text in zip(*_legend_of(axes), strict=True)}
-    handles, names = [*found.values()][::-1], [*found][::-1]
-    figure.legend(
-        handles, names, loc="outside right center", frameon=False, handlelength=1.0, handletextpad=0.5
+    # Rows of bars from the top down, with a gap between drafters.
+    places = np.array([i + 0.6 * run.drafters.index(row["drafter"]) for i, row in enumerate(rows)])
+    figure = _new_figure(run, (1.55 if run.narrow else 1.35) + 0.17 * (places[-1] + 1))
+    axes = figure.subplots()
+    left = np.zeros(len(rows))
+    total, read = (
+        np.array([row[name] for row in rows], dtype=float) for name in ("ms_per_token", "share_draft_prefill")
     )
-    figure.align_xlabels()
+    for part in tables.PARTS:
+        wide = total * np.array([row[f"share_{part}"] for row in rows], dtype=float)
+        color = _PART_COLORS[part]
+        axes.barh(places, wide, 0.78, left=left, color=color, label=part, edgecolor="white", linewidth=0.3)
+        if part == "draft" and (total * read > 0.01 * total.max()).any():
+            name = "(of it the prompt)"
+            axes.barh(
+                places,
+                total * read,
+                0.78,
+                color="none",
+                edgecolor="#5A3C00",
+                hatch="////",
+                linewidth=0,
+                label=name,
+            )
+        left += wide
+    plain = run.plain["ms_per_token"].dropna()
+    for base in plain:
+        axes.axvline(base, color=_BLACK, linewidth=0.9, linestyle=_DASHED)
+    if len(plain):
+        top = axes.get_xaxis_transform()
+        axes.text(
+            plain.iloc[0], 1.01, "plain", transform=top, ha="center", va="bottom", fontsize=_points(0.88)
+        )
+    axes.set_yticks(places, _row_names(rows, run))
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(places[-1] + 0.6, -0.6)
+    axes.set_xlim(0, 1.05 * max(total.max(), plain.max() if len(plain) else 0.0))
+    axes.set_xlabel("time per token (ms)")
+    _grid(axes, "x")
+    above = axes.transAxes + ScaledTranslation(0, _points(1.4) / 72, figure.dpi_scale_trans)
+    axes.legend(
+        loc="lower right" if run.narrow else "lower left",
+        bbox_to_anchor=(1.0 if run.narrow else 0.0, 1.0),
+        bbox_transform=above,
+        borderaxespad=0.0,
+        ncols=3 if run.narrow else 6,
+        frameon=False,
+        handlelength=1.0,
+        handletextpad=0.5,
+        columnspacing=1.2,
+    )
     remark = "Time of all steps over all emitted tokens; time to first token apart. Dashed: plain decoding."
     _inscribe(figure, run, "Where the time goes", remark)
     return figure
 
 
-def _legend_of(axes: Axes) -> tuple[list[Any], list[str]]:
-    handles, labels = axes.get_legend_handles_labels()
-    return list(handles), [str(label) for label in labels]
-
-
-def _bar_name(row: dict[str, Any], run: _Run) -> str:
-    gamma = "" if math.isnan(row["gamma"]) else f"{row['gamma']:g}"
-    rule = "" if row["policy"] == "fixed" else _short(row["policy"], 16)
-    temperature = f"T={row['temperature']:g}" if run.summary["temperature"].nunique() > 1 else ""
-    return " ".join(each for each in (rule, gamma, temperature) if each)
-
-
 def _prediction(run: _Run) -> Figure:
     series = _with_gamma(run, "predicted_speedup")
-    figure = _new_figure(3.3)
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    figure, panels = _two(run, 3.3, sharex=True, sharey=True)
     names = (
         ("predicted_speedup", "from acceptance by position"),
-        ("predicted_speedup_iid", "from α alone (tests taken as i.i.d.)"),
+        ("predicted_speedup_iid", "from α alone (i.i.d. tests)"),
     )
     rows = pd.concat([each.rows for each in series])
     spans = [_span(rows, name) for name in ("speedup", "predicted_speedup", "predicted_speedup_iid")]
@@ -776,24 +884,33 @@ def _prediction(run: _Run) -> Figure:
                 marker=each.marker,
                 color=each.color,
                 markerfacecolor=each.face,
-                label=each.name,
                 zorder=3,
             )
         axes.set_xlim(low, high)
         axes.set_ylim(low, high)
         axes.set_aspect("equal", adjustable="box")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
         axes.set_xlabel("predicted speedup (×)")
+        axes.set_ylabel("measured speedup (×)" if axes is panels[0] or run.narrow else "")
         axes.set_title(title)
         _grid(axes, "both")
-    panels[0].set_ylabel("measured speedup (×)")
-    handles, labels = _legend_of(panels[0])
-    figure.legend(handles, labels, loc="outside right center", frameon=False, handletextpad=0.2)
     remarks = (
         "One mark per γ. Predicted from the times of single passes: c of the drafter, v(γ+1) of the target.",
         "On the line they agree; below it something else takes time.",
         run.intervals,
     )
     _inscribe(figure, run, "Predicted against measured speedup", *remarks)
+    named = [_End(high, 0.0, each.name, each.color, each.marker, each.face) for each in series]
+    if run.narrow:
+        _legend_below(panels[-1], named, run)
+    else:
+        keys = [_key(end, [0], [0]) for end in named]
+        for key in keys:
+            key.set_linestyle("none")
+        figure.legend(
+            keys, [end.name for end in named], loc="outside right center", frameon=False, handletextpad=0.2
+        )
     return figure
 
 
@@ -802,36 +919,56 @@ def _categories(run: _Run) -> Figure:
     frame = frame[frame["speedup"].notna()]
     if frame.empty:
         raise _NoDataError(_WHY_NOT["speedup"])
+    known = {row["config"]: row for row in tables.records(run.summary)}
+    rows = [known[config] for config in dict.fromkeys(frame["config"])]
+    row_of = {row["config"]: i for i, row in enumerate(rows)}
+    names = _row_names(rows, run)
+    categories = list(dict.fromkeys(frame["category"]))
+    without = frame[frame["speedup_low"].isna()]
+    plain_cells = len(without) == len(frame)  # ratios alone take less room
+    line = 0.17 if plain_cells else 0.27  # inches of a row
+    heads = {name: _short(name, 18).replace("-", "-\n", 1) for name in categories}
+    longest = max(len(part) for head in heads.values() for part in head.split("\n"))
+    wide = max(0.046 if plain_cells else 0.07, 0.0068 * longest) * _points(1.0)  # inches of a cell
+    beside = 0.25 + 0.0068 * _points(1.0) * max(map(len, names)) + (0.0 if run.narrow else 0.6)
+    width = run.look.width or max(4.2, min(9.5, beside + 1.1 * wide * len(categories)))
+    lines = math.ceil(len(categories) / max(1, int((width - beside) / wide)))
+    each = math.ceil(len(categories) / lines)  # categories beside each other
+    figure = _new_figure(run, 0.85 + lines * (0.45 + line * len(rows)), width)
+    panels = figure.subplots(lines, 1, squeeze=False)[:, 0]
+    widest = max(float(np.abs(np.log(frame["speedup"])).max()), math.log(1.25))
     cells = tables.records(frame)
-    labels = dict(zip(frame["config"], frame["label"], strict=True))
-    row_of = {config: i for i, config in enumerate(labels)}
-    column_of = {category: i for i, category in enumerate(dict.fromkeys(frame["category"]))}
-    grid = np.full((len(row_of), len(column_of)), np.nan)
-    for cell in cells:
-        grid[row_of[cell["config"]], column_of[cell["category"]]] = math.log(cell["speedup"])
-    figure = _new_figure(1.25 + 0.27 * len(row_of), max(4.2, min(9.5, 2.4 + 0.68 * len(column_of))))
-    axes = figure.subplots()
-    widest = max(float(np.nanmax(np.abs(grid))), math.log(1.25))
-    image = axes.imshow(grid, cmap=_SLOWER_FASTER, norm=TwoSlopeNorm(0.0, -widest, widest), aspect="auto")
-    for cell in cells:
-        ink = "white" if abs(math.log(cell["speedup"])) > 0.72 * widest else "black"
-        _write_cell(axes, column_of[cell["category"]], row_of[cell["config"]], cell, ink)
-    axes.set_xticks(range(len(column_of)), [_short(name, 18).replace("-", "-\n", 1) for name in column_of])
-    axes.xaxis.tick_top()
-    axes.set_yticks(range(len(row_of)), [_short(label, 36) for label in labels.values()])
-    axes.tick_params(length=0, labelsize=6.8)
-    axes.spines[:].set_visible(False)
-    drafters = run.summary.set_index("config")["drafter"].reindex(list(labels)).tolist()
-    for i in range(1, len(drafters)):
-        if drafters[i] != drafters[i - 1]:
-            axes.axhline(i - 0.5, color="white", linewidth=2.5)
-    _speedup_bar(figure, axes, image, widest, len(row_of))
+    for number, axes in enumerate(panels):
+        mine = categories[number * each : (number + 1) * each]
+        column_of = {category: i for i, category in enumerate(mine)}
+        here = [cell for cell in cells if cell["category"] in column_of]
+        grid = np.full((len(rows), len(mine)), np.nan)
+        for cell in here:
+            grid[row_of[cell["config"]], column_of[cell["category"]]] = math.log(cell["speedup"])
+        image = axes.imshow(grid, cmap=_SLOWER_FASTER, norm=TwoSlopeNorm(0.0, -widest, widest), aspect="auto")
+        for cell in here:
+            ink = "white" if abs(math.log(cell["speedup"])) > 0.72 * widest else "black"
+            _write_cell(axes, column_of[cell["category"]], row_of[cell["config"]], cell, ink)
+        axes.set_xticks(range(len(mine)), [heads[name] for name in mine])
+        axes.set_xlim(-0.5, each - 0.5)
+        axes.xaxis.tick_top()
+        axes.set_yticks(range(len(rows)), names)
+        axes.tick_params(length=0, labelsize=_points(0.85))
+        axes.spines[:].set_visible(False)
+        for i in range(1, len(rows)):
+            if rows[i]["drafter"] != rows[i - 1]["drafter"]:
+                axes.axhline(i - 0.5, color="white", linewidth=2.5)
+    if not run.narrow:
+        _speedup_bar(figure, panels, image, widest, lines * line * len(rows))
     counts = frame["prompts"]
     prompts = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+    means = f"Geometric means over prompts ({prompts} per category)"
     remarks = (
-        f"Geometric means over prompts ({prompts} per category), below them the 95% intervals.",
-        "Bold: 1 is not in it.",
+        f"{means}." if plain_cells else f"{means}, below them the 95% intervals. Bold: 1 is not in it.",
         "*: one prompt; over its repeats." if (frame["speedup_basis"] == "repeats").any() else "",
+        f"No interval: {'one run of one prompt' if (without['prompts'] == 1).all() else 'too few prompts'}."
+        if len(without)
+        else "",
     )
     _inscribe(figure, run, "Speedup by category", *remarks)
     return figure
@@ -843,39 +980,44 @@ _SLOWER_FASTER = LinearSegmentedColormap.from_list(
 
 
 def _write_cell(axes: Axes, x: int, y: int, cell: dict[str, Any], ink: str) -> None:
-    """A ratio above its interval."""
+    """A ratio, above its interval if it has one."""
     low, high = cell["speedup_low"], cell["speedup_high"]
-    interval = "no interval" if math.isnan(low) else f"{_end(low)}–{_end(high)}"
-    star = "*" if cell["speedup_basis"] == "repeats" else ""
     weight = "normal" if cell["verdict"] == "cannot tell" else "bold"
     middle: Any = {"ha": "center", "va": "center", "color": ink}
-    axes.text(x, y - 0.17, tables.decimals(cell["speedup"]), fontsize=6.6, weight=weight, **middle)
-    axes.text(x, y + 0.24, interval + star, fontsize=4.9, **middle)
+    ratio, size = tables.decimals(cell["speedup"]), _points(0.83)
+    alone = math.isnan(low)
+    axes.text(x, y if alone else y - 0.17, ratio, fontsize=size, weight=weight, **middle)
+    if not alone:
+        star = "*" if cell["speedup_basis"] == "repeats" else ""
+        axes.text(x, y + 0.24, f"{_end(low)}–{_end(high)}{star}", fontsize=_points(0.63), **middle)
 
 
-def _speedup_bar(figure: Figure, axes: Axes, image: Any, widest: float, lines: int) -> None:
-    """The scale of the colours, in speedups."""
+def _speedup_bar(figure: Figure, panels: Any, image: Any, widest: float, height: float) -> None:
+    """The scale of the colours, in speedups; ``height`` is that of the cells in inches."""
     ratios = (0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0)
     ticks = [ratio for ratio in ratios if abs(math.log(ratio)) <= widest]
-    if 0.27 * lines < 0.15 * len(ticks):  # no room for all
+    if height < 0.17 * len(ticks):  # no room for all
         ticks = [ticks[0], 1.0, ticks[-1]]
     bar = figure.colorbar(
         image,
-        ax=axes,
+        ax=list(panels),
         ticks=[math.log(tick) for tick in ticks],
         fraction=0.025,
         pad=0.01,
-        aspect=max(12, lines),
+        aspect=max(12, height / 0.27),
     )
     bar.ax.set_yticklabels([f"{tick:g}" for tick in ticks])
-    bar.ax.tick_params(labelsize=6.5, length=2)
+    bar.ax.tick_params(labelsize=_points(0.81), length=2)
     bar.ax.spines[:].set_visible(False)
-    bar.set_label("speedup (×)", fontsize=7)
+    bar.set_label("speedup (×)", fontsize=_points(0.88))
 
 
 def _end(value: float) -> str:
     """An end of an interval in a cell; what two prompts leave open is not worth its digits."""
     return "0" if value < 0.005 else ">99" if value > 99 else f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+_RARE = 0.01  # share of steps, below which the last numbers of accepted drafts are not drawn
 
 
 def _accepted_length(run: _Run) -> Figure:
@@ -884,14 +1026,22 @@ def _accepted_length(run: _Run) -> Figure:
     chosen = []
     for each in run.series:
         rows = each.rows[each.rows["config"].isin(list(by_config))]
+        # With one draft there is no length to speak of: a step accepts it or not.
+        rows = rows[[by_config[config]["accepted"].max() > 1 for config in rows["config"]]]
         if len(rows):
             ranked = rows["speedup"].fillna(0.0) if rows["speedup"].notna().any() else rows["tokens_per_step"]
             chosen.append((each, rows.iloc[int(ranked.to_numpy().argmax())]))
     if not chosen:
-        raise _NoDataError("nothing was drafted")
-    figure, panels = _panels(len(chosen), 2.0, sharey=True)
+        raise _NoDataError("no step drafted more than one token" if by_config else "nothing was drafted")
+    figure, panels = _panels(run, len(chosen), 2.0, sharey=True)
+    cut = False
     for axes, (each, row) in zip(panels, chosen, strict=True):
         mine = by_config[row["config"]]
+        mean = float((mine["accepted"] * mine["share"]).sum())
+        undrafted = float(mine["undrafted"].iloc[0])
+        seen = mine["accepted"][(mine[["share", "share_iid"]] >= _RARE).any(axis=1)].max()
+        cut |= bool(mine["accepted"].max() > seen)
+        mine = mine[mine["accepted"] <= seen]
         x = mine["accepted"].to_numpy()
         axes.bar(x, mine["share"], 0.8, color=each.color)
         axes.plot(
@@ -904,13 +1054,11 @@ def _accepted_length(run: _Run) -> Figure:
             markerfacecolor="white",
             zorder=3,
         )
-        mean = float((mine["accepted"] * mine["share"]).sum())
-        undrafted = float(mine["undrafted"].iloc[0])
-        gamma = "" if each.adapts else f", γ = {row['gamma']:g}"
         below = f"mean {mean:.2f}" + (f"; {undrafted:.0%} empty" if undrafted >= 0.005 else "")
-        axes.set_title(_two_lines(each.name + gamma), fontsize=7.5, pad=14)
-        axes.text(0.0, 1.03, below, transform=axes.transAxes, fontsize=6.3, color="#505050")
-        axes.xaxis.set_major_locator(FixedLocator(x[:: max(1, math.ceil(len(x) / 9))].tolist()))
+        name = _two_lines(each.name_at_gamma.format(row["gamma"]))
+        axes.set_title(name, fontsize=_points(0.94), pad=_points(1.75))
+        axes.text(0.0, 1.03, below, transform=axes.transAxes, fontsize=_points(0.79), color="#505050")
+        axes.xaxis.set_major_locator(FixedLocator(x[:: max(1, math.ceil(len(x) / 7))].tolist()))
         axes.set_xlim(-0.6, max(x.max(), 4) + 0.6)
         axes.set_xlabel("accepted drafts")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -920,8 +1068,9 @@ def _accepted_length(run: _Run) -> Figure:
     top = max(float(by_config[row["config"]][["share", "share_iid"]].max().max()) for _, row in chosen)
     panels[0].set_ylim(0, 1.08 * top)
     remarks = (
-        "Steps that drafted something, at each drafter's fastest γ.",
+        "Steps that drafted something; of fixed γ above 1 the fastest.",
         "Circles: what α would give if tests passed independently.",
+        f"Numbers with shares below {_RARE:.0%} at the end are not shown." if cut else "",
         "Empty: share of all steps that drafted nothing." if (frame["undrafted"] >= 0.005).any() else "",
     )
     _inscribe(figure, run, "Accepted drafts per step", *remarks)
@@ -934,22 +1083,27 @@ def _generation(run: _Run) -> Figure:
     first = int(row["new_tokens"]) - int(np.sum(row["steps_emitted"]))
     edges = first + np.concatenate(([0], np.cumsum(row["steps_emitted"])))
     notes = _drawable(_notes(row["steps_policy"], len(drafted)))
-    figure = _new_figure(3.8 if notes else 2.7)
+    figure = _new_figure(run, (3.8 if notes else 2.7) * (0.9 if run.narrow else 1.0))
     both = figure.subplots(
         2 if notes else 1, 1, sharex=True, squeeze=False, height_ratios=[1.2, 1.0] if notes else None
     )[:, 0]
     upper = both[0]
-    upper.stairs(accepted, edges, fill=True, color=_SKY, alpha=0.75)
-    upper.stairs(drafted, edges, color=_BLUE, linewidth=1.2, baseline=None)
+    upper.stairs(accepted, edges, fill=True, color=_SKY, alpha=0.75, label="accepted")
+    upper.stairs(drafted, edges, color=_BLUE, linewidth=1.2, baseline=None, label="drafted (γ)")
     upper.set_ylim(0, max(1, int(drafted.max(initial=1))) * 1.12)
     upper.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     upper.set_ylabel("tokens in the step")
     upper.set_xlim(edges[0], edges[-1])
     _grid(upper)
+    upper.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.2,
+        ncols=2,
+        frameon=False,
+        labelcolor=_INK,
+    )
     end = float(edges[-1])
-    # At the usual heights: the last step is often a short one.
-    usual = (float(np.median(drafted)), 0.5 * float(np.mean(accepted)))
-    ends = [(end, usual[0], "γ drafted", _BLUE), (end, usual[1], "accepted", "#2F7FB5")]
     if notes:
         lower = both[1]
         noted = []
@@ -963,24 +1117,35 @@ def _generation(run: _Run) -> Figure:
                 linestyle=("-", "--", ":")[number % 3],
             )
             there = np.flatnonzero(np.isfinite(values))
-            noted.append((end, float(values[there[-1]]), _short(name, 20), color))
+            noted.append(_End(end, float(values[there[-1]]), _short(name, 20), color))
         lower.set_ylabel(
             "entropy / log V" if all(name.startswith("H") for name in notes) else "noted by the rule"
         )
         lower.set_ylim(bottom=min(0.0, *(float(np.nanmin(values)) for values in notes.values())))
         _grid(lower)
     both[-1].set_xlabel("token of the output")
-    which = f"Prompt {_short(row['prompt'], 40)}, {_short(row['label'], 48)}."
+    which = f"Prompt {_short(row['prompt'], 40)}, {_short(row['label'], 48)}: the most usual in its tokens per step."
     remark = "A column is a step, as wide as the tokens it emitted."
-    _inscribe(figure, run, "One generation, step by step", which, remark)
-    _label_ends(upper, ends)
+    meanings = [f"{name}: {_NOTES[name]}." for name in notes if name in _NOTES]
+    _inscribe(figure, run, "One generation, step by step", which, remark, *meanings)
     if notes:
-        _label_ends(lower, noted)
+        _label_ends(lower, noted, run)
     return figure
 
 
+_NOTES = {
+    "H_norm": "entropy of the drafter's prediction over log V, V the size of the vocabulary (0: certain, 1: no idea)",
+    "H_ema": "its moving average, which sets γ",
+    "survival": "chance that the whole draft is accepted, as the rule sees it",
+    "lambda": "the least chance of acceptance to go on drafting",
+    "threshold": "the least probability of a draft to go on drafting",
+}
+"""What the notes of rules mean."""
+
+
 def _one_generation(run: _Run) -> dict[str, Any]:
-    """The first generation of a rule that notes an entropy, or else anything, or else of the fastest configuration."""
+    """Of one configuration the generation with the most usual number of tokens per step. The configuration is one whose
+    rule notes an entropy, or else anything, or else the fastest; γ above 1 goes first."""
     df = run.df
     # As arrays: pandas copies a frame's attributes, here a whole run.json, whenever a column is taken.
     configs, drafted, policies = (df[name].to_numpy() for name in ("config", "steps_drafted", "steps_policy"))
@@ -990,9 +1155,14 @@ def _one_generation(run: _Run) -> dict[str, Any]:
         raise _NoDataError("nothing was drafted")
     noting = [i for i in drafting if _drawable(_notes(policies[i], len(drafted[i])))]
     noting.sort(key=lambda i: not any(name.startswith("H") for name in policies[i]))
+    longer = {configs[i] for i in drafting if np.max(drafted[i]) > 1}
     speedups = run.summary.set_index("config")["speedup"].fillna(0.0)
-    fastest = speedups.reindex(list(dict.fromkeys(configs[drafting]))).idxmax()
-    place = noting[0] if noting else next(i for i in drafting if configs[i] == fastest)
+    names = [name for name in dict.fromkeys(configs[drafting]) if name in longer or not longer]
+    config = str(configs[noting[0]] if noting else speedups.reindex(names).idxmax())
+    emitted = df["steps_emitted"].to_numpy()
+    usual = float(run.summary.set_index("config")["tokens_per_step"].loc[config])
+    mine = [i for i in noting or drafting if configs[i] == config]
+    place = min(mine, key=lambda i: abs(float(np.mean(emitted[i])) - usual))
     return {str(name): df[name].iat[place] for name in df.columns}
 
 
@@ -1007,13 +1177,14 @@ def _drawable(
 ) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
     """Notes that are shares or entropies: γ has an axis of its own, and times and rates have another scale.
 
-    An average without a memory repeats what it is of, and is left out.
+    An average without a memory repeats what it is of, and is left out, as is what never changes.
     """
     others = ("gamma", "γ", "rate", "probe", "drafter_pass_s", "rest_s")
     found: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
     for name, values in notes.items():
         repeated = any(np.array_equal(values, known, equal_nan=True) for known in found.values())
-        if not name.lower().startswith(others) and np.isfinite(values).any() and not repeated:
+        finite = values[np.isfinite(values)]
+        if not name.lower().startswith(others) and not repeated and len(finite) and np.ptp(finite) > 0:
             found[name] = values
     return found
 

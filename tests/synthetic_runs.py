@@ -52,6 +52,7 @@ def write_run(
     temperature: float = 0.0,
     target: str = "Qwen2.5-Coder-1.5B-Instruct",
     entropy_policy: bool = False,
+    policies: tuple[str, ...] = (),
     transformers_row: bool = False,
     run_id: str = "c0ffee",
     costs: bool = True,
@@ -76,6 +77,9 @@ def write_run(
     if entropy_policy:
         name = drafters[0].name
         configs.append(_config("egag", f"{name} egag", "speculative", name, None, "egag", temperature))
+    for name in policies:
+        who = drafters[0].name
+        configs.append(_config(name, f"{who} {name}", "speculative", who, None, name, temperature))
     if transformers_row:
         configs.append(_config("hf", "transformers", "transformers", "none", None, "none", temperature))
     by_name = {drafter.name: drafter for drafter in drafters}

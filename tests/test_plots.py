@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from synthetic_runs import DRAFTERS, Drafter, write_run
@@ -47,12 +48,28 @@ def summary(df: pd.DataFrame) -> pd.DataFrame:
     return tables.summary_frame(df).set_index("config")
 
 
+RULES = ("auto", "egag", "confidence", "confidence:adapt", "entropy-bound", "svip", "heuristic")
+PAPER = plots.Look(3.3, 7.0, framed=False)
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """One drafter with many rules, one run of one prompt in a category."""
+    path = tmp_path_factory.mktemp("results") / "rules"
+    options: dict[str, Any] = {"gammas": (2, 4), "policies": RULES, "repeats": 1, "prompts_per_category": 1}
+    return load_results(write_run(path, drafters=DRAFTERS[:1], tokens=48, **options))
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny"
     return write_run(
         path, drafters=(LONG,), gammas=(2, 4), categories=("chat",), prompts_per_category=3, tokens=32
     )
+
+
+def caption(figure: Figure) -> str:
+    return " ".join(figure.get_supxlabel().split())
 
 
 def texts(figure: Figure) -> str:
@@ -116,12 +133,16 @@ class TestContent:
         assert axes.get_xlim()[0] < 0.4 < 9.4 < axes.get_xlim()[1]
 
     def test_bars_add_up_to_the_time_per_token(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
-        axes = drawn.figures["time"].axes[1]  # self:int8
-        tops: dict[float, float] = {}
+        (axes,) = drawn.figures["time"].axes
+        ends: dict[float, float] = {}
         for bar in axes.patches:
-            tops[bar.get_x()] = max(tops.get(bar.get_x(), 0.0), bar.get_y() + bar.get_height())
+            ends[bar.get_y()] = max(ends.get(bar.get_y(), 0.0), bar.get_x() + bar.get_width())
+        named = [label.get_text() for label in axes.get_yticklabels()]
+        assert named[5:9] == ["self:int8: γ = 1", "γ = 2", "γ = 4", "γ = 8"], (
+            "behind one rule of the first drafter"
+        )
         expected = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "ms_per_token"]
-        assert [tops[x] for x in sorted(tops)] == pytest.approx(expected.tolist())
+        assert [ends[y] for y in sorted(ends)][5:9] == pytest.approx(expected.tolist())
 
     def test_predictions_stand_against_measurements(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
         left, right = drawn.figures["prediction"].axes
@@ -162,19 +183,24 @@ class TestContent:
 
     def test_one_generation_with_the_notes_of_its_rule(self, df: pd.DataFrame, drawn: plots.Drawn) -> None:
         upper, lower = drawn.figures["generation"].axes
-        row = df[df["config"] == "egag"].iloc[0]
+        mine = df[df["config"] == "egag"]
+        usual = tables.summary_frame(df).set_index("config")["tokens_per_step"].loc["egag"]
+        row = mine.iloc[np.argmin([abs(np.mean(emitted) - usual) for emitted in mine["steps_emitted"]])]
         drafted = next(patch for patch in upper.patches if not patch.get_fill()).get_data()
         assert drafted.values.tolist() == row["steps_drafted"].tolist()
         assert drafted.edges[0] == 1  # behind the first-target token
         assert drafted.edges[-1] == row["new_tokens"]
         assert lower.lines[0].get_ydata().tolist() == row["steps_policy"]["H_norm"].tolist()
         assert lower.get_ylabel() == "entropy / log V"
+        assert "H_norm: entropy of the drafter's prediction over log V" in caption(
+            drawn.figures["generation"]
+        )
 
     def test_an_entropy_is_shown_before_what_other_rules_note(self, df: pd.DataFrame) -> None:
         def with_notes(config: str, kept: pd.DataFrame) -> pd.DataFrame:
             changed = kept.copy()
             changed["steps_policy"] = [
-                {name: np.full(len(steps), value) for name, value in notes.items()}
+                {name: np.linspace(value, value / 2, len(steps)) for name, value in notes.items()}
                 if each == config
                 else policy
                 for each, steps, policy in zip(
@@ -228,34 +254,37 @@ class TestContent:
         if name == "categories":
             return  # its axes are names
         axes = drawn.figures[name].axes
-        assert axes[0].get_ylabel()
+        assert axes[0].get_ylabel() or name == "time"  # whose rows are names
         assert axes[-1].get_xlabel()
 
 
 class TestLooks:
-    @pytest.mark.parametrize("name", list(plots.FIGURES))
-    def test_nothing_is_cut_off(self, drawn: plots.Drawn, name: str) -> None:
-        figure = drawn.figures[name]
-        renderer = FigureCanvasAgg(figure).get_renderer()
-        figure.draw_without_rendering()
-        width, height = figure.get_size_inches() * figure.dpi
-        for text in figure.findobj(Text):
-            if text.get_text() and text.get_visible() and text.get_window_extent(renderer).width:
-                box = text.get_window_extent(renderer)
+    @pytest.mark.parametrize(
+        ("run", "look"), [("df", None), ("df", PAPER), ("rules", None), ("rules", plots.Look(3.6))]
+    )
+    def test_nothing_overlaps_or_is_cut_off(
+        self, request: pytest.FixtureRequest, run: str, look: plots.Look | None
+    ) -> None:
+        drawn = plots.draw_figures(request.getfixturevalue(run), look=look)
+        assert list(drawn.figures) == list(plots.FIGURES)
+        for name, figure in drawn.figures.items():
+            renderer = FigureCanvasAgg(figure).get_renderer()
+            figure.draw_without_rendering()
+            hidden = hidden_ticks(figure)
+            shown = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+            boxes = [
+                (text.get_text(), Text.get_window_extent(text, renderer))
+                for text in shown
+                if text not in hidden
+            ]
+            width, height = figure.get_size_inches() * figure.dpi
+            for text, box in boxes:
                 inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
-                assert inside or text in hidden_ticks(figure), text.get_text()
-
-    @pytest.mark.parametrize("name", ["speedup", "tokens-per-second", "acceptance", "positions"])
-    def test_names_of_lines_do_not_overlap(self, drawn: plots.Drawn, name: str) -> None:
-        figure = drawn.figures[name]
-        renderer = FigureCanvasAgg(figure).get_renderer()
-        figure.draw_without_rendering()
-        boxes = sorted(
-            (Text.get_window_extent(text, renderer) for axes in figure.axes for text in axes.texts),
-            key=lambda box: box.y0,
-        )
-        assert len(boxes) >= 5
-        assert all(upper.y0 >= lower.y1 - 0.5 for lower, upper in pairwise(boxes))
+                assert inside or not box.width, f"{name}: {text!r}"
+            for (one, first), (other, second) in itertools.combinations(boxes, 2):
+                wide = min(first.x1, second.x1) - max(first.x0, second.x0)
+                high = min(first.y1, second.y1) - max(first.y0, second.y0)
+                assert wide < 1 or high < 1, f"{name}: {one!r} and {other!r}"
 
     def test_spreading(self) -> None:
         assert plots._spread([10, 50], [8, 8], 0, 100) == [10, 50]
@@ -265,12 +294,62 @@ class TestLooks:
 
     def test_names_are_not_mathematics(self, tiny: Path) -> None:
         figure = plots.draw_figures(load_results(tiny), ["time"]).figures["time"]
-        assert "$" in figure.axes[0].get_title(loc="left")
+        assert "$" in figure.get_suptitle()
         assert not any(text.get_parse_math() for text in figure.findobj(Text) if "$" in text.get_text())
 
     def test_series_differ_in_colour_and_marker(self, drawn: plots.Drawn) -> None:
         lines = [line for line in drawn.figures["speedup"].axes[0].lines if len(line.get_xdata()) == 4]
         assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 4
+
+    def test_rules_of_one_drafter_differ_and_its_name_is_said_once(self, rules: pd.DataFrame) -> None:
+        drawn = plots.draw_figures(rules)
+        lines = [
+            line for line in drawn.figures["speedup"].axes[0].lines if line.get_marker() in plots._MARKERS
+        ]
+        assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
+        for name, figure in drawn.figures.items():
+            times = 2 if name == "generation" else 1  # it names its example
+            assert texts(figure).count(DRAFTERS[0].name) == times
+            assert DRAFTERS[0].name in figure.get_suptitle()
+        keys = [line for line in drawn.figures["speedup"].artists if line.get_marker() in plots._MARKERS]
+        assert [(key.get_color(), key.get_marker()) for key in keys] == [
+            (line.get_color(), line.get_marker()) for line in lines
+        ], "each name has the mark of its line"
+
+    def test_colours_of_several_drafters_are_theirs(self, drawn: plots.Drawn, df: pd.DataFrame) -> None:
+        series = plots._Run(df, plots.Look()).series
+        colors = {each.name: each.color for each in series}
+        assert colors["Qwen2.5-Coder-0.5B-Instruct, egag"] == colors["Qwen2.5-Coder-0.5B-Instruct"]
+        assert len(set(colors.values())) == 4
+
+    def test_the_colour_blind_tell_the_colours_apart(self) -> None:
+        # Machado, Oliveira and Fernandes 2009, severity 1: no red, green or blue cones.
+        blindness = [
+            np.eye(3),
+            [
+                [0.152286, 1.052583, -0.204868],
+                [0.114503, 0.786281, 0.099216],
+                [-0.003882, -0.048116, 1.051998],
+            ],
+            [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+            [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+        ]
+        linear = [np.power((np.array(to_rgb(color)) + 0.055) / 1.055, 2.4) for color in plots._COLORS]
+        to_xyz = np.array([[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0177, 0.1095, 0.8727]])
+        for seen in blindness:
+            x, y, z = np.cbrt(to_xyz @ np.clip(np.asarray(seen) @ np.transpose(linear), 0, 1))
+            lab = np.stack([116 * y, 500 * (x - y), 200 * (y - z)], axis=1)
+            assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(lab, 2)) > 12
+
+    def test_a_paper_says_title_and_caption_itself(self, df: pd.DataFrame) -> None:
+        for figure in plots.draw_figures(df, look=PAPER).figures.values():
+            assert figure.get_figwidth() == 3.3
+            assert figure.get_suptitle() == figure.get_supxlabel() == ""
+            assert max(text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip()) <= 7.0
+
+    def test_letters_without_room_are_told(self, rules: pd.DataFrame) -> None:
+        with pytest.raises(UsageError, match="nothing to plot: its letters do not fit"):
+            plots.draw_figures(rules, ["time"], plots.Look(1.0, 30.0))
 
     def test_no_state_of_pyplot(self, big: Path) -> None:
         code = (
@@ -330,7 +409,24 @@ class TestSmallAndOdd:
             plots.save_figure(figure, tmp_path / f"{name}.png")
         if kind == "one run":
             assert "no intervals" in texts(drawn.figures["speedup"])
-            assert "no interval" in texts(drawn.figures["categories"])
+            assert "No interval: one run of one prompt." in caption(drawn.figures["categories"])
+
+    def test_a_missing_interval_is_told_once(self, rules: pd.DataFrame) -> None:
+        figure = plots.draw_figures(rules, ["categories"]).figures["categories"]
+        assert texts(figure).lower().count("no interval") == 1
+        assert "95%" not in texts(figure)
+
+    def test_gamma_1_is_no_length_of_drafts(self, tmp_path: Path) -> None:
+        slow = Drafter("slow", 0.3, 0.5)  # fastest with the least γ
+        options: dict[str, Any] = {"drafters": (slow,), "categories": ("chat",), "tokens": 32}
+        df = load_results(write_run(tmp_path / "several", gammas=(1, 2, 4), **options))
+        assert tables.summary_frame(df).set_index("config")["speedup"].drop("plain").idxmax() == "slow-g1"
+        drawn = plots.draw_figures(df, ["accepted-length", "generation"])
+        assert "γ = 2" in texts(drawn.figures["accepted-length"])
+        assert "slow γ=2" in caption(drawn.figures["generation"])
+        only = plots.draw_figures(load_results(write_run(tmp_path / "one", gammas=(1,), **options)))
+        assert only.skipped["accepted-length"] == "no step drafted more than one token"
+        assert "slow γ=1" in caption(only.figures["generation"])
 
     def test_only_plain_decoding_has_nothing_to_plot(self, tmp_path: Path) -> None:
         df = load_results(write_run(tmp_path, drafters=(), categories=("chat",)))
