@@ -369,6 +369,13 @@ MUTANTS = (
         CACHES,
     ),
     Mutant(
+        "what was no number stays in the cache",
+        "caches.py",
+        "        if not held.sum().isfinite():\n            held.zero_()\n",
+        "        held.sum()\n",
+        ("tests/test_caches.py", "-k", "spoils"),
+    ),
+    Mutant(
         "short passes get no mask",
         "attention.py",
         "attn_mask=mask, ",

@@ -239,7 +239,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     Args:
         block: Short passes get keys and values up to a multiple of so many positions. What lies behind the used ones is
-            finite, and the mask has to leave it out.
+            finite when a context begins, and the mask has to leave it out.
     """
 
     is_sliding = False
@@ -249,7 +249,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def __init__(self, block: int = 1) -> None:
         CacheLayerMixin.__init__(self)
-        self.used = 0
+        self.used = self.written = 0
         self.block = block
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -278,6 +278,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.keys[:, :, self.used : end] = key_states
         self.values[:, :, self.used : end] = value_states
         self.used = end
+        self.written = max(self.written, end)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -309,7 +310,9 @@ class PreallocatedLayer(CacheLayerMixin):
         self.used = min(self.used, max(length, 0))
 
     def reset(self) -> None:
-        self.used = 0
+        if self.block > 1 and self.written:  # of others nothing is handed out behind the used positions
+            _clean(self, self.written)
+        self.used = self.written = 0
 
 
 class PreallocatedSlidingLayer(PreallocatedLayer):
@@ -364,6 +367,15 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
     def reset(self) -> None:
         super().reset()
         self.dropped = 0
+
+
+@torch.inference_mode()
+def _clean(layer: Any, length: int) -> None:
+    """Take what is no number out of a layer's first positions: a masked entry counts 0 times, and 0 · NaN is NaN."""
+    for buffer in (layer.keys, layer.values):
+        held = buffer[:, :, :length]
+        if not held.sum().isfinite():
+            held.zero_()
 
 
 def _buffer_like(states: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -558,6 +570,9 @@ class StaticKVCache:
         self.length = min(self.length, max(length, 0))
 
     def reset(self) -> None:
+        for layer in self._cache.layers:
+            if isinstance(layer, _StaticLayer) and layer.is_initialized:
+                _clean(layer, self.capacity)
         self.length = 0
 
 

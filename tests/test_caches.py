@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from random import Random
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from tiny import tiny_llama
 
 from specbench.caches import CacheKind, make_cache, prune_legacy
 from specbench.drafters.model import SelfDrafter
-from specbench.errors import UsageError
+from specbench.errors import RunError, UsageError
+from specbench.generate import speculative_generate
 from specbench.lengths import FixedLength
+from specbench.loading import Target, load_drafter, wrap_target
 from specbench.models import wrap_model
 from specbench.packing import first_layers, int8_copy
 from specbench.sampling import Greedy, Randomness
@@ -440,6 +444,29 @@ def test_a_self_drafter_leaves_no_trace(family: str, kind: CacheKind, form: str,
                 target.logits(walk.context, draft.tokens), whole(target.model, walk.context, draft.tokens)
             )
             walk.keep(draft.tokens)
+
+
+@pytest.mark.parametrize("drafter", ["none", "self:layers=1"])
+@pytest.mark.parametrize("kind", ["dynamic", "preallocated", "static"])
+def test_a_prompt_without_numbers_spoils_none_behind_it(kind: CacheKind, drafter: str) -> None:
+    spoilt, clean = [5, 6, *[7] * 40], [1, 2, 3, 4]
+
+    def target() -> Target:
+        made: Any = tiny_llama()
+        made.get_input_embeddings().weight.data[7] = math.nan
+        return wrap_target(made, name="tiny", cache=kind)
+
+    def answer(of: Target, prompt: list[int]) -> tuple[int, ...]:
+        proposer = load_drafter(drafter, of)
+        return speculative_generate(prompt, of, proposer, gamma=3, max_new_tokens=12).token_ids
+
+    used, fresh = target(), target()
+    with pytest.raises(RunError, match="no numbers"):
+        answer(used, spoilt)
+    assert answer(used, clean) == answer(fresh, clean)
+    for scorer in (used.scorer, fresh.scorer):
+        scorer.begin()
+    assert torch.equal(used.scorer.logits(clean), fresh.scorer.logits(clean))
 
 
 def test_self_drafts_are_those_of_the_cheaper_model() -> None:
