@@ -276,6 +276,24 @@ def test_neither_prompts_nor_models_steer_a_terminal(folder: Path, more: Mapping
     )
 
 
+@pytest.mark.parametrize("options", [(), ("--no-stream",)])
+def test_a_terminal_gets_the_text(folder: Path, options: tuple[str, ...]) -> None:
+    command = [
+        *COMMAND,
+        "generate",
+        "the thing",
+        "--target",
+        str(folder),
+        "-n",
+        "20",
+        "--ignore-eos",
+        "--quiet",
+    ]
+    code, output = in_terminal([*command, *options])
+    assert code == 0, output
+    assert len(output.strip()) > 4
+
+
 def test_a_terminal_gets_colour_and_80_columns(folder: Path) -> None:
     command = [
         *COMMAND,

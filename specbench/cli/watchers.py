@@ -136,7 +136,7 @@ class StreamedText:
         stream = run.text_stream()
         assert stream is not None
         self._stream = stream
-        self._wrap = WordWrap[Origin]() if sys.stdout.isatty() else None
+        self._wrap: WordWrap[Origin] | None = WordWrap() if sys.stdout.isatty() else None
 
     def record(self, record: Prefill | Step) -> None:
         from specbench.generate import shown_tokens
