@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from tiny import tiny_llama, tiny_tokenizer
 
+from specbench.textsafe import terminal_safe
+
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
 
 # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
@@ -123,6 +125,22 @@ def test_errors_break_between_words_on_a_terminal() -> None:
     assert len(lines) == 2
     assert max(map(len, lines)) <= 80
     assert "'float' is not one of 'auto', 'float32', 'bfloat16', 'float16', 'int8'." in " ".join(lines)
+
+
+def test_a_terminal_gets_text_broken_between_words(endless: list[str]) -> None:
+    code, shown = in_terminal([*endless, "-n", "60", "--raw", "--quiet"], TERM="dumb")
+    assert code == 0
+    lines = shown.split("\n")
+    assert len(lines) > 2, shown
+    assert max(map(len, lines)) <= 80
+    piped = subprocess.run(
+        [*endless, "-n", "60", "--raw", "--quiet"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=True,
+    )
+    assert "".join(shown.split()) == "".join(terminal_safe(piped.stdout).split())
 
 
 def test_a_note_does_not_share_a_line_with_the_bar(folder: Path, tmp_path: Path) -> None:
