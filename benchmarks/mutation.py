@@ -239,6 +239,49 @@ MUTANTS = (
         "tested = len(draft.tokens)",
         DECODE,
     ),
+    # -- what a model's files ask for ------------------------------------------------------------
+    Mutant(
+        "a configuration chooses the attention",
+        "checkpoints.py",
+        "if key not in INNER_WORKINGS and not any(word in key for word in IMPLEMENTATIONS)",
+        "if key not in INNER_WORKINGS",
+        ("tests/test_security.py", "-k", "choose_the_code"),
+    ),
+    Mutant(
+        "a configuration gives the attention another name",
+        "checkpoints.py",
+        'INNER_WORKINGS = ("attribute_map", ',
+        "INNER_WORKINGS = (",
+        ("tests/test_security.py", "-k", "choose_the_code"),
+    ),
+    Mutant(
+        "the context limit forgets a scaling",
+        "models.py",
+        "int(max([limit, *scaled]))",
+        "int(limit)",
+        ("tests/test_models.py", "-k", "scaling"),
+    ),
+    Mutant(
+        "a model's own settings see the context before the drafts alone",
+        "model_defaults.py",
+        "ids[:, : before_drafts + place]",
+        "ids[:, :before_drafts]",
+        ("tests/test_model_defaults.py", "-k", "distributions"),
+    ),
+    Mutant(
+        "the check's reference lacks the model's own settings",
+        "check/reference.py",
+        "**{**settings.model_defaults, ",
+        "**{",
+        ("tests/test_model_defaults.py", "-k", "reference"),
+    ),
+    Mutant(
+        "siblings under transforms that look back",
+        "decode.py",
+        "sampling.greedy and not sampling.looks_back and",
+        "sampling.greedy and",
+        ("tests/test_model_defaults.py", "-k", "siblings"),
+    ),
     # -- transforms ------------------------------------------------------------------------------
     Mutant(
         "the repetition penalty sees drafts that come later",
@@ -303,6 +346,20 @@ MUTANTS = (
         "[tokenizer.eos_token_id, _end_of_turn(tokenizer)]",
         "[tokenizer.eos_token_id]",
         ("tests/test_models.py", "-k", "end_ids"),
+    ),
+    Mutant(
+        "a special token is no stop string",
+        "text.py",
+        "if token in self._stop_ids:",
+        "if False:",
+        ("tests/test_text.py", "-k", "special_token"),
+    ),
+    Mutant(
+        "bytes are shown before their run has ended",
+        "text.py",
+        "        if byte is not None:\n",
+        "        if False:\n",
+        ("tests/test_text.py", "-k", "decoded_text"),
     ),
     Mutant(
         "the beginning of a stop string is shown",
