@@ -139,7 +139,15 @@ def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions)
 
     def run(prompt: list[int], count: int) -> Taken:
         began = time.perf_counter()
-        run = GenerationRun(prompt, target, proposer, policy=policy, max_new_tokens=count, ignore_eos=True)
+        run = GenerationRun(
+            prompt,
+            target,
+            proposer,
+            policy=policy,
+            max_new_tokens=count,
+            ignore_eos=True,
+            model_defaults=False,
+        )
         for _ in run:
             pass
         ended = time.perf_counter()
