@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.drafters import drafter_word, model_part, split_cascade
-from specbench.grid import Config, Sweep, turns_of
+from specbench.grid import WARMUP_TOKENS, Config, Sweep, turns_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specbench.models import LoadOptions
     from specbench.progress import Progress
 
-__all__ = ["MemoryNeed", "TimeNeed", "drafter_label", "estimate_memory", "estimate_time"]
+__all__ = ["MemoryNeed", "TimeNeed", "drafter_label", "estimate_memory", "estimate_time", "slowdown"]
 
 _PROGRAM_BYTES = 700_000_000  # Python, torch and transformers themselves
 _RULES_GAMMA = 5  # tokens a draft-length rule drafts in a step, about
@@ -31,7 +31,7 @@ _LARGEST_SAMPLE = 256_000_000
 
 @dataclass(frozen=True, slots=True)
 class TimeNeed:
-    """Seconds a sweep takes, and what that was worked out from, in words."""
+    """Seconds a sweep takes on a quiet machine, and what that was worked out from, in words."""
 
     seconds: float
     source: str
@@ -79,6 +79,16 @@ def estimate_time(
         seconds,
         "roughly, from the speed at which this machine reads as many weights, as if no draft were accepted",
     )
+
+
+def slowdown(load_average: float | None, cores: int) -> float:
+    """How many times longer work on all cores may take beside what else runs: the cores are shared evenly.
+
+    Args:
+        load_average: Runnable processes before this one begins, ``None`` where that cannot be told.
+        cores: Of the machine.
+    """
+    return 1.0 + (load_average or 0.0) / cores
 
 
 def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress | None = None) -> MemoryNeed:
@@ -157,9 +167,11 @@ def _from_speeds(sweep: Sweep, config: Config, speeds: Mapping[str, tuple[float,
     return _generations(sweep) * (first + token * sweep.options.max_new_tokens)
 
 
-def _generations(sweep: Sweep) -> int:
-    """Per configuration."""
-    return sweep.options.repeats * sum(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
+def _generations(sweep: Sweep) -> float:
+    """Per configuration; a warm-up counts for the share of a generation that it is."""
+    longest = sweep.options.max_new_tokens
+    warmups = sweep.options.warmup * min(WARMUP_TOKENS, longest) / longest
+    return warmups + sweep.options.repeats * sum(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
 
 
 # -- from a calibrated pass ------------------------------------------------------------------------

@@ -31,6 +31,9 @@ __all__ = [
 LOOKUP_TOKENS = 10
 """``prompt_lookup_num_tokens`` of transformers' prompt lookup: the value its documentation uses."""
 
+WARMUP_TOKENS = 16
+"""Tokens of a warm-up: enough to meet every shape of pass once."""
+
 Kind = Literal["plain", "speculative", "transformers", "assisted"]
 
 _LONGEST_GAMMA = 256

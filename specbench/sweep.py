@@ -18,7 +18,7 @@ from specbench.advice import RunWarning, during, review
 from specbench.engine import Costs, Engine, Outcome, cost_widths
 from specbench.environment import LoadSnapshot, load_snapshot
 from specbench.errors import RunError, UsageError
-from specbench.grid import Cell, Config, Sweep
+from specbench.grid import WARMUP_TOKENS, Cell, Config, Sweep
 from specbench.measure import Clock, WallClock
 from specbench.runs import now
 from specbench.store import RESULTS_VERSION, RunStore, key_of, load_results
@@ -41,9 +41,6 @@ __all__ = [
 
 COST_ROUNDS = 12
 """How often single passes are timed in a sweep, spread over it."""
-
-WARMUP_TOKENS = 16
-"""Tokens of a warm-up: enough to meet every shape of pass once."""
 
 
 @dataclass(frozen=True, slots=True)

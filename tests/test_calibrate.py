@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -489,6 +490,38 @@ def test_the_command_stores_what_it_says(arguments: list[str], capsys: pytest.Ca
     generate = ["generate", "--target", arguments[2], "--dtype", "float32", "--drafter", "self:calibrated"]
     assert run([*generate, "--max-new-tokens", "4", "--json", "the"]) == 0
     assert json.loads(capsys.readouterr().out)["drafter"] == data["choice"]["drafter"]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "said"),
+    [
+        (0.9, "Plain decoding is predicted to be faster: try"),
+        (1.004, "That is hardly a gain: try"),
+        (1.3, None),
+    ],
+)
+def test_a_choice_that_does_not_pay_is_kept_with_a_word(
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    speedup: float,
+    said: str | None,
+) -> None:
+    original = calibration.calibrate
+
+    def found(*given: Any, **options: Any) -> Any:
+        result = original(*given, **options)
+        return replace(result, choice=replace(result.choice, speedup=speedup))
+
+    monkeypatch.setattr(calibration, "calibrate", found)
+    assert run(arguments) == 0
+    out = capsys.readouterr().out
+    if said is None:
+        assert "try --drafter" not in out
+        assert "\nKept for" in out
+    else:
+        assert said in out
+        assert "\nKept all the same for" in out
 
 
 def test_an_interrupt_leaves_the_earlier_choice(

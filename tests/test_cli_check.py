@@ -109,8 +109,13 @@ def test_a_sound_configuration_passes(check: Check, drafter: str) -> None:
     assert "This will take about" in result.err
 
 
-def test_json_has_everything(check: Check) -> None:
-    figures = check("--json", "-t", 0.9, "--top-k", 8, "--bias", 0.3, "--seed", 4).json()
+def test_json_has_everything(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["specbench.cli.check"], "_LONG_S", 0.0)
+    result = check("--json", "-t", 0.9, "--top-k", 8, "--bias", 0.3, "--seed", 4)
+    figures = result.json()
+    runs = {(test["prompt"], test["context"]): test["runs"] for test in figures["sampled"]["tests"]}
+    assert ", the samples apart.\n" in result.err
+    assert f"Sampling {sum(runs.values()):,} outputs will take about " in result.err
     assert figures["check"] == "decoding"
     assert figures["verdict"] == "identical"
     assert figures["complete"] is True

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from tiny import save_tiny
 
 import specbench.engine
 import specbench.environment
+import specbench.estimate
 from specbench import tables
 from specbench.answer import find_answers
 from specbench.cli import run
 from specbench.cli.sweep_display import SweepDisplay, duration, show_answer
+from specbench.engine import EngineOptions
 from specbench.errors import RunError
+from specbench.estimate import estimate_time
 from specbench.store import RunStore, load_results, read_run
 from specbench.sweep import Event, run_sweep
 
@@ -421,6 +425,40 @@ def test_a_dry_run_uses_the_speeds_of_a_stored_run(sweep: Sweep, tmp_path: Path)
     code, out, _ = sweep("--dry-run", "--gamma", "2,3")
     assert code == 0
     assert "from the speeds measured in first" in out
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (None, "takes about 1 s, roughly"),
+        (0.4, "takes about 1 s, roughly"),
+        (10.0, "takes 1 s to 6 s, for the machine is busy (a load of 10.0 on 2 cores), roughly"),
+    ],
+)
+def test_on_a_busy_machine_a_dry_run_gives_a_range(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, load: float | None, said: str
+) -> None:
+    now = replace(specbench.environment.load_snapshot(), load_average=load, cores=2)
+    monkeypatch.setattr(specbench.environment, "load_snapshot", lambda: now)
+    monkeypatch.setattr(specbench.estimate, "_from_passes", lambda *_: 0.5)  # for each of two configurations
+    assert f"\n{said}" in sweep("--dry-run")[1]
+
+
+def test_the_time_needed_counts_the_warm_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = specbench.environment.describe_environment()
+    write_exact(
+        tmp_path / "run",
+        {"plain": {"p-1": [10.0]}, "d@1": {"p-1": [20.0]}},
+        environment=environment,
+        target={"name": "smollm2-135m"},
+    )
+    df = load_results(tmp_path / "run")
+    first = dict(zip(df["config"], df["ttft_s"], strict=True))
+    measured = make_sweep(prompts(3), gammas=(1, 2), repeats=2, warmup=3, max_new_tokens=32)
+    need = estimate_time(measured, EngineOptions("smollm2-135m", ("d",)), tmp_path)
+    # 3 prompts twice, and 3 warm-ups of half the length; d@2, which is not stored, counts as plain
+    assert need.seconds == pytest.approx(7.5 * (2 * (first["plain"] + 32 / 10) + (first["d@1"] + 32 / 20)))
+    assert need.source == "from the speeds measured in run"
 
 
 # -- the display -----------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["calibrate"]
 
 _PROMPTS = 9
+_WORTH = 1.05
+"""A smaller speedup than this is within what the prediction is off by."""
 
 
 def calibrate(
@@ -164,12 +166,13 @@ def _as_text(found: Calibration, target: Target) -> str:
     ]
     if not found.complete:
         lines.append("The time was up before the search was; --minutes gives it more.")
-    if choice.speedup < 1:
-        lines.append(
-            "Plain decoding is predicted to be faster: try --drafter lookup, or lookup+self:calibrated."
-        )
+    kept = "Kept"
+    if choice.speedup < _WORTH:
+        what = "Plain decoding is predicted to be faster" if choice.speedup < 1 else "That is hardly a gain"
+        lines.append(f"{what}: try --drafter lookup, or lookup+self:calibrated.")
+        kept = "Kept all the same"
     lines.append(
-        f"Kept for {choice.target} in {target.dtype} on {target.scorer.device.type}: --drafter self:calibrated"
+        f"{kept} for {choice.target} in {target.dtype} on {target.scorer.device.type}: --drafter self:calibrated"
     )
     text = "".join(f"{line}\n" for line in lines)
     return terminal_safe(text, sys.stdout.encoding or "utf-8")

@@ -287,7 +287,7 @@ class _Request:
         self.ctx, self.target, self.options, self.cache = ctx, target, options, cache
         self.chat, self.system, self.allow_pickle = chat, system, allow_pickle
         self.model_defaults, self.json_output, self.quiet = model_defaults, json_output, quiet
-        self._console = console
+        self.console = console
 
     def applied(self, model: LanguageModel, sampling: Sampling) -> Sampling:
         """The transforms with the model's own settings, as far as they are to be applied; says which they are."""
@@ -304,7 +304,7 @@ class _Request:
         from specbench.cli.summary import show_notes
 
         if not self.quiet:
-            show_notes([text], apart=False, console=self._console)
+            show_notes([text], apart=False, console=self.console)
 
     def encode(self, model: LanguageModel, text: str, system: str | None = None) -> list[int]:
         """Token ids of a prompt. A system message without a place of its own goes in front of the text."""
@@ -385,6 +385,7 @@ class _DecodingJob:
         complete = False
         try:
             with StageProgress(self.request.quiet) as progress, quiet_transformers():
+                self.request.console = progress.console
                 for number, (label, checking) in enumerate(self._checks):
                     done.append((label, checking))
                     several = len(self._checks) > 1

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from specbench.advice import RunWarning
     from specbench.engine import EngineOptions, ModelEngine
+    from specbench.environment import LoadSnapshot
+    from specbench.estimate import TimeNeed
     from specbench.grid import Sweep, SweepOptions
     from specbench.prompts import Prompt
     from specbench.store import RunStore
@@ -309,7 +311,7 @@ def sweep(
     folder = _folder(out, sources, options, resume=resume, retry_failed=retry_failed)
     if dry_run:
         grid = build_configs(options, sources["drafters"])
-        _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), engine_options, folder)
+        _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), engine_options, folder, start)
         return
     if not resume and RunStore.exists(folder):
         raise UsageError(
@@ -459,9 +461,26 @@ def _resumed(sources: dict[str, Any], options: SweepOptions, *, retry_failed: bo
     )
 
 
-def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path) -> None:
-    from specbench.cli.progress import StageProgress
+_BUSY = 1.25
+"""How many times longer a sweep has to take because of others for that to be said."""
+
+
+def _time_needed(need: TimeNeed, start: LoadSnapshot) -> str:
+    """A time, or a range of times on a machine that others use."""
     from specbench.cli.sweep_display import duration
+    from specbench.estimate import slowdown
+
+    longer = slowdown(start.load_average, start.cores)
+    if longer < _BUSY:
+        return f"takes about {duration(need.seconds)}, {need.source}"
+    return (
+        f"takes {duration(need.seconds)} to {duration(longer * need.seconds)}, for the machine is busy (a load of"
+        f" {start.load_average:.1f} on {start.cores} cores), {need.source}"
+    )
+
+
+def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path, start: LoadSnapshot) -> None:
+    from specbench.cli.progress import StageProgress
     from specbench.engine import check_engine
     from specbench.estimate import estimate_memory, estimate_time
 
@@ -476,7 +495,7 @@ def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path) -> None:
         f"{len(sweep.prompts)} prompts: {_categories(sweep.prompts)}" if categories else "",
         f"{len(cells)} generations of up to {sweep.options.max_new_tokens} tokens "
         f"({sweep.options.repeats} repeats), stored in {folder}",
-        f"takes about {duration(need.seconds)}, {need.source}",
+        _time_needed(need, start),
         f"memory: {memory.total / 1e9:.1f} GB "
         f"({', '.join(f'{name} {size / 1e9:.1f}' for name, size in memory.parts.items())}); "
         f"{memory.available / 1e9:.1f} GB are free",
