@@ -476,6 +476,27 @@ MUTANTS = (
         ("tests/test_attention.py", "-k", "thread"),
     ),
     Mutant(
+        "short passes pass hooks by",
+        "packing.py",
+        "        if any(of_all) or any(self._hooks):\n",
+        "        if any(of_all):\n",
+        ("tests/test_short_passes.py", "-k", "hooks_are_called"),
+    ),
+    Mutant(
+        "joined layers read what they read before a hook changed it",
+        "packing.py",
+        "        if hooked or self._input is not x or",
+        "        if self._input is not x or",
+        ("tests/test_short_passes.py", "-k", "negate"),
+    ),
+    Mutant(
+        "short passes keep a norm's old weights",
+        "short_passes.py",
+        "parts is None or parts.cache() is not cache or",
+        "parts is None or",
+        ("tests/test_short_passes.py", "-k", "stale"),
+    ),
+    Mutant(
         "padding of the vocabulary can be drawn",
         "scorer.py",
         'value=float("-inf")',

@@ -444,6 +444,7 @@ class PreallocatedKVCache:
     def reset(self) -> None:
         for layer in self._layers:
             layer.reset()
+        self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context
 
     @torch.inference_mode()
     def repeat(self, length: int) -> None:
@@ -574,6 +575,8 @@ class StaticKVCache:
             if isinstance(layer, _StaticLayer) and layer.is_initialized:
                 _clean(layer, self.capacity)
         self.length = 0
+        if not self.compiled:  # passes are compiled for the object
+            self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context
 
 
 LegacyCache = tuple[tuple[torch.Tensor, torch.Tensor], ...]

@@ -14,13 +14,15 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as all_modules
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from specbench.errors import UsageError
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
+    "Hooks",
     "Int8Linear",
     "JoinedLinear",
     "PackedLinear",
@@ -62,6 +65,41 @@ _LEAST = 1e-30
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Names under which decoder layers keep linear layers that read the same input."""
+
+
+_OWN_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""Where a module keeps the hooks that are called before and after it."""
+
+
+class Hooks:
+    """Whether anything is called before or after modules: then they are not to be passed by.
+
+    Args:
+        modules: Those that would be.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._hooks = tuple(
+            hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        )
+        self._registered = -1
+
+    def there(self) -> bool:
+        """Looks again only if a hook was registered anywhere since there were none."""
+        registered = RemovableHandle.next_id
+        if self._registered == registered:
+            return False
+        of_all = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
+        if any(of_all) or any(self._hooks):
+            return True
+        self._registered = registered
+        return False
 
 
 def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
@@ -221,19 +259,23 @@ class Int8Linear(nn.Module):
 class _Join:
     """One product for several linear layers that read the same input.
 
-    Whichever layer is called first computes it; the others take their parts, and with the last part it is let go.
+    Whichever layer is called first computes it; the others take their parts, and with the last part it is let go. Where
+    hooks may change what a layer reads, each computes its own.
     """
 
     def __init__(self, layer: PackedLinear | Int8Linear, sizes: Sequence[int]) -> None:
         self.layer, self.sizes = layer, tuple(sizes)
+        self.hooks = Hooks(())  # of the layers
         self._input: torch.Tensor | None = None
         self._parts: list[torch.Tensor | None] = []
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        if self._input is not x or self._parts[index] is None:
-            self._input, self._parts = x, list(self.layer(x).split(self.sizes, dim=-1))
+        hooked = self.hooks.there()
+        if hooked or self._input is not x or self._parts[index] is None:
+            # Not called as a module: hooks of all modules see the layers that it stands for.
+            self._input, self._parts = x, list(self.layer.forward(x).split(self.sizes, dim=-1))
         part, self._parts[index] = self._parts[index], None
-        if not any(other is not None for other in self._parts):
+        if hooked or not any(other is not None for other in self._parts):
             self._input = None
         assert part is not None
         return part
@@ -497,8 +539,8 @@ def _weights_of(module: Any) -> int:
 
 
 def _is_linear(module: nn.Module | None) -> bool:
-    # Exactly nn.Linear: a subclass may compute something else.
-    return type(module) is nn.Linear or (
+    # Exactly nn.Linear: a subclass may compute something else, and so may a forward that was put in its place.
+    return (type(module) is nn.Linear and "forward" not in vars(module)) or (
         isinstance(module, PackedLinear)
         or (isinstance(module, JoinedLinear) and isinstance(module.join.layer, PackedLinear))
     )
@@ -541,6 +583,17 @@ def _build(layers: Sequence[_Linear], kind: _Kind, suits: Callable[[torch.Tensor
         return list(layers)
     new = kind(weight, bias)
     if len(layers) == 1:
+        _share_hooks(layers, [new])
         return [new]
     join = _Join(new, sizes)
-    return [JoinedLinear(join, index) for index in range(len(layers))]
+    joined = [JoinedLinear(join, index) for index in range(len(layers))]
+    _share_hooks(layers, joined)
+    join.hooks = Hooks(joined)
+    return list(joined)
+
+
+def _share_hooks(layers: Sequence[nn.Module], successors: Sequence[nn.Module]) -> None:
+    """Let hooks of layers be those of what takes their place; they can be taken off as before."""
+    for layer, successor in zip(layers, successors, strict=True):
+        for hooks in _OWN_HOOKS:
+            setattr(successor, hooks, getattr(layer, hooks))

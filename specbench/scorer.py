@@ -12,7 +12,7 @@ import torch
 from specbench.attention import LONGEST_PASS
 from specbench.caches import CacheKind, KVCache, StaticKVCache, make_cache
 from specbench.errors import UsageError
-from specbench.packing import float32_sample, rounds_to_int8
+from specbench.packing import Hooks, float32_sample, rounds_to_int8
 from specbench.short_passes import short_pass
 from specbench.siblings import Sibling, tree_mask, tree_positions
 from specbench.static_passes import PassInputs, StaticPasses, compiled, cuda_capture
@@ -123,15 +123,17 @@ class Scorer:
                     "Use --cache dynamic for this model.",
                 )
             short = partial(self._static_forward, forward=quick) if quick else None
-            self._static = StaticPasses(self._static_forward, self.cache, self.device, capture, short)
+            hooks = Hooks(model.modules())
+            self._static = StaticPasses(self._static_forward, self.cache, self.device, capture, short, hooks)
 
     def find_short_pass(self) -> None:
         """Look for a quick way through the model; to be called again where its layers have been replaced."""
         self._short = short_pass(self.model) if self.cache.takes_trees else None
 
     def begin(self) -> None:
-        """Start on a new context."""
+        """Start on a new context. Whoever changed the model did so before."""
         self.cache.reset()
+        self.find_short_pass()
 
     @cached_property
     def rounding(self) -> torch.dtype:
@@ -267,7 +269,7 @@ class Scorer:
             return self._static.run(ids, rows, extra.get("position_ids"), extra.get("attention_mask"))
         arguments: dict[str, Any] = self.cache.model_arguments() if cached else {"use_cache": False}
         logits: torch.Tensor
-        if cached and self._short is not None and ids.shape[1] <= LONGEST_PASS:
+        if cached and ids.shape[1] <= LONGEST_PASS and self._short is not None and self._short.is_open():
             keys = self.cache.keys(ids.shape[1])
             logits = self._short.logits(ids, arguments["past_key_values"], keys, rows, **extra)
         else:

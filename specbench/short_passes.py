@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from specbench.attention import LONGEST_PASS, OncePerPass, folded_attention, is_folded
 from specbench.errors import UsageError
-from specbench.packing import Int8Linear, JoinedLinear, PackedLinear, first_layers
+from specbench.packing import Hooks, Int8Linear, JoinedLinear, PackedLinear, first_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,8 +47,10 @@ _CLOSE_IN_INT8 = 0.05
 
 
 class _Parts(NamedTuple):
-    """What a layer is made of, looked up once."""
+    """What a layer is made of, looked up once for every cache: whoever changes a model does so between contexts."""
 
+    cache: ReferenceType[Any]
+    hooks: Hooks
     query: nn.Module
     projections: PackedLinear | Int8Linear
     output: nn.Module
@@ -82,15 +84,13 @@ class _ShortPasses:
     ) -> torch.Tensor:
         """As the layer's own, which takes what is no short pass over one sequence, [1, tokens, hidden size]."""
         batch, length, _ = hidden_states.shape
-        short = batch == 1 and length <= LONGEST_PASS
-        attention: Any = self._modules["self_attn"]  # type: ignore[attr-defined]
-        parts = self._parts
-        # A copy of the layer, or one whose products were replaced, has others.
-        if parts is None or parts.query is not attention._modules["q_proj"]:
-            parts = self._parts = _parts_of(self)
-        if not short or past_key_values is None or position_embeddings is None:
+        short = batch == 1 and length <= LONGEST_PASS and position_embeddings is not None
+        parts = self._parts_for(past_key_values) if short and past_key_values is not None else None
+        if parts is None:
+            layer: Any = self
+            own = getattr(layer.input_layernorm, "weight", hidden_states).dtype
             whole: torch.Tensor = super().forward(  # type: ignore[misc]
-                hidden_states.to(parts.dtype),
+                hidden_states.to(own),
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -99,6 +99,8 @@ class _ShortPasses:
                 **arguments,
             )
             return whole
+        assert position_embeddings is not None
+        attention: Any = self._modules["self_attn"]  # type: ignore[attr-defined]
         carried = torch.float32 if self._in_float32 else parts.dtype
         heads, shared, size = parts.heads, parts.shared_heads, parts.head_size
         turned = heads + shared
@@ -127,6 +129,15 @@ class _ShortPasses:
         out: torch.Tensor = parts.down.forward(x).add_(residual)
         return out
 
+    def _parts_for(self, cache: Any) -> _Parts | None:
+        """What the layer is made of; ``None`` where it has hooks, or is not what it was when it was shortened."""
+        parts = self._parts
+        query = self._modules["self_attn"]._modules["q_proj"]  # type: ignore[attr-defined]
+        # A copy of the layer has other products.
+        if parts is None or parts.cache() is not cache or parts.query is not query:
+            parts = self._parts = _parts_of(self, cache) if _is_known(self) else None
+        return None if parts is None or parts.hooks.there() else parts
+
 
 class _DraftingPasses(_ShortPasses):
     """A third way, for drafters in int8 whose products take and give float32, so that nothing is converted in between.
@@ -151,11 +162,13 @@ def _root_mean_square_norm(x: torch.Tensor, scale: torch.Tensor, least: torch.Te
     return (x * scale).div_(length.hypot_(least))
 
 
-def _parts_of(layer: Any) -> _Parts:
+def _parts_of(layer: Any, cache: Any) -> _Parts:
     attention, mlp = layer.self_attn, layer.mlp
     query = attention.q_proj
     head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
     return _Parts(
+        cache=ref(cache),
+        hooks=Hooks(layer.modules()),
         query=query,
         projections=query.join.layer,
         output=attention.o_proj,
@@ -214,8 +227,8 @@ def shorten_layers(model: PreTrainedModel) -> bool:
     Returns:
         Whether it was done. It is undone if a trial of the first layer comes out differently.
     """
-    if model.device.type != "cpu" or not is_folded(model.config):
-        return False
+    if model.device.type != "cpu" or not is_folded(model.config) or Hooks(model.modules()).there():
+        return False  # a trial with hooks would show nothing
     layers = [module for module in model.modules() if type(module).__name__ in _KINDS]
     layers = [layer for layer in layers if not isinstance(layer, _ShortPasses)]
     if not layers or not all(_is_known(layer) for layer in layers):
@@ -243,8 +256,10 @@ def quicken_layers(model: PreTrainedModel) -> bool:
     layers = [module for module in model.modules() if isinstance(module, _ShortPasses)]
     if not layers or any(isinstance(layer, _DraftingPasses) for layer in layers):
         return False
+    if Hooks(model.modules()).there() or not all(_is_known(layer) for layer in layers):
+        return False
     for layer in layers:
-        parts = _parts_of(layer)
+        parts = _parts_of(layer, model)
         products = (parts.projections, parts.output, parts.gates, parts.down)
         if not all(isinstance(product, Int8Linear) and product.quick for product in products):
             return False
@@ -262,17 +277,20 @@ def quicken_layers(model: PreTrainedModel) -> bool:
 
 def _is_known(layer: Any) -> bool:
     """Whether the layer is built of what ``_ShortPasses`` expects, and nothing was wrapped around its parts."""
+    kind = getattr(type(layer), "own_kind", type(layer))
     try:
         attention, mlp = layer.self_attn, layer.mlp
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
         gates, activation = [mlp.gate_proj, mlp.up_proj], mlp.act_fn
         rest = (attention.o_proj, mlp.down_proj)
+        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
     except AttributeError:
         return False
     return (
-        type(layer).__module__.startswith("transformers.")
-        and "forward" not in vars(layer)
+        kind.__module__.startswith("transformers.")
+        and all(type(part).__module__ == kind.__module__ for part in (attention, mlp, *norms))
+        and not any("forward" in vars(module) for module in layer.modules())
         and _joined(projections)
         and _joined(gates)
         and all(isinstance(each, PackedLinear | Int8Linear) for each in rest)
@@ -320,7 +338,11 @@ class ShortPass:
     """
 
     def __init__(self, model: Any) -> None:
-        self._inner, self._head = model.model, model.lm_head
+        self._model, self._hooks = model, Hooks(model.modules())
+
+    def is_open(self) -> bool:
+        """Whether the model has no hooks now, some of which would be passed by."""
+        return not self._hooks.there()
 
     def logits(
         self,
@@ -343,14 +365,15 @@ class ShortPass:
             attention_mask: [1, 1, tokens, keys], true where a token attends; ``None`` for what comes before it.
         """
         tokens, past = ids.shape[1], past_key_values.get_seq_length()
-        x = self._inner.embed_tokens(ids)
+        inner = self._model.model
+        x = inner.embed_tokens(ids)
         if position_ids is None:
             position_ids = torch.arange(past, past + tokens)[None]
         if attention_mask is None and keys > past + 1:
             attention_mask = torch.zeros(1, 1, tokens, keys, dtype=x.dtype)
             attention_mask[0, 0, :, past:] = _behind(tokens, keys - past, x.dtype)
-        rotation = self._inner.rotary_emb(x, position_ids)
-        for layer in self._inner.layers._modules.values():
+        rotation = inner.rotary_emb(x, position_ids)
+        for layer in inner.layers._modules.values():
             x = layer.forward(
                 x,
                 attention_mask=attention_mask,
@@ -358,7 +381,7 @@ class ShortPass:
                 use_cache=True,
                 position_embeddings=rotation,
             )
-        logits: torch.Tensor = self._head(self._inner.norm(x)[:, -rows:])[0]
+        logits: torch.Tensor = self._model.lm_head(inner.norm(x)[:, -rows:])[0]
         return logits
 
 
@@ -374,13 +397,17 @@ def short_pass(model: PreTrainedModel) -> ShortPass | None:
     """The quick way through a model whose layers have theirs.
 
     Returns:
-        ``None`` for models that are not known, layers that forget, and where a trial does not come out the same.
+        ``None`` for models that are not known or have hooks, layers that forget, and where a trial does not come out
+        the same.
     """
     if not any(kind.__name__ in _MODELS for kind in type(model).__mro__) or not _is_bare(model):
         return None
+    found = ShortPass(model)
+    if not found.is_open():
+        return None
     if model not in _tried:
         _tried[model] = _trial_is_same(model)
-    return ShortPass(model) if _tried[model] else None
+    return found if _tried[model] else None
 
 
 def _is_bare(model: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from specbench.caches import StaticKVCache
 from specbench.errors import RunError, UsageError
+from specbench.packing import Hooks
 
 __all__ = ["COMPILERS", "PassInputs", "StaticPasses", "compiled", "cuda_capture"]
 
@@ -64,6 +65,7 @@ class StaticPasses:
         device: Of the model.
         capture: How a pass is made repeatable; ``None`` runs each anew.
         short_forward: A quicker way for the passes that come again and again; ``None`` for the same.
+        hooks: Of the model; where there are some, which a replay would leave out, passes run anew.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class StaticPasses:
         device: torch.device,
         capture: Capture | None,
         short_forward: Callable[[PassInputs, int], torch.Tensor] | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
+        self._hooks = hooks or Hooks(())
         self._short_forward = short_forward or forward
         self._forward, self.cache, self.device, self._capture = forward, cache, device, capture
         self._captured: dict[tuple[int, int], _Captured] = {}
@@ -104,7 +108,8 @@ class StaticPasses:
         if mask is None:
             mask = (torch.arange(self.cache.capacity, device=self.device) <= slots[:, None])[None, None]
         inputs = PassInputs(ids, slots, slots[None] if positions is None else positions, mask)
-        logits = self._replayed(inputs, rows) if count <= _WIDEST_GRAPH else self._forward(inputs, rows)
+        replays = count <= _WIDEST_GRAPH and not self._hooks.there()
+        logits = self._replayed(inputs, rows) if replays else self._forward(inputs, rows)
         self.cache.length = past + count
         return logits
 

@@ -41,7 +41,14 @@ KINDS: dict[str, dict[str, Any]] = {
 CONTEXT = torch.randint(0, 300, (41,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def build(kind: str, dtype: torch.dtype = torch.float32, *, int8: bool = False, rounded: bool = False) -> Any:
+def build(
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    int8: bool = False,
+    rounded: bool = False,
+    packed: bool = True,
+) -> Any:
     """A random model as it is before its layers are shortened; in float32 with weights of ``dtype`` if ``rounded``."""
     config = getattr(hf, f"{kind}Config")(**SIZES, **KINDS[kind])
     with torch.random.fork_rng(devices=[]):
@@ -51,6 +58,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32, *, int8: bool = False, 
             if "norm" in name:  # all ones so far, which would hide a missing weight
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model = model.float() if rounded else model
+    if not packed:
+        return model
     fold_attention(model)
     if int8:
         quantise_linears(model)
@@ -345,16 +354,181 @@ def test_models_that_are_otherwise_have_no_short_pass(monkeypatch: pytest.Monkey
     assert shorten_layers(wrapped)
     wrapped.model.forward = wrapped.model.forward  # as a device map leaves it
     assert short_pass(wrapped) is None
-    scaled = build("Llama")
-    assert shorten_layers(scaled)
-    scaled.model.norm.register_forward_hook(lambda _module, _inputs, out: out * 2)
-    assert short_pass(scaled) is not None, "hooks of the modules that are called hold in both"
     broken = build("Llama")
     assert shorten_layers(broken)
     monkeypatch.setattr(
         specbench.short_passes, "_behind", lambda tokens, keys, dtype: torch.zeros(tokens, keys, dtype=dtype)
     )
     assert short_pass(broken) is None, "tokens that see what follows"
+
+
+# --- Models that were changed ---------------------------------------------------------------------
+
+
+def own_choice(model: Any) -> tuple[int, ...]:
+    """The greedy continuation by ``transformers``."""
+    ids = torch.tensor([CONTEXT[:30]])
+    settings = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return tuple(found[0, 30:].tolist())
+
+
+def choice(target: Target, drafter: Drafter | None) -> tuple[int, ...]:
+    """The same by specbench."""
+    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": 14, "ignore_eos": True}
+    return speculative_generate(CONTEXT[:30], target, drafter, **settings).token_ids
+
+
+def plain_model(kind: str = "Qwen3") -> Any:
+    """As ``transformers`` makes it, with the weights of ``build``."""
+    return build(kind, packed=False)
+
+
+def turned(value: Any) -> Any:
+    """What a module gave, with every vector turned by one place."""
+    if isinstance(value, torch.Tensor):
+        return value.roll(1, -1)
+    if isinstance(value, tuple):
+        return tuple(each.roll(1, -1) if isinstance(each, torch.Tensor) else each for each in value)
+    name = next(iter(value))
+    value[name] = value[name].roll(1, -1)
+    return value
+
+
+def turn_output(module: torch.nn.Module) -> Any:
+    return module.register_forward_hook(lambda _module, _inputs, output: turned(output))
+
+
+def turn_input(module: torch.nn.Module) -> Any:
+    return module.register_forward_pre_hook(lambda _module, inputs: turned(inputs))
+
+
+def negate_input(module: torch.nn.Module) -> Any:
+    """In place, so that layers behind that read the same tensor are given another one as well."""
+    return module.register_forward_pre_hook(lambda _module, inputs: (inputs[0].neg_(),))
+
+
+def of_all_modules(module: torch.nn.Module) -> Any:
+    def turn(called: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+        return turned(output) if called is module else None
+
+    return torch.nn.modules.module.register_module_forward_hook(turn)
+
+
+LAYER = "model.layers.1"
+HOOKED = [
+    *((turn_output, name) for name in (
+        "", "model", "model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", LAYER, f"{LAYER}.self_attn",
+        f"{LAYER}.mlp", f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm", f"{LAYER}.self_attn.q_norm",
+        f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.v_proj", f"{LAYER}.self_attn.o_proj", f"{LAYER}.mlp.up_proj",
+        f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.act_fn",
+    )),
+    *((turn_input, name) for name in (LAYER, f"{LAYER}.self_attn.k_proj", f"{LAYER}.mlp", "lm_head")),
+    (negate_input, f"{LAYER}.self_attn.k_proj"),
+    (of_all_modules, f"{LAYER}.mlp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", ["hook", "wrap"])
+@pytest.mark.parametrize(
+    ("hook", "name"), HOOKED, ids=[f"{hook.__name__}-{name or 'all'}" for hook, name in HOOKED]
+)
+def test_hooks_are_called(hook: Callable[[Any], Any], name: str, first: str) -> None:
+    wanted = plain_model()
+    without = own_choice(wanted)
+    handle = hook(wanted.get_submodule(name))
+    expected = own_choice(wanted)
+    handle.remove()
+    assert expected != without
+    model = plain_model()
+    handle = hook(model.get_submodule(name)) if first == "hook" else None
+    target = wrap_target(model, name="hooked")
+    drafters = [None, *(load_drafter(spec, target) for spec in ("self:int8", "self:layers=2"))]
+    if first == "wrap":
+        assert choice(target, None) == without
+        handle = hook(model.get_submodule(name))
+    assert handle is not None
+    try:
+        assert [choice(target, drafter) for drafter in drafters] == [expected] * 3
+        if hook is not of_all_modules or first == "wrap":  # else it is for a layer that was replaced
+            assert own_choice(model) == expected
+    finally:
+        handle.remove()
+    assert [choice(target, drafter) for drafter in drafters] == [without] * 3
+
+
+def test_hooks_hold_in_a_self_drafter_too() -> None:
+    model = plain_model()
+    target = wrap_target(model, name="hooked")
+    drafter = load_drafter("self:layers=3", target)
+    for name in ("model.layers.0.mlp", f"{LAYER}.self_attn.q_proj"):
+        turn_output(model.get_submodule(name))
+    run = speculative_generate(CONTEXT[:30], target, drafter, gamma=3, max_new_tokens=14, ignore_eos=True)
+    assert all(step.accepted == len(step.drafted) for step in run.steps)
+    int8: Any = int8_copy(model)
+    called: list[int] = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: called.append(1))
+    int8(input_ids=torch.tensor([CONTEXT]))
+    assert called == [1]
+
+
+def test_short_passes_are_taken_again_when_a_hook_is_gone() -> None:
+    model = build("Llama")
+    assert shorten_layers(model)
+    scorer = Scorer(model)
+    scorer.begin()
+    scorer.logits(CONTEXT)
+    assert scorer._short is not None
+    assert scorer._short.is_open()
+    handle = turn_output(model.model.layers[2].mlp)
+    assert not scorer._short.is_open()
+    assert short_pass(model) is None
+    handle.remove()
+    assert scorer._short.is_open()
+    assert short_pass(model) is not None
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static", "none"])
+@pytest.mark.parametrize("change", ["data", "in place", "parameter", "module", "mlp", "forward", "head"])
+def test_what_is_changed_later_is_not_stale(change: str, cache: CacheKind) -> None:
+    def apply(model: Any) -> None:
+        layer = model.model.layers[1]
+        norm = layer.input_layernorm
+        factors = torch.linspace(-2, 2, 32)
+        if change == "data":
+            norm.weight.data.mul_(factors)
+        elif change == "in place":
+            with torch.no_grad():
+                norm.weight.mul_(factors)
+        elif change == "parameter":
+            norm.weight = torch.nn.Parameter(norm.weight * factors, requires_grad=False)
+        elif change == "module":
+            layer.post_attention_layernorm = torch.nn.Sequential(layer.post_attention_layernorm, Turned())
+        elif change == "mlp":
+            layer.mlp = torch.nn.Sequential(layer.mlp, Turned())
+        elif change == "forward":
+            own = layer.mlp.forward
+            layer.mlp.forward = lambda x: turned(own(x))
+        else:
+            model.lm_head = torch.nn.Sequential(model.lm_head, Turned())
+
+    model, wanted = plain_model(), plain_model()
+    target = wrap_target(model, name="changed", cache=cache)
+    drafter = load_drafter("self:int8", target) if cache != "none" else None
+    without = choice(target, drafter)
+    assert own_choice(model) == without
+    apply(model)
+    apply(wanted)
+    expected = own_choice(wanted)
+    assert expected != without
+    assert choice(target, None) == expected
+    assert choice(target, drafter) == expected
+    assert own_choice(model) == expected
+
+
+class Turned(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.roll(1, -1)
 
 
 # --- Drafters in int8 -----------------------------------------------------------------------------
