@@ -426,6 +426,13 @@ MUTANTS = (
         CACHES,
     ),
     Mutant(
+        "a draft may be longer than what a window's cache takes back",
+        "records.py",
+        "LONGEST_DRAFT = 256",
+        "LONGEST_DRAFT = 320",
+        ("tests/test_caches.py", "-k", "longest_draft"),
+    ),
+    Mutant(
         "what was no number stays in the cache",
         "caches.py",
         "        if not held.sum().isfinite():\n            held.zero_()\n",

@@ -35,7 +35,7 @@ CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none
 
 _FIRST_CAPACITY = 256
 _SLIDING_SLACK = 256
-"""Tokens a sliding-window layer keeps beyond its window, so that as many can be rolled back."""
+"""Tokens a sliding-window layer keeps beyond its window, so that as many can be rolled back: the longest draft."""
 
 
 class KVCache(Protocol):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.drafters import split_cascade
 from specbench.errors import UsageError
+from specbench.records import LONGEST_DRAFT
 from specbench.store import Key
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ WARMUP_TOKENS = 16
 """Tokens of a warm-up: enough to meet every shape of pass once."""
 
 Kind = Literal["plain", "speculative", "transformers", "assisted"]
-
-_LONGEST_GAMMA = 256
 
 
 # -- what is compared ------------------------------------------------------------------------------
@@ -152,10 +151,10 @@ def parse_gammas(text: str) -> list[int]:
             raise UsageError(
                 f"The range of γ {part.strip()!r} has a step of 0.", "Give a step of at least 1."
             )
-        if first < 1 or last > _LONGEST_GAMMA:
+        if first < 1 or last > LONGEST_DRAFT:
             raise UsageError(
                 f"γ is {first if first < 1 else last} in {text!r}.",
-                f"Give 1 to {_LONGEST_GAMMA}; plain decoding is always measured.",
+                f"Give 1 to {LONGEST_DRAFT}; plain decoding is always measured.",
             )
         gammas.update(range(first, last + 1, step))
     return sorted(gammas)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from specbench.origins import Origin, as_html
 
 __all__ = [
+    "LONGEST_DRAFT",
     "SCHEMA_VERSION",
     "Closing",
     "DraftVerdict",
@@ -26,6 +27,9 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 """Version of the records as written to files. 1: first release."""
+
+LONGEST_DRAFT = 256
+"""Tokens that may be drafted in a step."""
 
 _SHOWN = 60  # characters of a text in the repr of its generation
 

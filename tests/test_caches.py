@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 from tiny import tiny_llama
 
-from specbench.caches import CacheKind, make_cache, prune_legacy
+from specbench.caches import CacheKind, PreallocatedSlidingLayer, make_cache, prune_legacy
 from specbench.drafters.model import SelfDrafter
 from specbench.errors import RunError, UsageError
 from specbench.generate import speculative_generate
@@ -22,6 +22,7 @@ from specbench.lengths import FixedLength
 from specbench.loading import Target, load_drafter, wrap_target
 from specbench.models import wrap_model
 from specbench.packing import first_layers, int8_copy
+from specbench.records import LONGEST_DRAFT
 from specbench.sampling import Greedy, Randomness
 from specbench.scorer import Scorer
 
@@ -284,6 +285,18 @@ def test_a_sliding_layer_says_when_it_has_forgotten(family: str, kind: CacheKind
         walk.step(drafts, check=False)
     with pytest.raises(ValueError, match="given up"):
         scorer.rollback(20)
+
+
+@pytest.mark.parametrize("start", range(240, 900, 60))
+def test_a_preallocated_window_takes_the_longest_draft_back(start: int) -> None:
+    layer = PreallocatedSlidingLayer(WINDOW)
+    entries = torch.arange(start + LONGEST_DRAFT, dtype=torch.float32).view(1, 1, -1, 1)
+    layer.update(entries[:, :, :start], entries[:, :, :start])
+    for i in range(start, start + LONGEST_DRAFT):  # as a drafter does, pass by pass
+        layer.update(entries[:, :, i : i + 1], entries[:, :, i : i + 1])
+    layer.keep(start)
+    seen, _ = layer.update(entries[:, :, start : start + 1], entries[:, :, start : start + 1])
+    assert seen.flatten().tolist() == list(range(start + 1 - WINDOW, start + 1))
 
 
 @pytest.mark.parametrize("family", SLIDING)

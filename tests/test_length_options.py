@@ -23,6 +23,7 @@ from specbench.generate import autoregressive_generate
 from specbench.grid import Config, SweepOptions, build_configs, parse_policies
 from specbench.lengths import (
     POLICY_WORDS,
+    PolicyWord,
     applies,
     build_policy,
     load_costs,
@@ -32,6 +33,7 @@ from specbench.lengths import (
     read_policy,
 )
 from specbench.loading import load_drafter, wrap_drafter, wrap_target
+from specbench.records import LONGEST_DRAFT
 from specbench.runs import changes
 from specbench.store import load_results, read_run
 from specbench.sweep import _figures
@@ -114,12 +116,23 @@ def test_shared_options_go_to_the_rules_that_take_them() -> None:
         (["egag", "auto", "egag:scale=0.3"], {}, "The draft-length rule egag is given twice."),
         (["fixed", "fixed"], {}, "The draft-length rule fixed is given twice."),
         (["egag"], {"gamma_max": 0}, "The longest draft is 0 tokens."),
+        (["auto"], {"gamma_max": 10**8}, "The longest draft is 100000000 tokens. Give 1 to 256."),
     ],
 )
 def test_rules_of_a_sweep_that_cannot_be(specs: list[str], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_policies(specs, **options)
     assert message in f"{caught.value} {caught.value.hint}"
+
+
+@pytest.mark.parametrize("policy", POLICY_WORDS, ids=lambda policy: policy.word)
+def test_no_rule_drafts_more_than_a_cache_takes_back(policy: PolicyWord) -> None:
+    name = "gamma_max" if policy.option("gamma_max") else "gamma"
+    build_policy(policy.word, **{name: LONGEST_DRAFT})
+    key = name.removeprefix("gamma_")
+    for spec, options in ((policy.word, {name: 10**8}), (f"{policy.word}:{key}={LONGEST_DRAFT + 1}", {})):
+        with pytest.raises(UsageError, match="The longest draft is"):
+            build_policy(spec, **options)
 
 
 def test_the_documentation_lists_every_option_with_its_default() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from specbench.errors import UsageError
+from specbench.records import LONGEST_DRAFT
 from specbench.siblings import Sibling, choose_siblings
 
 if TYPE_CHECKING:
@@ -116,15 +117,15 @@ class Rule:
     """A rule that drafts ``gamma_max`` tokens in every step and learns nothing; others override what they need.
 
     Args:
-        gamma_max: The most tokens drafted in a step, at least 1.
+        gamma_max: The most tokens drafted in a step, 1 to ``LONGEST_DRAFT``.
 
     Raises:
-        UsageError: It is less.
+        UsageError: It is less or more.
     """
 
     def __init__(self, gamma_max: int) -> None:
-        if gamma_max < 1:
-            raise UsageError(f"The longest draft is {gamma_max} tokens.", "Give at least 1.")
+        if not 1 <= gamma_max <= LONGEST_DRAFT:
+            raise UsageError(f"The longest draft is {gamma_max} tokens.", f"Give 1 to {LONGEST_DRAFT}.")
         self.gamma_max = gamma_max
 
     @property
@@ -170,10 +171,10 @@ class FixedLength(Rule):
     """Draft ``gamma`` tokens in every step, fewer only where the room ends.
 
     Args:
-        gamma: At least 1.
+        gamma: 1 to ``LONGEST_DRAFT``.
 
     Raises:
-        UsageError: It is less.
+        UsageError: It is less or more.
     """
 
     unconditional = True
