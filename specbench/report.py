@@ -672,8 +672,8 @@ h3 { font-size: 1.05rem; margin: 1.75rem 0 .5rem; }
 .answer.slower { border-color: var(--slower); }
 p.answer, p.answer.faster, p.answer.slower { color: var(--ink); font-weight: 400; }
 .answer b { font-weight: 650; }
-pre { margin: 0 0 1rem; padding: .5rem .9rem; background: var(--band); overflow-x: auto; }
-.best > * { font-weight: 700; }
+pre { margin: 0 0 1rem; padding: .5rem .9rem; background: var(--band); white-space: pre-wrap; overflow-wrap: anywhere; }
+.best > th { font-weight: 700; }
 .ratio { white-space: nowrap; }
 header ul { max-width: 62em; padding-left: 1.2rem; margin: .5rem 0 1rem; }
 .warnings { list-style: none; padding: 0; }

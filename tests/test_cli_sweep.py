@@ -427,6 +427,16 @@ def test_a_dry_run_uses_the_speeds_of_a_stored_run(sweep: Sweep, tmp_path: Path)
     assert "from the speeds measured in first" in out
 
 
+def test_a_dry_run_breaks_no_word_on_a_terminal(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = sweep("--dry-run", "--gamma", "1..8")[1].split()
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    out = sweep("--dry-run", "--gamma", "1..8")[1]
+    assert max(map(len, out.splitlines())) <= 60
+    until = plain.index("takes")  # what follows is measured
+    assert out.split()[:until] == plain[:until]
+
+
 @pytest.mark.parametrize(
     ("load", "said"),
     [

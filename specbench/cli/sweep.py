@@ -513,10 +513,14 @@ def _categories(prompts: Sequence[Prompt]) -> str:
 
 
 def _print(line: str) -> None:
-    """A line to stdout; names in it are data."""
+    """A line to stdout, broken between words on a terminal; names in it are data."""
+    from rich.console import Console
+    from rich.text import Text
+
     from specbench.textsafe import terminal_safe
 
-    sys.stdout.write(terminal_safe(line, sys.stdout.encoding or "utf-8") + "\n")
+    console = Console(highlight=False)
+    console.print(Text(terminal_safe(line, console.encoding)), soft_wrap=not console.is_terminal)
 
 
 # -- running it ------------------------------------------------------------------------------------
