@@ -28,6 +28,7 @@ from specbench.cli.summary import show_summary
 from specbench.cli.watchers import WordWrap
 from specbench.drafters import DRAFTER_WORDS
 from specbench.errors import RunError
+from specbench.textsafe import terminal_safe
 
 Cli = Callable[..., "Result"]
 
@@ -376,6 +377,37 @@ def test_not_lossless_is_said_before_and_behind_the_text(tiny: Cli) -> None:
     figures = tiny(*arguments, "--json").json()
     assert figures["lossless"] is False
     assert figures["plain"]["lossless"] is True
+
+
+SGR = re.compile("\x1b\\[[0-9;]*m")
+
+
+@pytest.mark.parametrize("shown", [(), ("--no-stream",), ("--debug",), ("--stop", "zebra", "--quiet")])
+def test_accepted_drafts_are_coloured_and_the_text_stays(
+    tiny: Cli, monkeypatch: pytest.MonkeyPatch, shown: tuple[str, ...]
+) -> None:
+    arguments = ("the thing", "-n", 40, "--drafter", "self:layers=1", "--gamma", 4, *shown)
+    plain = terminal_safe(tiny(*arguments).out)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = tiny(*arguments, "--show-accepted")
+    assert result.code == 0, result.err
+    assert SGR.sub("", result.out) == plain
+    assert "\x1b[4;32m" in result.out
+    assert "\x1b[1;33m" in result.out
+    assert ("colours " in SGR.sub("", result.err)) is ("--quiet" not in shown)
+    monkeypatch.setenv("NO_COLOR", "1")
+    bare = tiny(*arguments, "--show-accepted").out
+    assert "\x1b[4m" in bare
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", bare)
+    assert SGR.sub("", bare) == plain
+
+
+def test_colours_need_a_terminal(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny("the", "--show-accepted").refused(2, "on a terminal", "--debug shows it")
+    tiny("the", "--show-accepted", "--json").refused(2, "--show-accepted and --json")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    tiny("the", "--show-accepted").refused(2, "on a terminal")
 
 
 def test_quiet_is_silent(tiny: Cli) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_the_commands_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # --show-accepted asks for a terminal
     assert COMMANDS
     for arguments in COMMANDS:
         shortened = small(arguments, tmp_path / "run")
@@ -87,6 +89,28 @@ def test_the_commands_of_the_readme_run(
         captured = capsys.readouterr()
         assert code == 0, f"specbench {shlex.join(shortened)}: {captured.err}"
         assert captured.out or arguments[0] not in ("generate", "drafters", "trace")
+
+
+@pytest.mark.real
+def test_what_the_readme_demonstrates_is_there_to_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every drafter that is shown drafts, and the target accepts some of it."""
+    monkeypatch.chdir(tmp_path)
+    shown = 0
+    for arguments in COMMANDS:
+        shortened = small(arguments, tmp_path)
+        if shortened is None or arguments[0] != "generate":
+            continue
+        if "--debug" in arguments or "--bit-exact" in arguments:
+            assert "--drafter" in arguments, "the default drafter drafts nothing in a short answer"
+        if "--drafter" in arguments:
+            hidden = ("--show-accepted", "--debug", "--json")
+            kept = [argument for argument in arguments if argument not in hidden]
+            assert run([*kept, "--json", "--quiet", "--max-new-tokens", "16"]) == 0
+            assert json.loads(capsys.readouterr().out)["accepted"] > 0, shlex.join(arguments)
+            shown += 1
+    assert shown >= 5
 
 
 @pytest.mark.real

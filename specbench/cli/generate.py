@@ -15,7 +15,7 @@ from specbench.cli import options as opt
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from specbench.cli.watchers import TraceOutput, Watcher
+    from specbench.cli.watchers import Paint, TraceOutput, Watcher
     from specbench.drafters.base import Drafter
     from specbench.generate import GenerationRun
     from specbench.lengths import LengthPolicy
@@ -95,6 +95,14 @@ def generate(
     repetition_penalty: opt.RepetitionPenaltyOption = 1.0,
     model_defaults: opt.ModelDefaultsOption = True,
     seed: opt.SeedOption = 0,
+    show_accepted: Annotated[
+        bool,
+        typer.Option(
+            "--show-accepted",
+            help="Colour the text by where it came from: accepted drafts, corrected tokens, the target's own.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = False,
     stream: Annotated[
         bool,
         typer.Option("--stream/--no-stream", help="Show text as it comes.", rich_help_panel=opt.OUTPUT),
@@ -139,7 +147,7 @@ def generate(
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
     from specbench.cli.progress import StageProgress
-    from specbench.cli.summary import show_notes
+    from specbench.cli.summary import show_legend, show_notes
     from specbench.cli.watchers import TraceOutput
     from specbench.drafters import drafter_word
     from specbench.errors import UsageError
@@ -149,6 +157,7 @@ def generate(
     text = read_prompt_text(prompt, prompt_file, sys.stdin)
     if any(not item for item in stop or ()):
         raise UsageError("A stop string is empty.", "Give --stop at least one character.")
+    paint = _paint(json_output) if show_accepted else None
     if repeats is not None and not compare:
         raise UsageError("--repeats is given without --compare.", "Add --compare, or leave --repeats out.")
     kind = opt.cache_for(ctx, cache, target, dtype, bit_exact, compiled)
@@ -239,6 +248,8 @@ def generate(
         if not quiet:
             notes = [*_without_effect(ctx, drafter, sampling), *_facts(job, asked_raw=chat is False)]
             show_notes(notes, apart=sys.stdout.isatty())
+            if paint is not None:
+                show_legend(paint)
         shown = stream and not json_output and not debug
         advice = {"blank": _after_a_blank_reply(job, chat)}
         if compare:
@@ -247,6 +258,7 @@ def generate(
             job,
             trace_to,
             advice,
+            paint,
             stream=shown,
             pairs=repeats if compare else 0,
             json_output=json_output,
@@ -254,6 +266,30 @@ def generate(
         )
         if trace_to is not None:
             trace_to.complain()
+
+
+def _paint(json_output: bool) -> Paint:
+    """How the text is styled by where its tokens came from.
+
+    Raises:
+        UsageError: The output cannot show it.
+    """
+    from functools import partial
+
+    from rich.console import Console
+
+    from specbench.errors import UsageError
+    from specbench.origins import painted
+
+    console = Console()
+    if json_output:
+        raise UsageError("--show-accepted and --json are both given.", "Give one of them.")
+    if not console.is_terminal or console.is_dumb_terminal:
+        raise UsageError(
+            "--show-accepted colours the text on a terminal, and the output goes to none that can.",
+            "Leave it out: --json counts what was accepted, and --debug shows it.",
+        )
+    return partial(painted, encoding=console.encoding, colour=not console.no_color)
 
 
 def _encode(target: Target, text: str, chat: bool | None, system: str | None) -> list[int]:
@@ -441,6 +477,7 @@ def _run(
     job: _Job,
     trace_to: TraceOutput | None,
     advice: Mapping[str, str],
+    paint: Paint | None,
     *,
     stream: bool,
     pairs: int | None,
@@ -452,6 +489,7 @@ def _run(
     Args:
         job, trace_to: What to run, and where its steps go.
         advice: What to try if the drafter does not help.
+        paint: Styles the text by where its tokens came from.
         stream, json_output, quiet: What is shown.
         pairs: How often to decode with the drafter and plainly in turns, to compare; ``None`` for often enough, 0 for
             not to compare.
@@ -469,9 +507,8 @@ def _run(
     if trace_to is not None:
         watchers.append(Tracer(trace_to, job.header(), job.piece))
     if not json_output:
-        watchers.append(
-            StreamedText(run) if stream else WholeText(behind_trace=bool(trace_to and trace_to.on_screen))
-        )
+        behind_trace = bool(trace_to and trace_to.on_screen)
+        watchers.append(StreamedText(run, paint) if stream else WholeText(paint, behind_trace=behind_trace))
     unseen = not stream and not (trace_to and trace_to.on_screen)
 
     def decode(plain: bool) -> Generation:

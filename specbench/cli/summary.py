@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["show_notes", "show_summary"]
+    from specbench.origins import Origin
+
+__all__ = ["show_legend", "show_notes", "show_summary"]
 
 _LABEL = 8  # cells of a label with the gap behind it
 _WIDEST = 100
@@ -36,6 +38,19 @@ def show_notes(notes: Sequence[str], *, apart: bool, console: Console | None = N
     for note in notes:
         _line(console, "note", note, "yellow" if note.startswith("NOT LOSSLESS") else "")
     if notes and apart:
+        console.print()
+
+
+def show_legend(paint: Callable[[str, Origin], str]) -> None:
+    """Name on a terminal what the text's styles stand for, with an empty line behind it."""
+    from rich.text import Text
+
+    from specbench.origins import ORIGINS
+
+    console = _console()
+    if console.is_terminal:
+        names = [Text.from_ansi(paint(name, origin)) for origin, name in ORIGINS.items()]
+        console.print(Text(f"{'colours':{_LABEL}}", "dim").append_text(Text(", ").join(names)))
         console.print()
 
 

@@ -9,7 +9,7 @@ import sys
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from specbench.origins import Origin
     from specbench.records import Generation, Prefill, Step
     from specbench.trace import Event
+
+    Paint: TypeAlias = Callable[[str, Origin], str]
 
 __all__ = ["StreamedText", "TraceOutput", "Tracer", "Watcher", "WholeText", "tokens_of", "write_out"]
 
@@ -130,12 +132,12 @@ class Watcher(Protocol):
 
 
 class StreamedText:
-    """Writes text as soon as it is final."""
+    """Writes text as soon as it is final, styled by ``paint`` if there is one."""
 
-    def __init__(self, run: GenerationRun) -> None:
+    def __init__(self, run: GenerationRun, paint: Paint | None = None) -> None:
         stream = run.text_stream()
         assert stream is not None
-        self._stream = stream
+        self._stream, self._paint = stream, paint
         self._wrap: WordWrap[Origin] | None = WordWrap() if sys.stdout.isatty() else None
 
     def record(self, record: Prefill | Step) -> None:
@@ -153,14 +155,14 @@ class StreamedText:
     def _write(self, pieces: Sequence[tuple[Origin, str]], *, last: bool = False) -> None:
         if self._wrap is not None:
             pieces = self._wrap.push(pieces, last=last)
-        write_out("".join(text for _, text in pieces))
+        _write_pieces(pieces, self._paint)
 
 
 class WholeText:
-    """Writes the text at the end, an empty line behind a trace that is on the screen."""
+    """Writes the text at the end, styled by ``paint`` if there is one, an empty line behind a trace on the screen."""
 
-    def __init__(self, *, behind_trace: bool) -> None:
-        self._behind_trace = behind_trace
+    def __init__(self, paint: Paint | None = None, *, behind_trace: bool) -> None:
+        self._paint, self._behind_trace = paint, behind_trace
 
     def record(self, record: Prefill | Step) -> None:
         """Nothing yet."""
@@ -168,10 +170,21 @@ class WholeText:
     def end(self, result: Generation) -> None:
         if self._behind_trace:
             sys.stderr.write("\n")
-        text = result.text or ""
+        pieces: Sequence[tuple[Origin, str]] = result.pieces or ()
         if sys.stdout.isatty():
-            text = "".join(part for _, part in WordWrap[None]().push([(None, text)], last=True))
-        write_out(text if not text or text.endswith("\n") else f"{text}\n")
+            wrap: WordWrap[Origin] = WordWrap()
+            pieces = wrap.push(pieces, last=True)
+        _write_pieces(pieces, self._paint)
+        if result.text and not result.text.endswith("\n"):
+            write_out("\n")
+
+
+def _write_pieces(pieces: Iterable[tuple[Origin, str]], paint: Paint | None) -> None:
+    if paint is None:
+        write_out("".join(text for _, text in pieces))
+    else:  # it has made them safe
+        sys.stdout.write("".join(paint(text, origin) for origin, text in pieces))
+        sys.stdout.flush()
 
 
 class WordWrap(Generic[_Label]):
