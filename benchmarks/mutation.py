@@ -576,6 +576,13 @@ MUTANTS = (
         ("tests/test_cli.py", "-k", "longer_one"),
     ),
     Mutant(
+        "a run.json of any types is taken",
+        "store.py",
+        "    wrong = misfit(run, _RUN_SHAPE)\n",
+        "    wrong = None\n",
+        ("tests/test_ill_typed.py", "-k", "fields"),
+    ),
+    Mutant(
         "a run goes on with longer outputs",
         "runs.py",
         "        if then != now:\n",

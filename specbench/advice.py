@@ -330,7 +330,7 @@ def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarnin
     labels = {config["id"]: config["label"] for config in run["configs"]}
     differences: dict[str, list[Mapping[str, Any]]] = {}
     for entry in run.get("differences") or ():
-        differences.setdefault(labels[entry["config"]], []).append(entry)
+        differences.setdefault(labels.get(entry["config"], entry["config"]), []).append(entry)
     int8 = run["target"].get("dtype") == "int8"
     found += tokens_differ(differences, ok["prompt"].nunique(), int8=int8)
     return [warning for warning in found if warning is not None] + list(failures(frame))

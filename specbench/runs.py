@@ -146,7 +146,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
                     f"In this run {config['label']} was measured with {what} ({then} then, {config[name]} now).",
                     "Give another --out.",
                 )
-    pairs: list[tuple[str, Any, Any]] = [("specbench", old["specbench"], new["specbench"])]
+    pairs: list[tuple[str, Any, Any]] = [("specbench", old.get("specbench"), new["specbench"])]
     pairs += [(name, old["environment"].get(name), new["environment"].get(name)) for name in _SAME_MACHINE]
     pairs.append(("device", old["target"].get("device"), new["target"].get("device")))
     pairs += _options(old, new)

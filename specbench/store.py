@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.errors import RunError, UsageError
 from specbench.files import refuse_link, sync, write_text
+from specbench.shapes import count, length, misfit, number, size
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -201,7 +202,7 @@ class RunStore:
         """The lines of ``costs.jsonl``; what a crash or a hand has damaged is left out."""
         file = self.path / COSTS
         rows = [_json(line) for line in file.read_bytes().splitlines()] if file.exists() else []
-        return [row for row in rows if isinstance(row, dict) and set(row) >= _COST_FIELDS]
+        return [row for row in rows if misfit(row, _COST_SHAPES) is None]
 
     def update(self, **fields: Any) -> None:
         """Change fields of ``run.json``, all or nothing.
@@ -397,23 +398,64 @@ def read_run(path: str | Path) -> dict[str, Any]:
     if not isinstance(run, dict) or run.get("kind") != KIND:
         raise UsageError(f"{str(file)!r} does not describe a specbench sweep.", "Name another folder.")
     _check_version(run.get("schema"), file)
-    wrong = [name for name, kind in _RUN_FIELDS.items() if not isinstance(run.get(name), kind)]
-    if wrong or any(not isinstance(config, dict) or "id" not in config for config in run["configs"]):
+    wrong = misfit(run, _RUN_SHAPE)
+    if wrong is not None:
         raise UsageError(
-            f"{str(file)!r} is damaged: {', '.join(wrong) or 'configs'} should stand there.",
+            f"{str(file)!r} is damaged: {wrong} is missing or holds what it cannot be.",
             "Restore it, or measure anew.",
         )
     return run
 
 
-_RUN_FIELDS = {
+_MAYBE_TEXT = (str, None)
+_MAYBE_NUMBER = (number, None)
+_FACT = (str, bool, number, None)
+_MACHINE = (
+    "cpu", "cpu_capability", "physical_cores", "cores", "threads", "huge_pages", "ram_gb", "os", "python", "torch",
+    "transformers", "specbench", "git_commit",
+)  # fmt: skip
+_ENVIRONMENT = {**{f"{name}?": _FACT for name in _MACHINE}, "devices?": ([str], None)}
+_TARGET = {f"{name}?": _FACT for name in ("name", "fingerprint", "dtype", "device", "vocab_size", "packed")}
+_CONFIG_SHAPE = {
+    "id": str, "label": str, "kind": str, "drafter": str, "gamma": (length, None), "policy": str, "temperature": size,
+    "cache": str, "baseline": str, "drafter_fingerprint?": _MAYBE_TEXT,
+}  # fmt: skip
+
+
+def _are_pass_times(value: object) -> bool:
+    """Whether it maps numbers of tokens to seconds."""
+    return isinstance(value, dict) and all(
+        n.isdecimal() and n.isascii() and len(n) < 9 and size(seconds) and seconds > 0
+        for n, seconds in value.items()
+    )
+
+
+_UNEXPLAINED = {
+    "config": str, "prompt": str, "turn": count, "repeat": count, "position": count, "numerical_tie?": None,
+}  # fmt: skip
+_DIFFERENCE = _UNEXPLAINED | {"gap": number, "numerical_tie?": bool}
+_RUN_SHAPE = {
     "run_id": str,
     "options": dict,
-    "environment": dict,
-    "target": dict,
-    "configs": list,
-    "prompts": list,
-}
+    "environment": _ENVIRONMENT,
+    "target": _TARGET,
+    "configs": [_CONFIG_SHAPE],
+    "prompts": [{"id": str, "category?": str, "turns?": count, "fingerprint?": _MAYBE_TEXT}],
+    "specbench?": str,
+    "command?": [str],
+    "seed?": count,
+    "repeats?": count,
+    "warmup?": count,
+    "max_new_tokens?": count,
+    "ignore_eos?": bool,
+    "created?": str,
+    "finished?": _MAYBE_TEXT,
+    "costs?": (None, {"target_pass_s": _are_pass_times, "drafter_pass_s?": {str: (size, None)}}),
+    "differences?": (None, [(_DIFFERENCE, _UNEXPLAINED)]),
+    "warnings?": [{"id": str, "severity": str, "message": str, "advice": str}],
+    "changes?": [{"differing?": [str], "environment?": _ENVIRONMENT, "options?": dict}],
+}  # fmt: skip
+"""Of ``run.json``, as docs/results-format.md describes it; what came later may be missing."""
 
 
 def _check_version(version: object, file: Path) -> None:
@@ -514,28 +556,42 @@ def _json(line: bytes) -> Any:
         return None
 
 
-_COST_FIELDS = {"kind", "seconds", "context_tokens"}
-_KEY_TYPES = {"schema": int, "config": str, "prompt": str, "turn": int, "repeat": int, "warmup": bool}
 _FIGURES = ("prompt_tokens", "new_tokens", "ttft_s", "prefill_s", "decode_s", "total_s")
+_ROW_SHAPE = {
+    "schema": count, "config": str, "prompt": str, "turn": count, "repeat": count, "warmup": bool,
+    "run_id?": str, "category?": str, "order?": count, "seed?": count, "started?": _MAYBE_NUMBER,
+    "status": str, "error?": _MAYBE_TEXT, "load_average?": _MAYBE_NUMBER,
+    "steal_share?": _MAYBE_NUMBER, "busy_elsewhere?": _MAYBE_NUMBER, "warnings?": [str],
+}  # fmt: skip
+_MEASURED_SHAPE = {
+    "prompt_tokens": count, "new_tokens": count, "first_tokens?": count, "ttft_s": size, "prefill_s": size,
+    "decode_s": size, "total_s": size, "peak_memory_bytes?": (count, None), "finish_reason?": _MAYBE_TEXT,
+    "token_ids": list, "steps": dict,
+}  # fmt: skip
+_COST_SHAPES = (
+    {"kind": "target", "tokens": count, "seconds": [size], "context_tokens": count},
+    {"kind": "drafter", "drafter": str, "seconds": [size], "context_tokens": count},
+)
 
 
 def _is_row(row: dict[str, Any]) -> bool:
-    if any(type(row.get(name)) is not kind for name, kind in _KEY_TYPES.items()):
+    """Whether it is one, but for the numbers in its lists."""
+    if misfit(row, _ROW_SHAPE) is not None:
         return False
-    if row.get("status") == "failed":
+    if row["status"] == "failed":
         return True
-    if row.get("status") != "ok" or not isinstance(row.get("token_ids"), list):
+    if row["status"] != "ok" or misfit(row, _MEASURED_SHAPE) is not None:
         return False
-    if any(type(row.get(name)) not in (int, float) for name in _FIGURES):
+    if not set(map(type, row["token_ids"])) <= {int}:
         return False
-    steps = row.get("steps")
-    if not isinstance(steps, dict):
-        return False
+    steps = row["steps"]
     lists = [steps.get(name) for name in (*STEP_LISTS, "expected_acceptance")]
     lists += [steps[name] for name in LATER_STEP_LISTS if name in steps]
     return (
         all(isinstance(each, list) for each in lists)
         and len({len(each) for each in lists if each is not None}) == 1
+        and isinstance(steps.get("policy", {}), dict)
+        and isinstance(steps.get("closing", []), list)
     )
 
 
@@ -600,13 +656,13 @@ class _Columns:
                     continue
                 for name, values in self.values.items():
                     values.append(cells[name])
-        for count, what in (
+        for lines, what in (
             (foreign, "belong to another run"),
             (unknown, "name a configuration that run.json lacks"),
             (damaged, "hold something else than numbers"),
         ):
-            if count:
-                problems.append(f"{count} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
+            if lines:
+                problems.append(f"{lines} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
 
 
 def _cells(row: Mapping[str, Any], config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
@@ -629,9 +685,21 @@ def _cells(row: Mapping[str, Any], config: Mapping[str, Any], target: str | None
 
 
 def _array(values: Sequence[Any], kind: type) -> Any:
+    """Whole numbers from 0, or finite ones.
+
+    Raises:
+        ValueError: They are something else.
+    """
     import numpy as np
 
-    return np.array(values, dtype=np.int32 if kind is int else np.float64)
+    found = np.array(values, dtype=None if values else kind)
+    whole = found.dtype.kind == "i"
+    if found.ndim != 1 or not (whole or (kind is float and found.dtype.kind == "f")):
+        raise ValueError("no list of numbers")
+    low, high = (0, 2**31) if kind is int else (-1e18, 1e18)
+    if not np.all((found >= low) & (found < high)):
+        raise ValueError("a number is out of range")
+    return found.astype(np.int32 if kind is int else np.float64)
 
 
 def _step_arrays(steps: Mapping[str, Any]) -> dict[str, Any]:
@@ -643,11 +711,20 @@ def _step_arrays(steps: Mapping[str, Any]) -> dict[str, Any]:
     arrays["passes"] = _array(steps["passes"], int) if "passes" in steps else drafted
     arrays["expected_acceptance"] = steps.get("expected_acceptance", [])
     arrays["closing"] = [None if each is None else intern(each) for each in steps.get("closing", ())]
-    arrays["policy"] = {
-        name: _array([_NAN if value is None else value for value in values], float)
-        for name, values in steps.get("policy", {}).items()
-    }
+    arrays["policy"] = {name: _with_gaps(values) for name, values in steps.get("policy", {}).items()}
+    if any(
+        len(values) != len(drafted) for values in (arrays["closing"], *arrays["policy"].values()) if steps
+    ):
+        raise ValueError("lists of other lengths")
     return arrays
+
+
+def _with_gaps(values: Sequence[Any]) -> Any:
+    """Numbers, NaN for ``None``."""
+    gaps = [value is None for value in values]
+    known = _array([0.0 if gap else value for value, gap in zip(values, gaps, strict=True)], float)
+    known[gaps] = _NAN
+    return known
 
 
 def _derived(row: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from rich.text import Text
 from specbench._version import __version__
 from specbench.errors import UsageError
 from specbench.records import FinishReason, Prefill, Step
+from specbench.shapes import count, misfit, number
 from specbench.textsafe import terminal_safe, visible
 
 if TYPE_CHECKING:
@@ -201,30 +202,31 @@ def parse_trace(file: BinaryIO, name: str) -> Iterator[Event]:
     """Like `read_trace`, from an open binary file (a pipe as well) that messages call ``name``."""
     hint = "Give a file that `specbench generate --trace-file` wrote."
     in_trace = False
-    for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+    for n, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
         if line.isspace():
             continue
         try:
             event = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             if not in_trace:
-                raise UsageError(f"{name} is not a step trace: line {number} is no JSON.", hint) from error
+                raise UsageError(f"{name} is not a step trace: line {n} is no JSON.", hint) from error
             if not line.endswith(b"\n"):
                 raise UsageError(
-                    f"{name}, line {number} is cut short: the run that wrote it did not get further.",
+                    f"{name}, line {n} is cut short: the run that wrote it did not get further.",
                     "Everything before it was read.",
                 ) from error
-            raise UsageError(f"{name}, line {number} is broken: it is no JSON.", hint) from error
+            raise UsageError(f"{name}, line {n} is broken: it is no JSON.", hint) from error
         kind = event.get("event") if isinstance(event, dict) else None
         if not in_trace and kind != "header":
-            raise UsageError(f"{name} is not a step trace: line {number} is no header.", hint)
+            raise UsageError(f"{name} is not a step trace: line {n} is no header.", hint)
         if kind == "header":
-            _check_version(event, name, number)
+            _check_version(event, name, n)
             in_trace = True
         if not isinstance(kind, str) or kind not in _EVENTS:
-            raise UsageError(f"{name}, line {number} is broken: it is no event of a trace.", hint)
-        if misfit := _misfit(event, _EVENTS[kind]):
-            raise UsageError(f"{name}, line {number} is broken: {kind}{misfit} is missing or wrong.", hint)
+            raise UsageError(f"{name}, line {n} is broken: it is no event of a trace.", hint)
+        wrong = misfit(event, _EVENTS[kind], kind)
+        if wrong is not None:
+            raise UsageError(f"{name}, line {n} is broken: {wrong} is missing or wrong.", hint)
         yield event
     if not in_trace:
         raise UsageError(f"{name} is not a step trace: it is empty.", hint)
@@ -241,21 +243,8 @@ def _check_version(header: Event, name: str, number: int) -> None:
         )
 
 
-def _is_number(value: object) -> bool:
-    # Neither NaN nor infinite, nor an integer that no float can hold.
-    return isinstance(value, int | float) and abs(value) < 1e300
-
-
-def _is_number_or_none(value: object) -> bool:
-    return value is None or _is_number(value)
-
-
-def _are_notes(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_number_or_none, value.values()))
-
-
-# What an event must hold for the view to show it: a dict lists fields, a list the shape of its elements, a
-# tuple the allowed values; a type and a predicate speak for themselves.
+# What an event must hold for the view to show it.
+_NUMBER = (number, None)
 _FINISH = ("eos", "stop-string", "length", "context-limit", None)
 _EVENTS: dict[str, dict[str, Any]] = {
     "header": {
@@ -263,84 +252,59 @@ _EVENTS: dict[str, dict[str, Any]] = {
         "drafter": str,
         "dtype": str,
         "options": dict,
-        "prompt_tokens": int,
+        "prompt_tokens": count,
         "prompt_tail": str,
         "greedy": bool,
         "lossless": bool,
     },
     "prefill": {
-        "prompt_tokens": int,
-        "text": str | None,
-        "time_s": _is_number,
+        "prompt_tokens": count,
+        "text": (str, None),
+        "time_s": number,
         "finish_reason": _FINISH,
-        "probability": _is_number_or_none,
+        "probability": _NUMBER,
     },
     "step": {
-        "index": int,
-        "position": int,
-        "gamma": int,
-        "accepted": int,
+        "index": count,
+        "position": count,
+        "gamma": count,
+        "accepted": count,
         "texts": [str],
         "closing": ("corrected", "bonus", "target", None),
-        "closing_probability": _is_number_or_none,
+        "closing_probability": _NUMBER,
         "times": {
-            "draft_s": _is_number,
-            "verify_s": _is_number,
-            "accept_s": _is_number,
-            "rollback_s": _is_number,
-            "other_s": _is_number,
-            "draft_prefill_s": _is_number,
+            "draft_s": number,
+            "verify_s": number,
+            "accept_s": number,
+            "rollback_s": number,
+            "other_s": number,
+            "draft_prefill_s": number,
         },
         "finish_reason": _FINISH,
-        "policy": _are_notes,
+        "policy": {str: _NUMBER},
         "verdicts": [
             {
                 "text": str,
-                "q": _is_number_or_none,
-                "p": _is_number_or_none,
-                "ratio": _is_number_or_none,
-                "r": _is_number_or_none,
+                "q": _NUMBER,
+                "p": _NUMBER,
+                "ratio": _NUMBER,
+                "r": _NUMBER,
                 "verdict": ("accepted", "rejected", "untested"),
             }
         ],
-        "siblings?": [{"place": int, "text": str}],
+        "siblings?": [{"place": count, "text": str}],
     },
     "end": {
         "finish_reason": _FINISH,
-        "new_tokens": int,
-        "steps": int,
-        "tokens_per_step": _is_number_or_none,
-        "drafted": int,
-        "accepted": int,
-        "acceptance_rate": _is_number_or_none,
-        "tokens_per_second": _is_number_or_none,
+        "new_tokens": count,
+        "steps": count,
+        "tokens_per_step": _NUMBER,
+        "drafted": count,
+        "accepted": count,
+        "acceptance_rate": _NUMBER,
+        "tokens_per_second": _NUMBER,
     },
 }
-
-
-def _misfit(value: object, shape: Any) -> str | None:
-    """Where ``value`` leaves the shape, such as ``.verdicts[2].q``; ``None`` if it fits. ``key?`` may be missing."""
-    if isinstance(shape, dict):
-        if not isinstance(value, dict):
-            return ""
-        for name, inner in shape.items():
-            key = name.removesuffix("?")
-            if key != name and key not in value:
-                continue
-            place = _misfit(value[key], inner) if key in value else ""
-            if place is not None:
-                return f".{key}{place}"
-        return None
-    if isinstance(shape, list):
-        if not isinstance(value, list):
-            return ""
-        places = ((i, _misfit(element, shape[0])) for i, element in enumerate(value))
-        return next((f"[{i}]{place}" for i, place in places if place is not None), None)
-    if isinstance(shape, tuple):
-        return None if any(value == allowed for allowed in shape) else ""
-    if callable(shape) and not isinstance(shape, type):
-        return None if shape(value) else ""
-    return None if isinstance(value, shape) else ""
 
 
 # --- View -----------------------------------------------------------------------------------------
@@ -691,8 +655,8 @@ class TraceView:
         self._lines(label, map(Text, lines))
 
     def _lines(self, label: str, lines: Iterable[Text]) -> None:
-        for number, line in enumerate(lines):
-            head = Text(f"  {'' if number else label:{_GUTTER - 2}}", "dim")
+        for n, line in enumerate(lines):
+            head = Text(f"  {'' if n else label:{_GUTTER - 2}}", "dim")
             self._line(Text().append_text(head).append_text(line))
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "specbench"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "textsafe", "progress"),
+    ("_version", "errors", "textsafe", "progress", "shapes"),
     ("origins",),
     ("records", "model_defaults"),
     ("files", "sampling", "measure", "text", "stats", "attention", "checkpoints", "huge_pages"),

@@ -31,6 +31,9 @@ RUN: dict[str, Any] = {
             "kind": "plain",
             "drafter": "none",
             "gamma": None,
+            "policy": "none",
+            "temperature": 0.0,
+            "cache": "dynamic",
             "baseline": "plain",
         },
         {
@@ -39,6 +42,9 @@ RUN: dict[str, Any] = {
             "kind": "speculative",
             "drafter": "d",
             "gamma": 2,
+            "policy": "fixed",
+            "temperature": 0.0,
+            "cache": "dynamic",
             "baseline": "plain",
         },
     ],
@@ -450,11 +456,11 @@ def test_a_run_without_rows_is_an_empty_table(tmp_path: Path) -> None:
         (json.dumps({**RUN, "kind": "specbench-sweep", "schema": "1"}), "schema version is '1'"),
         (
             json.dumps({**RUN, "kind": "specbench-sweep", "schema": 1, "configs": 3}),
-            "configs should stand there",
+            "damaged: configs is missing or holds what it cannot be",
         ),
         (
             json.dumps({**RUN, "kind": "specbench-sweep", "schema": 1, "configs": [3]}),
-            "configs should stand there",
+            r"damaged: configs\[0\] is missing or holds what it cannot be",
         ),
     ],
 )
