@@ -89,8 +89,9 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation", "fusion_config")
 """Settings, whatever comes before or behind their names, by which `transformers` chooses code, from the hub too."""
-INNER_WORKINGS = ("attribute_map", "sub_configs", "configuration_files", "auto_map")
-"""Settings that would let others be reached under other names, be passed over, or be read from other files."""
+INNER_WORKINGS = ("attribute_map", "sub_configs", "configuration_files", "auto_map", "return_dict")
+"""Settings that would let others be reached under other names, be passed over, or be read from other files, and the one
+by which a model hands its logits over without a name."""
 
 
 def _facts_alone(raw: Any) -> Any:

@@ -33,8 +33,9 @@ from specbench.checkpoints import plain_name, safetensors_elements, shard_names
 from specbench.cli import run
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.files import write_text
-from specbench.generate import encode_prompt
+from specbench.generate import autoregressive_generate, encode_prompt
 from specbench.gguf_files import read_gguf_header
+from specbench.loading import load_target
 from specbench.models import LoadOptions, load_model
 from specbench.prompts import load_prompts
 from specbench.store import load_results, write_csv
@@ -156,6 +157,14 @@ def test_a_model_does_not_choose_the_code_it_is_computed_by(
         if (config := getattr(module, "config", None)) is not None:
             assert config._attn_implementation == same.config._attn_implementation
             assert config._experts_implementation == same.config._experts_implementation
+
+
+def test_a_model_does_not_choose_how_it_hands_over_its_logits(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"return_dict": False}))
+    result = autoregressive_generate([1, 2], load_target(str(folder), CPU), max_new_tokens=4, ignore_eos=True)
+    assert len(result.token_ids) == 4
 
 
 def save_gemma3(folder: Path) -> Path:
