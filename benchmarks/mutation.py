@@ -504,6 +504,13 @@ MUTANTS = (
         ("tests/test_short_passes.py", "-k", "stale"),
     ),
     Mutant(
+        "a paused run goes on upon another one's context",
+        "decode.py",
+        "        if _epochs(target, drafter) != epochs:\n",
+        "        if False:\n",
+        ("tests/test_decode.py", "-k", "paused"),
+    ),
+    Mutant(
         "padding of the vocabulary can be drawn",
         "scorer.py",
         'value=float("-inf")',

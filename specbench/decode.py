@@ -58,7 +58,8 @@ def decode_steps(
         trace: Put every draft's q, p, r and verdict into the records.
 
     Raises:
-        UsageError: The prompt is empty or longer than the target's context, or ``max_new_tokens`` is below 1.
+        UsageError: The prompt is empty or longer than the target's context, or ``max_new_tokens`` is below 1; between
+            two records: another context was begun with the target or the drafter.
     """
     _check(prompt, target, max_new_tokens)
     stops = stops or StopRules()
@@ -78,6 +79,7 @@ def decode_steps(
     branching = branching and target.takes_siblings
     target.begin()
     drafter.begin(prompt)
+    epochs = _epochs(target, drafter)
     policy.reset()
     if len(context) >= limit:
         yield Prefill(len(prompt), None, 0.0, "context-limit")
@@ -100,6 +102,11 @@ def decode_steps(
     index = 0
     step: Step | None = None
     while finished is None:
+        if _epochs(target, drafter) != epochs:
+            raise UsageError(
+                "This generation was interrupted by another one on its target or its drafter.",
+                "Let one finish before the next begins, or give each a target and a drafter of its own.",
+            )
         began = clock.now()
         if step is not None:
             policy.observe(step)  # here, where its time counts
@@ -146,6 +153,11 @@ def decode_steps(
         index += 1
     if step is not None:
         policy.observe(step)
+
+
+def _epochs(target: Scorer, drafter: Drafter) -> tuple[object, object]:
+    """What changes when a target or drafter is set on another context; stand-ins may do without."""
+    return getattr(target, "epoch", None), getattr(drafter, "epoch", None)
 
 
 def _check(prompt: Sequence[int], target: Scorer, max_new_tokens: int) -> None:

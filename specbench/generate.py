@@ -88,6 +88,9 @@ def _encodable(text: str) -> str:
 class GenerationRun:
     """One generation in progress: iterate over it for its records, then (or in between) ask for the result.
 
+    It lives on its target and drafter: once another generation has begun on one of them, it cannot go on and raises a
+    ``UsageError``.
+
     Args: those of ``speculative_generate``, with the prompt as token ids.
     """
 

@@ -77,6 +77,9 @@ class Scorer:
         context_limit: The longest context the model can read, in tokens; ``None`` for no limit.
         output_device: Where the logits go; ``None`` for the device of the input embeddings. (A drafter's distributions
             have to lie beside the target's, and a model spread over devices ends on another one than it began on.)
+
+    Attributes:
+        epoch: Contexts begun so far.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Scorer:
         output_device: torch.device | None = None,
     ) -> None:
         self.model = model
+        self.epoch = 0
         weight = cast("torch.Tensor", model.get_input_embeddings().weight)
         self.cache: KVCache = make_cache(cache, model.config) if isinstance(cache, str) else cache
         self.context_limit = context_limit
@@ -132,6 +136,7 @@ class Scorer:
 
     def begin(self) -> None:
         """Start on a new context. Whoever changed the model did so before."""
+        self.epoch += 1
         self.cache.reset()
         self.find_short_pass()
 

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 from scripted import ScriptedCache, ScriptedScorer, fixed_script, random_table
+from tiny import tiny_language_model, tiny_llama
 
 from specbench.decode import decode_steps
-from specbench.drafters.base import Draft, NoDraft
+from specbench.drafters.base import Draft, Drafter, NoDraft
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.errors import UsageError
+from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
+from specbench.loading import Target, join_cascade, load_drafter, wrap_drafter, wrap_target
 from specbench.metrics import time_split
 from specbench.records import Prefill, Step
 from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
@@ -407,3 +410,73 @@ def test_a_sampled_draft_has_the_distributions_of_its_tokens(gamma: int) -> None
             assert torch.equal(row, sampling.probabilities(logits, context)[0])
         context = [*context, *draft.tokens]
         drafter.rollback(len(context) - 1)
+
+
+# --- Runs that are paused -------------------------------------------------------------------------
+
+
+def tiny_target() -> Target:
+    return wrap_target(tiny_llama(), name="tiny")
+
+
+def run_of(
+    target: Target, drafter: Drafter | None = None, prompt: Sequence[int] = (1, 2, 3, 1, 2)
+) -> GenerationRun:
+    return GenerationRun(prompt, target, drafter, max_new_tokens=12, ignore_eos=True)
+
+
+def drafter_of(word: str, target: Target) -> Drafter:
+    if word == "model":
+        return wrap_drafter(tiny_language_model(1), target)
+    if word == "lookup+model":
+        return join_cascade("lookup", wrap_drafter(tiny_language_model(1), target))
+    return load_drafter(word, target)
+
+
+def test_a_paused_run_does_not_go_on_upon_another_one_s_context() -> None:
+    target = tiny_target()
+    runs = [run_of(target), run_of(target, load_drafter("self:int8", target), [7, 8, 9])]
+    with pytest.raises(
+        UsageError, match=r"interrupted by another one.* Let one finish before the next begins"
+    ):
+        list(zip(*runs, strict=False))
+    assert runs[0].result().finish_reason is None
+    assert len(runs[0].result().token_ids) == 1
+    list(runs[1])
+    assert runs[1].result().token_ids == finished(run_of(target, None, [7, 8, 9])), "the later one goes on"
+
+
+@pytest.mark.parametrize("word", ["model", "lookup", "ngram", "ngram:keep", "lookup+model"])
+def test_a_paused_run_does_not_go_on_with_a_drafter_that_has_begun_another_context(word: str) -> None:
+    targets = [tiny_target(), tiny_target()]
+    drafter = drafter_of(word, targets[0])
+    runs = [run_of(target, drafter) for target in targets]
+    with pytest.raises(UsageError, match="a target and a drafter of its own"):
+        list(zip(*runs, strict=False))
+
+
+def test_a_paused_run_notices_a_trial_on_its_target() -> None:
+    target = tiny_target()
+    run = run_of(target)
+    next(iter(run))
+    assert target.scorer.takes_siblings
+    with pytest.raises(UsageError, match="interrupted"):
+        list(run)
+
+
+def test_runs_one_after_the_other_or_with_targets_of_their_own_may_be_paused() -> None:
+    first, second = tiny_target(), tiny_target()
+    alone = finished(run_of(first))
+    runs = [run_of(first), run_of(second, load_drafter("self:int8", second))]
+    list(zip(*runs, strict=False))
+    for run in runs:
+        list(run)
+    assert [run.result().token_ids for run in runs] == [alone, alone]
+    assert finished(run_of(first)) == alone
+    assert runs[0].result().token_ids == alone, "what is finished stays"
+
+
+def finished(run: GenerationRun) -> tuple[int, ...]:
+    for _ in run:
+        pass
+    return run.result().token_ids

@@ -52,6 +52,11 @@ class Drafter(Protocol):
         """How the command line names it, with its options."""
         ...
 
+    @property
+    def epoch(self) -> object:
+        """Another one after every ``begin`` that has taken the state of an unfinished context away."""
+        ...
+
     def begin(self, prompt: Sequence[int]) -> None:
         """Start on a new prompt: forget the last one (unless told to keep something) and read this one lazily."""
         ...
@@ -119,6 +124,7 @@ class NoDraft:
     """Proposes nothing, so that every step is a plain target pass: plain decoding."""
 
     name = "none"
+    epoch = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

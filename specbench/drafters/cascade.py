@@ -58,6 +58,10 @@ class CascadeDrafter:
             first += f"{',' if ':' in first else ':'}passes={self.max_passes}"
         return f"{first}+{self.model.name}"
 
+    @property
+    def epoch(self) -> tuple[object, object]:
+        return self.free.epoch, self.model.epoch
+
     def begin(self, prompt: Sequence[int]) -> None:
         self.free.begin(prompt)
         self.model.begin(prompt)

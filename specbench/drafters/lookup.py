@@ -95,6 +95,7 @@ class LookupDrafter:
         self.max_match = max_match
         self.min_match = min_match
         self._clock = clock or WallClock()
+        self.epoch = 0
         self._defaults = defaults
         self._limit = max_match or _LONGEST
         self._indexed = min(self._limit, max(_INDEXED, min_match))
@@ -135,6 +136,7 @@ class LookupDrafter:
         return join_spec("lookup", {"n": self.max_match or "any", "min": self.min_match}, self._defaults)
 
     def begin(self, prompt: Sequence[int]) -> None:
+        self.epoch += 1
         self._read = 0
         self._after.clear()
         self._earlier.clear()

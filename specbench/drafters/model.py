@@ -53,6 +53,10 @@ class ModelDrafter:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
+    @property
+    def epoch(self) -> int:
+        return self.scorer.epoch
+
     def begin(self, prompt: Sequence[int]) -> None:
         self._has_read = False
         self.scorer.begin()

@@ -147,6 +147,7 @@ class NGramDrafter:
         self.top_k = top_k
         self.sample = sample
         self._clock = clock or WallClock()
+        self.epoch = 0
         self._continuations: dict[tuple[int, ...], _Continuations] = {}
         self._recent: deque[tuple[list[tuple[int, ...]], list[int]]] = (
             deque()
@@ -196,6 +197,7 @@ class NGramDrafter:
         return join_spec("ngram", values, self._defaults)
 
     def begin(self, prompt: Sequence[int]) -> None:
+        self.epoch += 1
         if not self.keep:
             self._continuations.clear()
             self._recent.clear()
