@@ -511,6 +511,13 @@ MUTANTS = (
         ("tests/test_decode.py", "-k", "paused"),
     ),
     Mutant(
+        "packed weights are not saved",
+        "packing.py",
+        '        destination[prefix + "weight"] = self.weight\n',
+        "        pass\n",
+        ("tests/test_packing.py", "-k", "saved"),
+    ),
+    Mutant(
         "padding of the vocabulary can be drawn",
         "scorer.py",
         'value=float("-inf")',

@@ -32,7 +32,7 @@ from specbench.models import (
     parse_model_spec,
     wrap_model,
 )
-from specbench.packing import pack_linears, quantise_linears
+from specbench.packing import Int8Linear, PackedLinear, holds, pack_linears, quantise_linears
 from specbench.scorer import Scorer
 from specbench.short_passes import quicken_layers, shorten_layers
 
@@ -149,9 +149,20 @@ def wrap_target(
     cache: CacheKind = "dynamic",
     pack: bool = True,
 ) -> Target:
-    """A target made of ``transformers`` objects you hold. ``pack`` makes its layers fast, in place.
+    """A target made of ``transformers`` objects you hold.
 
     For decoding in threads see ``Target``.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer; ``None`` if prompts are token ids.
+        name: What results call it.
+        cache: The kind of key/value cache.
+        pack: Make its layers fast, in place. It goes on working with ``transformers``, hooks and all, and
+            ``save_pretrained`` writes the weights it came with.
+
+    Raises:
+        UsageError: The model cannot be decoded speculatively, or not with this cache.
     """
     return _prepare_target(wrap_model(model, tokenizer, name), cache, pack=pack)
 
@@ -162,17 +173,24 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
         fold_attention(model)
     # Before the layers change, for it can refuse: a cache that cannot hold the model's layers.
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
-    packed = False
     if language_model.quantise_int8:
         quantise_linears(model)
-        dtype = "int8"
     elif pack:
-        packed = pack_linears(model)
+        pack_linears(model)
+    if holds(model, Int8Linear):
+        dtype = "int8"
     if shorten_layers(model):
         scorer.find_short_pass()
     tried = scorer.rounding == torch.int8
     widths_differ = why_not_bit_exact(scorer) if tried else None
-    return Target(language_model, scorer, dtype, packed, tried and widths_differ is None, widths_differ)
+    return Target(
+        language_model,
+        scorer,
+        dtype,
+        holds(model, PackedLinear),
+        tried and widths_differ is None,
+        widths_differ,
+    )
 
 
 def check_drafter(spec: str, target_spec: str, *, progress: Progress | None = None) -> None:

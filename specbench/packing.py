@@ -39,6 +39,7 @@ __all__ = [
     "can_pack",
     "first_layers",
     "float32_sample",
+    "holds",
     "int8_copy",
     "pack_linears",
     "quantise_linears",
@@ -148,6 +149,12 @@ class PackedLinear(nn.Module):
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """What a ``torch.nn.Linear`` would save, to the bit."""
+        destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
@@ -252,6 +259,12 @@ class Int8Linear(nn.Module):
         out = (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(sizes)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
+    def _save_to_state_dict(self, *_: Any) -> None:
+        raise UsageError(
+            "An int8 model cannot be saved: the weights it was made of are gone.",
+            "Load the model again, in another dtype, and save that one.",
+        )
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, int8"
 
@@ -308,6 +321,18 @@ class JoinedLinear(nn.Module):
         """[..., in] -> [..., out], a view of the joined product."""
         part: torch.Tensor = self.join.part(self.index, x)
         return part
+
+    def state_dict(self, *_: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """What a ``torch.nn.Linear`` would save, to the bit, and not the joined product.
+
+        Raises:
+            UsageError: The layers are int8 ones.
+        """
+        whole: dict[str, torch.Tensor] = {}
+        self.join.layer._save_to_state_dict(whole, prefix, keep_vars)
+        destination = {} if destination is None else destination
+        destination.update((name, self._own(tensor).clone()) for name, tensor in whole.items())
+        return destination
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, joined"
@@ -379,6 +404,11 @@ def quantise_linears(model: PreTrainedModel, *, alike: bool = True) -> bool:
         alike: See ``Int8Linear``.
     """
     return _replace(model, partial(Int8Linear, alike=alike), lambda _: True)
+
+
+def holds(model: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether there are layers of a kind in a model."""
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def rounds_to_int8(model: nn.Module) -> bool:

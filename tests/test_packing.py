@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from specbench import packing
 from specbench.errors import UsageError
+from specbench.loading import wrap_target
 from specbench.packing import (
     Int8Linear,
     PackedLinear,
@@ -188,6 +190,58 @@ def test_other_layers_are_left_alone() -> None:
     model: Any = nn.Sequential(Doubling(3, 3), nn.Linear(3, 3))
     assert pack_linears(model)
     assert [type(layer) for layer in model] == [Doubling, PackedLinear]
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "options", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
+)
+def test_a_packed_model_is_saved_as_it_was(
+    options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = llama(**options).to(dtype)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    target = wrap_target(model, name="packed")
+    assert target.packed
+
+    def same(found: dict[str, torch.Tensor]) -> bool:
+        return list(found) == list(weights) and all(
+            torch.equal(found[name], weights[name]) for name in weights
+        )
+
+    assert same(model.state_dict())
+    own = model.model.layers[1].self_attn.k_proj.state_dict()
+    assert torch.equal(own["weight"], weights["model.layers.1.self_attn.k_proj.weight"])
+    model.save_pretrained(tmp_path)
+    assert "specbench" not in (tmp_path / "config.json").read_text()
+    assert same(hf.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
+
+
+def test_an_int8_model_is_not_saved(tmp_path: Path) -> None:
+    model = llama()
+    quantise_linears(model)
+    for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(
+            UsageError, match=r"int8 model cannot be saved.* Load the model again, in another"
+        ):
+            save()
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@needs_packing
+def test_a_model_that_is_wrapped_again_is_told_for_what_it_is() -> None:
+    model = llama()
+    assert [wrap_target(model, name="one", pack=pack).packed for pack in (False, True, True, False)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    quantise_linears(model)
+    again = wrap_target(model, name="one")
+    assert not again.packed
+    assert again.dtype == "int8"
 
 
 def test_a_layer_whose_forward_was_replaced_is_left_alone() -> None:
