@@ -714,7 +714,7 @@ def identity_text(rows: Sequence[Mapping[str, Any]], dtype: str | None) -> str:
     several = f" to {_percent(shares[-1])}" if shares[-1] > shares[0] else ""
     share = f"{_percent(shares[0])}{several} of the outputs are token for token those of plain decoding"
     if rows[0]["difference"] == "ties":
-        rounding = one_line("bfloat16" if dtype in (None, "int8") else dtype)
+        rounding = one_line(dtype or "bfloat16")
         return (
             f"Outputs part from plain decoding's only where two tokens tie within the rounding of {rounding}, which was"
             f" checked at each place: either is the target's own choice. {share}."

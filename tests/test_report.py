@@ -209,7 +209,7 @@ class TestAnswer:
                 "Outputs part from plain decoding's only where two tokens tie within the rounding of bfloat16, which"
                 " was checked at each place: either is the target's own choice. 0% of the outputs are token for token",
             ),
-            ([True], "int8", "within the rounding of bfloat16"),
+            ([True], "int8", "within the rounding of int8"),
             (
                 [True, False],
                 "bfloat16",
