@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Annotation
 
-__all__ = ["FIGURES", "FORMATS", "Drawn", "Look", "draw_figures", "save_figure"]
+__all__ = ["FIGURES", "FORMATS", "Drawn", "Look", "draw_figures", "figure_bytes", "save_figure"]
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -175,18 +175,22 @@ def save_figure(figure: Figure, path: Path) -> None:
     Raises:
         UsageError: A symbolic link stands there. RunError: The file cannot be written.
     """
-    kind = path.suffix[1:]
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
     try:
-        with rc_context(_STYLE), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")
-            content = BytesIO()
-            figure.savefig(content, format=kind, metadata=metadata)
-        write_bytes(path, content.getvalue())
+        write_bytes(path, figure_bytes(figure, path.suffix[1:]))
     except OSError as error:
         raise RunError(
             f"{str(path)!r} cannot be written ({error.strerror}).", "Give another --out."
         ) from error
+
+
+def figure_bytes(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
+    """A figure as a file of one of ``FORMATS``; ``dpi`` other than the usual makes a smaller one."""
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
+    with rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        content = BytesIO()
+        figure.savefig(content, format=kind, metadata=metadata, dpi=dpi or "figure")
+    return content.getvalue()
 
 
 # --- What is drawn --------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from specbench.advice import RunWarning, review
 from specbench.answer import Answer, answer_markdown, find_answers
 from specbench.errors import RunError, UsageError
 from specbench.files import refuse_link, write_text
-from specbench.plots import FIGURES, draw_figures, save_figure
+from specbench.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
 from specbench.store import load_results
 from specbench.tables import markdown_row, markdown_text, one_line
 
@@ -35,11 +35,12 @@ __all__ = ["Answer", "Picture", "Report", "make_report", "to_html", "to_markdown
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure: its name, what it shows, and the bytes of a PNG."""
+    """A figure: its name, what it shows, and the bytes of a PNG; of another one for narrow screens, if there is one."""
 
     name: str
     about: str
     png: bytes
+    narrow: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,21 @@ def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
     )
 
 
+_NARROW, _NARROW_DPI = 3.6, 150  # inches and resolution of a figure for narrow screens, which it fills
+
+
 def _pictures(df: pd.DataFrame, folder: Path) -> tuple[list[Picture], dict[str, str]]:
     try:
         drawn = draw_figures(df)
     except UsageError as error:
         return [], dict.fromkeys(FIGURES, error.message)
+    narrow = draw_figures(df, drawn.figures, Look(_NARROW)).figures
     pictures = []
     for name, figure in drawn.figures.items():
         path = folder / f"{name}.png"
         save_figure(figure, path)
-        pictures.append(Picture(name, FIGURES[name][1], path.read_bytes()))
+        small = figure_bytes(narrow[name], "png", dpi=_NARROW_DPI) if name in narrow else None
+        pictures.append(Picture(name, FIGURES[name][1], path.read_bytes(), small))
     return pictures, drawn.skipped
 
 
@@ -335,7 +341,7 @@ def to_markdown(report: Report) -> str:
     if report.missing:
         parts += _items(_missing(report))
     if len(report.positions):
-        parts += ["## Acceptance by position", tables.to_markdown(report.positions).rstrip()]
+        parts += ["## Acceptance by position", *_folded(tables.to_markdown(report.positions).rstrip())]
     parts += ["## How it was measured", *_items(f"{name}: {text}" for name, text in report.method)]
     if report.costs:
         heading = [markdown_row(_COST_HEADINGS), "| --- | ---: | ---: |"]
@@ -346,6 +352,14 @@ def to_markdown(report: Report) -> str:
             "\n".join([markdown_row(["", ""]), "| --- | --- |", *map(markdown_row, facts)]),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _folded(table: str) -> list[str]:
+    """A table, behind its number of rows if it is long."""
+    rows = table.count("\n") - 1
+    return (
+        [f"<details><summary>{rows} rows</summary>", table, "</details>"] if rows > _LONG_TABLE else [table]
+    )
 
 
 def _items(texts: Iterable[str]) -> list[str]:
@@ -393,7 +407,7 @@ def _tag(element: str, /, *children: str, **attributes: str | float | bool | Non
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    if element in ("meta", "img"):
+    if element in ("meta", "img", "source"):
         return _Html(f"<{element}{shown}>")
     return _Html(f"<{element}{shown}>{_joined(children)}</{element}>")
 
@@ -502,22 +516,30 @@ _SHOWN = 0.62  # of the pixels of a figure: its letters are as tall as those of 
 
 
 def _figure(picture: Picture) -> _Html:
-    source = "data:image/png;base64," + base64.b64encode(picture.png).decode()
-    width, height = (
-        int.from_bytes(picture.png[at : at + 4], "big") for at in (16, 20)
-    )  # of the PNG's header
+    narrow = picture.narrow and _tag(
+        "source",
+        media="(max-width: 48rem)",
+        srcset=_data(picture.narrow),
+        **_shown_size(picture.narrow, 0.85),
+    )
+    image = _tag(
+        "img", src=_data(picture.png), alt=_alt(picture, _HTML_TABLES), **_shown_size(picture.png, _SHOWN)
+    )
     return _tag(
         "figure",
-        _tag(
-            "img",
-            src=source,
-            alt=_alt(picture, _HTML_TABLES),
-            width=round(_SHOWN * width),
-            height=round(_SHOWN * height),
-        ),
+        _tag("picture", narrow or _Html(""), image),
         _tag("figcaption", _sentence(picture.about) + "."),
         id=f"figure-{picture.name}",
     )
+
+
+def _data(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _shown_size(png: bytes, share: float) -> dict[str, float]:
+    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
+    return {"width": round(share * width), "height": round(share * height)}
 
 
 def _definitions(pairs: Sequence[tuple[str, str]], class_: str | None = None) -> _Html:
@@ -531,15 +553,22 @@ def _notes(notes: Sequence[str]) -> _Html:
 # --- Tables in HTML ---------------------------------------------------------------------------------
 
 _LONG = 40  # characters of a name from which on it may take several lines
+_LONG_TABLE = 16  # rows up to which a table is shown without being asked for
 _STEP_HEADINGS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *tables.PARTS}
 _Cell = Callable[[int, int], _Html | None]
 """What to put for the cell of a row and a column of a sheet instead of its text; ``None`` for the text."""
 
 
 def _table(
-    title: str, sheet: tables.Sheet, columns: Sequence[int] | None = None, cell: _Cell = lambda *_: None
+    title: str,
+    sheet: tables.Sheet,
+    columns: Sequence[int] | None = None,
+    cell: _Cell = lambda *_: None,
+    *,
+    folds: bool = True,
 ) -> _Html:
-    """A table in a frame that scrolls sideways where it has to; the script makes its headings sort."""
+    """A table in a frame that scrolls sideways where it has to; the script makes its headings sort. A long one is
+    behind its number of rows if it ``folds``."""
     chosen = range(len(sheet.headings)) if columns is None else columns
     head = _tag("tr", *(_tag("th", sheet.headings[i], scope="col") for i in chosen))
     lines = []
@@ -550,10 +579,20 @@ def _table(
             if i == 0:
                 cells.append(_tag("th", shown, scope="row", class_="long" if len(row[0]) > _LONG else None))
             else:
-                cells.append(_tag("td", shown, data_value=_sort_value(sheet.values[number][i])))
+                text = shown if isinstance(shown, _Html) else _breakable(shown)
+                cells.append(_tag("td", text, data_value=_sort_value(sheet.values[number][i])))
         lines.append(_tag("tr", *cells, class_="best" if number in sheet.marked else None))
     whole = _tag("table", _tag("thead", head), _tag("tbody", *lines), data_sortable=True)
-    return _tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=f"{title}, table")
+    frame = _tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=f"{title}, table")
+    if folds and len(lines) > _LONG_TABLE:
+        return _tag("details", _tag("summary", f"{len(lines)} rows"), frame)
+    return frame
+
+
+def _breakable(text: str) -> _Html:
+    """The text of a cell, which may break before an interval but not within it."""
+    parts = re.split(r"(\[[^\]]*\]\*?)", text)
+    return _joined(_tag("span", part, class_="ratio") if i % 2 else part for i, part in enumerate(parts))
 
 
 def _sort_value(value: Any) -> str | None:
@@ -573,12 +612,12 @@ def _speed_table(title: str, frame: pd.DataFrame, sheet: tables.Sheet) -> _Html:
     def cell(number: int, i: int) -> _Html | None:
         shown = sheet.rows[number][i]
         if i == place["speedup"]:
-            return _joined([scale.draw(rows[number]), shown])
+            return _joined([scale.draw(rows[number]), _breakable(shown)])
         if i == place.get("verdict") and shown in ("faster", "fastest", "slower"):
             return _tag("span", shown, class_="slower" if shown == "slower" else "faster")
         return None
 
-    return _table(title, sheet, [*first, *others], cell)
+    return _table(title, sheet, [*first, *others], cell, folds=False)
 
 
 class _Scale:
@@ -621,6 +660,9 @@ class _Scale:
         )
 
 
+_NO_INTERVAL = "[too few to say]"  # of tables.ratio_text
+
+
 def _category_table(title: str, frame: pd.DataFrame) -> _Html:
     """The matrix of categories, marked where a speedup can be told from 1."""
     sheet = tables.sheet_of(frame)
@@ -630,14 +672,14 @@ def _category_table(title: str, frame: pd.DataFrame) -> _Html:
     def cell(number: int, i: int) -> _Html | None:
         verdict = verdicts.get((configs[number], categories[i - 1])) if i else None
         if verdict not in ("faster", "slower"):
-            return None
+            return _breakable(sheet.rows[number][i].replace(_NO_INTERVAL, "[–]")) if i else None
         sign = _tag("span", "▲" if verdict == "faster" else "▼", role="img", aria_label=verdict)
-        return _tag("span", sheet.rows[number][i], " ", sign, class_=verdict)
+        return _tag("span", _breakable(sheet.rows[number][i]), " ", sign, class_=verdict)
 
     return _joined(
         [
             _table(title, sheet, None, cell),
-            _notes([*sheet.notes, "▲ ▼: the interval lies wholly above or below 1."]),
+            _notes([*sheet.notes, "[–]: too few to say. ▲ ▼: the interval lies wholly above or below 1."]),
         ]
     )
 
@@ -652,10 +694,10 @@ def _cost_table(lines: list[list[str]]) -> _Html:
 
 _STYLE = """
 :root { --page: #fff; --ink: #1b1f23; --soft: #59636e; --line: #d5dade; --band: #f5f7f8; --link: #0b5cad;
-  --faster: #00568a; --slower: #a64100; --unsure: #6b7580; --paper: #fff; }
+  --faster: #00568a; --slower: #a64100; --unsure: #6b7580; --paper: #fff; --shade: #0003; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #14181c; --ink: #e4e8eb; --soft: #9aa5af; --line: #343c44; --band: #1c2228; --link: #7db7f0;
-    --faster: #79b8e8; --slower: #f0a074; --unsure: #9aa5af; --paper: #e9ebed; }
+    --faster: #79b8e8; --slower: #f0a074; --unsure: #9aa5af; --paper: #e9ebed; --shade: #fff5; }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem clamp(1rem, 4vw, 3rem) 4rem; max-width: 76rem; background: var(--page);
@@ -685,13 +727,17 @@ header ul { max-width: 62em; padding-left: 1.2rem; margin: .5rem 0 1rem; }
 nav { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin: 1.5rem 0 0; padding: .6rem 0;
   border: solid var(--line); border-width: 1px 0; font-size: .95rem; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .3rem; max-height: 85vh;
-  width: fit-content; max-width: 100%; }
+  width: fit-content; max-width: 100%; /* where it goes on behind the right edge, that edge is shaded */
+  background: linear-gradient(to left, var(--page) 40%, transparent) right / 3.5rem 100% no-repeat local,
+    linear-gradient(to left, var(--shade), transparent) right / 1.1rem 100% no-repeat scroll; }
+summary { cursor: pointer; color: var(--link); padding: .2rem 0; }
 .scroll:focus-visible, button:focus-visible { outline: 2px solid var(--link); outline-offset: 1px; }
 table { border-collapse: separate; border-spacing: 0; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .32rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line);
-  font-weight: 400; background: var(--page); }
+th, td { padding: .32rem .6rem; text-align: right; border-bottom: 1px solid var(--line); font-weight: 400; }
+tbody th { min-width: min(11rem, 30vw); }
+th { background: var(--page); }
 th:first-child { text-align: left; position: sticky; left: 0; z-index: 1; }
-.long { min-width: 16rem; white-space: normal; overflow-wrap: anywhere; }
+th.long { min-width: 16rem; white-space: normal; overflow-wrap: anywhere; }
 thead th { position: sticky; top: 0; z-index: 1; background: var(--band); font-weight: 600; vertical-align: bottom; }
 thead th:first-child { z-index: 2; }
 tbody tr:last-child > * { border-bottom: 0; }
@@ -724,7 +770,6 @@ dd { margin: 0; overflow-wrap: anywhere; }
   dl:not(.facts) { grid-template-columns: 1fr; gap: 0; }
   dl:not(.facts) dd { margin-bottom: .6rem; }
   td svg { display: none; }
-  figure img { max-width: 40rem; }
   tbody th { min-width: 7rem; max-width: 9rem; white-space: normal; overflow-wrap: anywhere; }
 }
 @media print {
@@ -733,7 +778,8 @@ dd { margin: 0; overflow-wrap: anywhere; }
   @page { size: A4 landscape; margin: 12mm; }
   body { padding: 0; max-width: none; font-size: 10pt; }
   nav { display: none; }
-  .scroll { overflow: visible; max-height: none; border: 0; }
+  .scroll { overflow: visible; max-height: none; border: 0; background: none; }
+  details::details-content { content-visibility: visible; } /* on paper nothing is folded */
   table { font-size: 7.5pt; }
   th, td { padding: .15rem .35rem; }
   th:first-child, thead th { position: static; }

@@ -554,6 +554,9 @@ class TestCommand:
             (["run", "--only", "nonsense"], "There is no figure 'nonsense'"),
             (["run", "--format", "gif"], "gif"),
             (["run", "--show"], "needs a display"),
+            (["run", "--width", "3 feet"], "--width is '3 feet'"),
+            (["run", "--width", "0.5cm"], "--width is '0.5cm'"),
+            (["run", "--font-size", "nan"], "--font-size is nan"),
             ([], "RESULTS"),
         ],
     )
@@ -588,6 +591,19 @@ class TestCommand:
         assert len(said.err.splitlines()) == 1
         assert said.out == ""
         assert not list(tmp_path.glob("*/plots"))
+
+    def test_a_figure_for_a_paper(self, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks: list[plots.Look] = []
+        draw = plots.draw_figures
+        monkeypatch.setattr(
+            plots, "draw_figures", lambda df, only, look: looks.append(look) or draw(df, only, look)
+        )
+        arguments = ["plot", str(tiny), "--only", "speedup", "--paper", "--width", "84mm", "--font-size", "7"]
+        assert command(arguments) == 0
+        assert (tiny / "plots/speedup.pdf").read_bytes().startswith(b"%PDF")
+        assert looks == [plots.Look(pytest.approx(84 / 25.4), 7.0, framed=False)]
+        assert command(["plot", str(tiny), "--only", "speedup", "--paper", "--format", "svg"]) == 0
+        assert (tiny / "plots/speedup.svg").is_file()
 
     def test_show_opens_what_was_written(self, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         opened: list[str] = []

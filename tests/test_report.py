@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -12,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from exact_runs import write_exact
 from synthetic_runs import DRAFTERS, write_run
@@ -340,7 +342,7 @@ class TestWarnings:
 class Page(HTMLParser):
     """Elements with their attributes, and whether they nest."""
 
-    VOID = frozenset({"meta", "img"})
+    VOID = frozenset({"meta", "img", "source"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -406,7 +408,7 @@ def test_the_page_loads_nothing(page: Page) -> None:
         for name, value in attributes.items():
             assert not name.startswith("on"), f"<{tag} {name}>"
             assert name != "style"
-            if name in ("src", "href"):
+            if name in ("src", "srcset", "href"):
                 assert str(value).startswith(("#", "data:image/png;base64,"))
     assert not re.search(r"url\(|@import|fetch|XMLHttp|http", page.raw["style"] + page.raw["script"])
 
@@ -449,6 +451,38 @@ def test_the_pictures_are_those_beside_the_markdown(written: tuple[Path, Report]
     links = re.findall(r"!\[[^\]]+\]\((.+?)\)", (folder / "report.md").read_text(encoding="utf-8"))
     assert len(links) == len(files)
     assert all((folder / link).is_file() for link in links)
+
+
+def test_narrow_screens_get_figures_of_their_own(page: Page) -> None:
+    wide, narrow = page.all("img"), page.all("source")
+    assert len(narrow) == len(wide) == len(FIGURES)
+    for large, small in zip(wide, narrow, strict=True):
+        assert small["media"] == "(max-width: 48rem)"
+        assert small["srcset"] != large["src"]
+        assert float(str(small["width"])) < 500
+    assert "figure img { display: block; max-width: 100%" in page.raw["style"]
+
+
+def test_long_tables_are_folded_without_a_script(
+    written: tuple[Path, Report], page: Page, tmp_path: Path
+) -> None:
+    report = written[1]
+    assert len(report.positions) <= 16 < len(report.summary) * 4
+    assert not page.all("details")
+    long = dataclasses.replace(report, positions=pd.concat([report.positions] * 4, ignore_index=True))
+    long.positions.attrs = report.positions.attrs
+    folded = Page(to_html(long))
+    rows = f"{len(long.positions)} rows"
+    assert folded.all("details") == [{}], "closed; the browser opens it"
+    assert rows in folded.text
+    assert f"<details><summary>{rows}</summary>\n\n| configuration" in to_markdown(long)
+
+
+def test_cells_break_before_an_interval_only(page: Page) -> None:
+    html = module._breakable("1.65 [1.51, 1.79]*")
+    assert html == '1.65 <span class="ratio">[1.51, 1.79]*</span>'
+    assert ".ratio { white-space: nowrap; }" in page.raw["style"]
+    assert "td { padding: .32rem .6rem; text-align: right; border" in page.raw["style"], "and may break"
 
 
 def test_both_open_with_the_answer(written: tuple[Path, Report], page: Page) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from specbench.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from specbench.plots import Look
 
 __all__ = ["plot"]
 
@@ -26,8 +30,9 @@ def plot(
         ),
     ],
     image_format: Annotated[
-        Literal["png", "svg", "pdf"], typer.Option("--format", help="Of the files.")
-    ] = "png",
+        Literal["png", "svg", "pdf"] | None,
+        typer.Option("--format", help="Of the files; default: png, with --paper pdf.", show_default=False),
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option("--only", metavar="NAME", help=f"Draw this figure only; repeatable: {NAMES}."),
@@ -36,11 +41,31 @@ def plot(
         Path | None,
         typer.Option("--out", metavar="DIR", help="Where to write; default: plots/ in the run's folder."),
     ] = None,
+    paper: Annotated[
+        bool,
+        typer.Option("--paper", help="Without title and footer, which a paper says in its caption."),
+    ] = False,
+    width: Annotated[
+        str | None,
+        typer.Option(
+            "--width",
+            metavar="LENGTH",
+            help="Of the figures, such as 3.3in, 84mm, 8.4cm or 240pt; in narrow ones panels stand below each other.",
+        ),
+    ] = None,
+    font_size: Annotated[
+        float, typer.Option("--font-size", metavar="POINTS", help="Of the letters in the figures.")
+    ] = 8.0,
     show: Annotated[bool, typer.Option("--show", help="Open the files as well; needs a display.")] = False,
 ) -> None:
     """Draw the figures of runs: speedup, acceptance, where the time goes, prediction, categories."""
     from specbench.cli.named_runs import named_runs
+    from specbench.plots import Look
 
+    if not 4 <= font_size <= 24:
+        raise UsageError(f"--font-size is {font_size:g}.", "Give points from 4 to 24.")
+    look = Look(None if width is None else _inches(width), font_size, framed=not paper)
+    kind = image_format or ("pdf" if paper else "png")
     if show and not _has_display():
         raise UsageError(
             "--show needs a display, and there is none here.", "Leave it out; the files are written."
@@ -51,7 +76,7 @@ def plot(
     failed: UsageError | None = None
     for run, folder in zip(runs, folders, strict=True):
         try:
-            written += _draw(run, folder, image_format, only)
+            written += _draw(run, folder, kind, only, look)
         except UsageError as error:
             if len(runs) == 1:
                 raise
@@ -63,6 +88,20 @@ def plot(
         for path in written:
             if typer.launch(str(path)):
                 raise RunError(f"Nothing here opens {path.suffix[1:]} files.", "Leave --show out.")
+
+
+_UNITS = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72, "": 1.0}
+
+
+def _inches(length: str) -> float:
+    """A length with its unit; a number alone is in inches."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(in|cm|mm|pt|)", length.strip().lower())
+    inches = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 1.5 <= inches <= 20:
+        raise UsageError(
+            f"--width is {length!r}.", "Give 1.5 to 20 inches, such as 3.3in, 84mm, 8.4cm or 240pt."
+        )
+    return inches
 
 
 def _folders(runs: list[Path], out: Path | None) -> list[Path]:
@@ -77,7 +116,7 @@ def _folders(runs: list[Path], out: Path | None) -> list[Path]:
     return [out / name for name in names]
 
 
-def _draw(run: Path, folder: Path, image_format: str, only: list[str] | None) -> list[Path]:
+def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look) -> list[Path]:
     """Draw one run; the paths on stdout, what is missing on stderr."""
     from specbench.files import refuse_link
     from specbench.plots import draw_figures, save_figure
@@ -87,7 +126,7 @@ def _draw(run: Path, folder: Path, image_format: str, only: list[str] | None) ->
     frame = load_results(run)
     for problem in frame.attrs["problems"]:
         _hint(problem)
-    drawn = draw_figures(frame, only)
+    drawn = draw_figures(frame, only, look)
     if folder == run / "plots":  # in a folder that somebody else may have made
         refuse_link(folder)
     try:
@@ -98,7 +137,7 @@ def _draw(run: Path, folder: Path, image_format: str, only: list[str] | None) ->
         ) from error
     written = []
     for name, figure in drawn.figures.items():
-        path = folder / f"{name}.{image_format}"
+        path = folder / f"{name}.{kind}"
         save_figure(figure, path)
         typer.echo(terminal_safe(str(path)))
         written.append(path)
