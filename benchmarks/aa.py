@@ -34,7 +34,7 @@ from specbench.errors import RunError
 from specbench.grid import Config, Sweep, SweepOptions
 from specbench.prompts import Prompt, load_prompts
 from specbench.runs import describe_run
-from specbench.stats import Estimate
+from specbench.stats import Estimate, verdict
 from specbench.store import RunStore, load_results
 from specbench.sweep import CellDone, Event, run_sweep
 from specbench.tables import ratio_text
@@ -187,7 +187,7 @@ def run_one(
             "ratio": row.ratio.value,
             "low": row.ratio.low,
             "high": row.ratio.high,
-            "verdict": row.verdict,
+            "verdict": verdict(row.ratio),  # the interval's, also on a machine too busy for a verdict
         }
     judged["warnings"] = sorted({warning for each in results["warnings"] for warning in each})
     return judged
@@ -200,8 +200,9 @@ def line_of(number: int, part: dict[str, Any]) -> str:
         for name in (ITSELF, SLOWED)
     )
     marks = " ".join(part["warnings"])
+    covers = "MISSES 1" if itself.overlaps(1.0) is False else "covers 1"
     return (
-        f"{number + 1:3}  itself {ratio_text(itself):26} {'covers 1' if itself.overlaps(1.0) else 'MISSES 1':9}"
+        f"{number + 1:3}  itself {ratio_text(itself):26} {covers:9}"
         f" slowed {ratio_text(slowed):26} {part[SLOWED]['verdict']:12}{marks}"
     ).rstrip()
 
@@ -213,15 +214,17 @@ def summary(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         math.exp(sum(math.log(each["ratio"]) for each in side) / len(side)) if side else math.nan
         for side in (itself, slowed)
     ]
-    widths = sorted(each["high"] / each["low"] for each in itself)
+    # One that is too wide to be given has no ends.
+    widths = sorted(math.inf if each["low"] is None else each["high"] / each["low"] for each in itself)
+    median = widths[len(widths) // 2] if widths else math.inf
     return {
         "sweeps": len(parts),
-        "covered": sum(each["low"] <= 1.0 <= each["high"] for each in itself),
+        "covered": sum(each["low"] is None or each["low"] <= 1.0 <= each["high"] for each in itself),
         "slower": sum(each["verdict"] == "slower" for each in slowed),
         "slowed_called_faster": sum(each["verdict"] == "faster" for each in slowed),
         "mean_itself": round(means[0], 4),
         "mean_slowed": round(means[1], 4),
-        "median_width": round(widths[len(widths) // 2], 4) if widths else None,
+        "median_width": round(median, 4) if math.isfinite(median) else None,
         "failed_generations": sum(part["failed"] for part in parts),
     }
 

@@ -150,6 +150,15 @@ def test_a_slowed_configuration_is_found_and_itself_is_not(
     assert set(results["new_tokens"]) == {9}
 
 
+def test_an_interval_too_wide_to_be_given_misses_nothing() -> None:
+    wide = {"ratio": 1.5, "low": None, "high": None, "verdict": "cannot tell"}
+    part = {aa.ITSELF: wide, aa.SLOWED: wide, "failed": 0, "warnings": []}
+    figures = aa.summary([part])
+    assert (figures["covered"], figures["slower"], figures["median_width"]) == (1, 0, None)
+    assert "1.50× [too few to say]" in aa.line_of(0, part)
+    assert "covers 1" in aa.line_of(0, part)
+
+
 def test_sweeps_differ_in_prompts_and_order() -> None:
     given = aa.parse([])
     prompts = load_prompts(["all"])
