@@ -85,6 +85,16 @@ def _encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def _check_tokens(prompt: Sequence[int], target: Target) -> None:
+    known: int | None = getattr(target.language_model.model.get_input_embeddings(), "num_embeddings", None)
+    for token in prompt:
+        if known is not None and not 0 <= token < known:
+            raise UsageError(
+                f"The prompt holds the token {token}, and the target has those from 0 to {known - 1}.",
+                "Encode it with the target's own tokenizer.",
+            )
+
+
 class GenerationRun:
     """One generation in progress: iterate over it for its records, then (or in between) ask for the result.
 
@@ -120,6 +130,8 @@ class GenerationRun:
         self.seed, self.residual_adjustment = seed, residual_adjustment
         self.prompt_tokens = len(prompt)
         tokenizer = target.tokenizer
+        stop = (stop,) if isinstance(stop, str) else stop
+        _check_tokens(prompt, target)
         if any(not text for text in stop):
             raise UsageError("A stop string is empty.", "Give at least one character.")
         if stop and tokenizer is None:
@@ -232,7 +244,7 @@ def speculative_generate(
             where a rule that goes by clocks would change what a seed gives.
         sampling: The transforms of both models; greedy by default.
         max_new_tokens: The output never gets longer.
-        stop: Texts that end the output.
+        stop: Texts that end the output, or one text.
         ignore_eos: Go on behind end tokens.
         seed: Of the one generator that every draw comes from.
         first_target: Let the target emit the first token before anything is drafted.

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import SPECIAL_TOKENS, TURN_END, tiny_tokenizer
+from tiny import SPECIAL_TOKENS, TURN_END, tiny_llama, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specbench.errors import UsageError
+from specbench.generate import speculative_generate
+from specbench.loading import wrap_target
 from specbench.text import StopRules, TextStream
 
 PIECES = (
@@ -461,3 +463,22 @@ def test_stop_strings_need_a_tokenizer() -> None:
 def test_empty_stop_strings_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopRules((), ["x", ""], tokenizer_of("bytes"))
+
+
+@pytest.mark.parametrize("prompt", [[1, 10**6], [-1, 1], [1, 2**70]])
+def test_a_prompt_of_tokens_that_the_target_lacks_is_refused(prompt: list[int]) -> None:
+    target = wrap_target(tiny_llama(), tiny_tokenizer())
+    with pytest.raises(
+        UsageError, match=f"holds the token {min(prompt) if min(prompt) < 0 else max(prompt)}, "
+    ):
+        speculative_generate(prompt, target, None, max_new_tokens=2)
+
+
+def test_letters_of_one_stop_string_are_no_stop_strings() -> None:
+    target = wrap_target(tiny_llama(), tiny_tokenizer())
+    whole = speculative_generate("the thing", target, None, max_new_tokens=60, chat=False)
+    assert whole.text
+    letter = next(letter for letter in whole.text if letter.isalpha())
+    stop = f"{letter}¤¤"  # nowhere in the text, as a whole
+    again = speculative_generate("the thing", target, None, max_new_tokens=60, chat=False, stop=stop)
+    assert again.token_ids == whole.token_ids
