@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from specbench.attention import fold_attention
 from specbench.bitexact import why_not_bit_exact
+from specbench.builtin import BUILTIN_MODELS
 from specbench.caches import CacheKind, make_cache
-from specbench.drafters import drafter_word, split_cascade
+from specbench.drafters import DRAFTER_WORDS, drafter_word, split_cascade
 from specbench.drafters.base import Drafter, FreeDrafter, NoDraft
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.choices import ChoiceKey, any_choice, read_choice
@@ -205,6 +208,10 @@ def check_drafter(spec: str, target_spec: str, *, progress: Progress | None = No
         _check_back(cascade[1])
         check_drafter(cascade[1], target_spec, progress=progress)
     elif drafter_word(spec) is None:
+        if (meant := _mistyped(spec)) is not None:
+            raise UsageError(
+                f"There is no drafter {spec!r}.", f"Give {meant!r}, or a hub id with its organisation."
+            )
         parse_model_spec(spec)
     elif drafter_word(spec) == "self":
         form = SelfForm.parse(spec)
@@ -229,6 +236,21 @@ def refuse_keep(spec: str) -> None:
             " remembers its own answers.",
             "Leave keep out.",
         )
+
+
+def _mistyped(spec: str) -> str | None:
+    """A drafter word or a folder here that a spec nearly is, which the hub need not be asked about then.
+
+    What names an organisation, as models on the hub do, and what exists, is taken at its word.
+    """
+    name, colon, options = spec.partition(":")
+    if "/" in spec or spec in BUILTIN_MODELS or Path(spec).exists():
+        return None
+    words = [entry.word for entry in DRAFTER_WORDS if entry.word.islower()]
+    if near := get_close_matches(name, words, 1, 0.7):
+        return near[0] + colon + options
+    folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
+    return next(iter(get_close_matches(spec, folders, 1, 0.8)), None)
 
 
 def load_drafter(

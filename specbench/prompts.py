@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from specbench.errors import RunError, UsageError
 
-__all__ = ["Prompt", "load_prompts", "prompt_sets", "read_prompt_text"]
+__all__ = ["Prompt", "load_prompts", "prompt_sets", "read_prompt_text", "set_names"]
 
 ALL_SETS = "all"
 _SUFFIX = ".jsonl"
@@ -48,6 +48,11 @@ def prompt_sets() -> dict[str, int]:
     return {name: len(_read(file, name)) for name, file in _built_in().items()}
 
 
+def set_names() -> list[str]:
+    """What names built-in prompts: the sets, and ``"all"``."""
+    return [*_built_in(), ALL_SETS]
+
+
 def load_prompts(
     sources: Sequence[str | Path], categories: Sequence[str] = (), limit: int | None = None
 ) -> list[Prompt]:
@@ -69,9 +74,7 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise UsageError(f"The limit on prompts is {limit}.", "Give at least 1.")
     if not sources:
-        raise UsageError(
-            "No prompt set or file was named.", f"The sets are {_listed([*_built_in(), ALL_SETS])}."
-        )
+        raise UsageError("No prompt set or file was named.", f"The sets are {_listed(set_names())}.")
     origins: dict[str, str] = {}
     prompts: list[Prompt] = []
     for file, name in _resolve(sources).items():
@@ -92,14 +95,15 @@ def load_prompts(
 
 
 def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO | None) -> str:
-    """The prompt of ``generate``: its argument, standard input (``-``) or a file.
+    """The prompt of ``generate``: its argument, a file, or standard input (``-``, or when it is piped there).
 
     One line break at the end of standard input or a file is dropped, since editors and ``echo`` add it.
 
     Args:
         prompt: The argument, ``"-"`` for standard input; ``None`` when it was not given.
         prompt_file: The file; ``None`` when it was not given.
-        stdin: A text stream over bytes, like ``sys.stdin``; read only for ``"-"``. ``None`` when closed.
+        stdin: A text stream over bytes, like ``sys.stdin``; read for ``"-"``, and where there is nothing else unless it
+            is a terminal. ``None`` when closed.
 
     Raises:
         UsageError: Neither or both were given, the file cannot be read, the text is blank or not UTF-8.
@@ -119,9 +123,13 @@ def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO
     elif prompt is not None:
         where, text = "The prompt", prompt
     else:
-        raise UsageError(
-            "No prompt was given.", "Give it as an argument, as - for standard input, or with --prompt-file."
-        )
+        where, text = "", ""
+        if stdin is not None and not stdin.isatty():
+            text = _without_last_break(_decoded(stdin.buffer.read(), "The prompt from standard input"))
+        if not text.strip():
+            raise UsageError(
+                "No prompt was given.", "Give it as an argument, on standard input, or with --prompt-file."
+            )
     if not text.strip():
         raise UsageError(f"{where} is empty.", "Give at least one character that is not white space.")
     return _encodable(text)

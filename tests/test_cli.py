@@ -24,10 +24,12 @@ import specbench.decode
 import specbench.generate
 import specbench.loading
 from specbench.cli import run
+from specbench.cli.options import complete_rules
 from specbench.cli.summary import show_summary
 from specbench.cli.watchers import WordWrap
 from specbench.drafters import DRAFTER_WORDS
 from specbench.errors import RunError
+from specbench.lengths import policy_names
 from specbench.textsafe import terminal_safe
 
 Cli = Callable[..., "Result"]
@@ -701,7 +703,10 @@ def test_errors_quote_text_without_its_power(cli: Cli) -> None:
         (("--stop", ""), "A stop string is empty."),
         (("--temperature", "1e-39"), "The temperature is 1e-39"),
         (("--bogus",), "--bogus"),
-        (("more",), "unexpected extra argument"),
+        (
+            ("more",),
+            "unexpected extra argument(s) (more). Put a prompt of several words in quotes. See `specbench",
+        ),
         (("--drafter", "ngram:bogus=1"), "ngram has no option 'bogus'."),
         (("--drafter", "self"), "does not say how the target drafts for itself."),
         (("--drafter", "/no/such/drafter"), "There is no such file or folder: '/no/such/drafter'."),
@@ -754,7 +759,10 @@ def test_empty_prompts(tiny: Cli, text: str) -> None:
     tiny(text).refused(2, "The prompt is empty.")
 
 
-def test_no_prompt_and_prompt_files_that_are_none(tiny: Cli, tmp_path: Path) -> None:
+def test_no_prompt_and_prompt_files_that_are_none(
+    tiny: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     tiny().refused(2, "No prompt was given.")
     tiny("--prompt-file", tmp_path / "none").refused(2, "There is no prompt file", "none")
     tiny("--prompt-file", tmp_path).refused(2, "is a folder.")
@@ -884,6 +892,27 @@ def test_summaries_of_commands_are_whole(cli: Cli, monkeypatch: pytest.MonkeyPat
     out = " ".join(cli("--help").out.split())
     assert "..." not in out.partition("Commands:")[2]
     assert "in which precision, to draft for itself: --drafter self:calibrated." in out
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("looukp", "lookup"),
+        ("ngrm:order=3", "ngram:order=3"),
+        ("lookup+slef:int8", "self:int8"),
+        ("tinny", "tiny"),
+    ],
+)
+def test_a_mistyped_drafter_is_suggested_without_asking_the_hub(
+    tiny: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, meant: str
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(specbench.loading, "load_target", lambda *_, **__: pytest.fail("loaded"))
+    tiny("hi", "--drafter", given).refused(2, "There is no drafter", f"Give '{meant}', or")
+
+
+def test_completion_knows_the_rules_there_are() -> None:
+    assert sorted(complete_rules("")) == sorted(policy_names())
 
 
 def test_a_mistyped_command_is_suggested(cli: Cli) -> None:

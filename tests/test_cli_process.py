@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from synthetic_runs import write_run
 from tiny import tiny_llama, tiny_tokenizer
 
+import specbench
 from specbench.textsafe import terminal_safe
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
@@ -152,6 +154,36 @@ def test_a_note_does_not_share_a_line_with_the_bar(folder: Path, tmp_path: Path)
     for line in before:
         # A bar that was drawn there is erased first.
         assert not re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line.rpartition("\x1b[2K")[2]).strip(), shown
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("generate --drafter lo", ["lookup", "lookup+self:int8", "lookup:n=", "lookup:min="]),
+        ("generate --drafter ", ["none", "lookup", "ngram", "self", "lookup+self:int8"]),
+        ("check --length-policy s", ["svip"]),
+        ("sweep --prompts co", ["code", "code-editing"]),
+        ("calibrate --prompts a", ["all"]),
+        ("compare run --a lookup", ["lookup-g2", "lookup-g4"]),
+        ("compare run --b p", ["plain"]),
+    ],
+)
+def test_completion_knows_values_and_imports_nothing_heavy(
+    words: str, found: list[str], tmp_path: Path
+) -> None:
+    write_run(tmp_path / "run", gammas=(2, 4), tokens=4, prompts_per_category=1)
+    completion = {
+        "_SPECBENCH_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"specbench {words}",
+        "COMP_CWORD": str(len(words.split(" "))),
+    }
+    program = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n" + PROGRAM
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env=environment(PYTHONPATH=str(Path(specbench.__file__).parents[1])) | completion, check=False,
+    )  # fmt: skip
+    assert child.stdout.split() == found
+    assert not {*HEAVY} & {*child.stderr.split()}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -490,6 +490,15 @@ def test_standard_input_and_a_file_give_the_same_text(data: bytes, text: str, tm
     path.write_bytes(data)
     assert read_prompt_text("-", None, stdin(data)) == text
     assert read_prompt_text(None, path, None) == text
+    if text != "-":
+        assert read_prompt_text(None, None, stdin(data)) == text
+
+
+def test_a_terminal_is_not_waited_for() -> None:
+    terminal = stdin(b"typed")
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="No prompt was given"):
+        read_prompt_text(None, None, terminal)
 
 
 def test_lone_surrogates_of_the_command_line_are_replaced() -> None:
@@ -510,7 +519,8 @@ def test_any_prompt_can_be_encoded_and_is_kept_otherwise(prompt: str) -> None:
 
 
 def test_one_source_of_the_prompt_and_no_more(tmp_path: Path) -> None:
-    assert no_prompt(None, None) == "No prompt was given."
+    for data in (None, b"", b" \n"):
+        assert no_prompt(None, None, data) == "No prompt was given."
     for prompt in ("Hello", "-", ""):
         assert no_prompt(prompt, tmp_path / "prompt.txt") == "A prompt and a prompt file were given."
 

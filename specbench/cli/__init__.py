@@ -153,7 +153,10 @@ def _explain(error: BaseException) -> int:
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's own errors
         context = getattr(error, "ctx", None)
         hint = f" See `{context.command_path} --help`." if context is not None else ""
-        _say(_sentence(str(error.format_message())) + hint)
+        message = str(error.format_message())
+        if "unexpected extra argument" in message and context is not None and context.info_name == "generate":
+            hint = " Put a prompt of several words in quotes." + hint
+        _say(_sentence(message) + hint)
         return int(error.exit_code)
     if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
         _give_up_stdout()

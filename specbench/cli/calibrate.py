@@ -35,6 +35,7 @@ def calibrate(
             "--prompts",
             "-p",
             metavar="SET",
+            autocompletion=opt.complete_prompts,
             help="A built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",
             rich_help_panel=opt.PROMPT,
         ),

@@ -53,6 +53,7 @@ def check(
             "--prompts",
             "-p",
             metavar="SET",
+            autocompletion=opt.complete_prompts,
             help="A built-in set, 'all' (the default), or a JSON Lines file; repeatable.",
             rich_help_panel=_CHECK,
         ),
@@ -109,6 +110,7 @@ def check(
         typer.Option(
             "--drafter",
             metavar="DRAFTER",
+            autocompletion=opt.complete_drafters,
             help=f"A word of `specbench drafters` or a model; repeatable. Default: {opt.DEFAULT_DRAFTER}.",
             rich_help_panel=opt.MODELS,
         ),
@@ -125,6 +127,7 @@ def check(
         typer.Option(
             "--length-policy",
             metavar="RULE",
+            autocompletion=opt.complete_rules,
             help="Draft-length rule, as generate takes it; repeatable.",
             rich_help_panel=opt.LENGTH,
         ),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from specbench.cli.options import OUTPUT, TracebackOption
+from specbench.cli.options import OUTPUT, TracebackOption, complete_configurations
 
 if TYPE_CHECKING:
     from specbench.compare import Compared
@@ -31,10 +31,18 @@ def compare(
     a: Annotated[
         str | None,
         typer.Option(
-            "--a", metavar="CONFIG", help="The configuration of A, by its name in the tables or its id."
+            "--a",
+            metavar="CONFIG",
+            autocompletion=complete_configurations,
+            help="The configuration of A, by its name in the tables or its id.",
         ),
     ] = None,
-    b: Annotated[str | None, typer.Option("--b", metavar="CONFIG", help="The configuration of B.")] = None,
+    b: Annotated[
+        str | None,
+        typer.Option(
+            "--b", metavar="CONFIG", autocompletion=complete_configurations, help="The configuration of B."
+        ),
+    ] = None,
     measure: Annotated[
         Literal["auto", "speed", "speedup"],
         typer.Option(

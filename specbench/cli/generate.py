@@ -36,7 +36,10 @@ _LENGTH_OPTIONS = (
 def generate(
     ctx: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="The prompt, in quotes; - or none reads it from standard input."
+        ),
     ] = None,
     prompt_file: opt.PromptFile = None,
     system: Annotated[

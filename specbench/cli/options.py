@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
+
+from specbench.drafters import DRAFTER_WORDS
 
 if TYPE_CHECKING:
     from specbench.caches import CacheKind
@@ -59,6 +62,10 @@ __all__ = [
     "cache_for",
     "chained",
     "command_with",
+    "complete_configurations",
+    "complete_drafters",
+    "complete_prompts",
+    "complete_rules",
     "given",
     "widths_differ",
 ]
@@ -92,6 +99,57 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
+_RULES = (
+    "auto",
+    "fixed",
+    "egag",
+    "confidence",
+    "entropy-bound",
+    "svip",
+    "heuristic",
+)  # a list that needs no torch
+
+
+def complete_drafters(incomplete: str) -> list[str]:
+    """What ``--drafter`` may go on to, for a shell; behind a word and a colon, its options."""
+    words = [entry for entry in DRAFTER_WORDS if entry.word.islower()]
+    found = [*(entry.word for entry in words), "lookup+self:int8"]
+    if incomplete:
+        options = ((entry.word, *option.partition("=")[:2]) for entry in words for option in entry.options)
+        found += [f"{word}:{name}{sign}" for word, name, sign in options]
+    return _beginning(incomplete, found)
+
+
+def complete_rules(incomplete: str) -> list[str]:
+    """What ``--length-policy`` may go on to."""
+    return _beginning(incomplete, _RULES)
+
+
+def complete_prompts(incomplete: str) -> list[str]:
+    """The built-in sets that ``--prompts`` may go on to; a shell offers files where there are none."""
+    from specbench.prompts import set_names
+
+    return _beginning(incomplete, set_names())
+
+
+def complete_configurations(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The configurations of the runs that are named before ``--a`` or ``--b``."""
+    from specbench.store import stored_runs
+
+    folders = (
+        ctx.params.get("runs") or ctx.args
+    )  # the latter: an option that has no value yet ends the parsing
+    runs = [run for folder in folders for _, run in stored_runs(folder)]
+    names = [
+        config.get("id") for run in runs for config in run.get("configs") or () if isinstance(config, dict)
+    ]
+    return _beginning(incomplete, dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
 def _check_seed(seed: int) -> int:
     if not 0 <= seed <= _LARGEST_SEED:
         raise typer.BadParameter("it should be from 0 to 2**64 - 1.")
@@ -112,6 +170,7 @@ DrafterOption = Annotated[
     typer.Option(
         "--drafter",
         metavar="DRAFTER",
+        autocompletion=complete_drafters,
         help="What proposes tokens: a word that `specbench drafters` lists, or a model with the target's tokenizer.",
         rich_help_panel=MODELS,
     ),
@@ -315,6 +374,7 @@ LengthPolicyOption = Annotated[
     typer.Option(
         "--length-policy",
         metavar="RULE",
+        autocompletion=complete_rules,
         help="Draft-length rule: auto, fixed, egag, confidence, entropy-bound, svip or heuristic. Default: auto at"
         " temperature 0, fixed above (a seed repeats a run then) and with --gamma.",
         rich_help_panel=LENGTH,

@@ -38,6 +38,7 @@ def sweep(
         typer.Option(
             "--drafter",
             metavar="DRAFTER",
+            autocompletion=opt.complete_drafters,
             help=f"A word of `specbench drafters` or a model; repeatable. Default: {opt.DEFAULT_DRAFTER}.",
             rich_help_panel=_WHAT,
         ),
@@ -86,6 +87,7 @@ def sweep(
         typer.Option(
             "--length-policy",
             metavar="RULE",
+            autocompletion=opt.complete_rules,
             help="Draft-length rule; repeatable. Default: fixed, which takes each γ in turn, and at temperature 0 auto"
             " too. Others: egag, confidence, entropy-bound, svip, heuristic; options of one alone stand behind a colon:"
             " egag:scale=0.5.",
@@ -117,6 +119,7 @@ def sweep(
             "--prompts",
             "-p",
             metavar="SET",
+            autocompletion=opt.complete_prompts,
             help="A built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",
             rich_help_panel=_EXPERIMENT,
         ),
