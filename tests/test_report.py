@@ -225,7 +225,15 @@ class TestAnswer:
         self, tmp_path: Path, ties: list[bool | None] | None, dtype: str, said: str
     ) -> None:
         differences = ties and [
-            {"config": "d@2", "prompt": name, "position": 0, "gap": 0.1, "numerical_tie": tie}
+            {
+                "config": "d@2",
+                "prompt": name,
+                "turn": 0,
+                "repeat": 0,
+                "position": 0,
+                "gap": 0.1,
+                "numerical_tie": tie,
+            }
             for name, tie in zip(PROMPTS, ties, strict=False)
         ]
         report = reported(
