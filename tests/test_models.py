@@ -36,6 +36,8 @@ from transformers.utils import logging as transformers_logging
 
 from specbench import checkpoints, models
 from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.loading import wrap_drafter, wrap_target
 from specbench.models import (
     LoadOptions,
     ModelSpec,
@@ -663,11 +665,16 @@ def test_the_chat_template_tells_how_a_turn_ends(template, closes):
 # -- two models ----------------------------------------------------------------------------------
 
 
-def test_the_same_tokenizer_is_compatible_whatever_the_padding():
+@pytest.mark.parametrize("padding", [(7, 0), (0, 7)])
+def test_the_same_tokenizer_is_compatible_whatever_the_padding(padding):
     width = len(tiny_tokenizer())
-    target = tiny_language_model(vocab_size=width + 7)
-    check_compatible(target, tiny_language_model(seed=1, vocab_size=width))
-    check_compatible(tiny_language_model(vocab_size=width), target)
+    models = [tiny_language_model(seed, vocab_size=width + more) for seed, more in enumerate(padding)]
+    target = wrap_target(models[0].model, models[0].tokenizer)
+    plain = autoregressive_generate([1, 2, 3], target, max_new_tokens=12, ignore_eos=True)
+    drafter = wrap_drafter(models[1], target)
+    drafted = speculative_generate([1, 2, 3], target, drafter, gamma=3, max_new_tokens=12, ignore_eos=True)
+    assert any(step.drafted for step in drafted.steps)
+    assert drafted.token_ids == plain.token_ids
 
 
 def test_vocabularies_of_other_sizes():

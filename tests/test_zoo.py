@@ -298,6 +298,15 @@ def test_what_cannot_be_rolled_back_or_is_not_causal_is_refused_unloaded(name: s
     assert caught.value.hint
 
 
-def test_a_bert_that_was_trained_as_a_decoder_is_one() -> None:
-    check_config(hf.BertGenerationConfig(**USUAL, is_decoder=True), "decoder")
-    check_config(hf.BertConfig(**USUAL, is_decoder=True), "decoder")
+@pytest.mark.parametrize(
+    ("class_name", "config"),
+    [("BertGenerationDecoder", hf.BertGenerationConfig), ("BertLMHeadModel", hf.BertConfig)],
+)
+def test_a_bert_that_was_trained_as_a_decoder_is_one(
+    class_name: str, config: Callable[..., Any], survey: ModuleType
+) -> None:
+    model = build(class_name, config(**USUAL, is_decoder=True))
+    check_config(model.config, "decoder")
+    expected = survey.generated(model, BEYOND)
+    target = wrap_target(model, name="decoder")
+    assert decode(target, BEYOND, survey.Guesses(BEYOND, expected, 1), 4, True) == expected
