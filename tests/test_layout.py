@@ -1,4 +1,5 @@
-"""The shape of the code: imports go one way, only the command line prints, and nothing tells where it was written."""
+"""The shape of the code and of its tests: imports go one way, only the command line prints, every test can fail, and
+nothing tells where it was written."""
 
 from __future__ import annotations
 
@@ -215,6 +216,74 @@ def test_no_module_works_when_it_is_imported() -> None:
             standing_alone = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
             if standing_alone and not name.startswith("cli"):
                 raise AssertionError(f"{name} line {statement.lineno}: {ast.unparse(statement)}")
+
+
+TESTS = ROOT / "tests"
+
+
+class Functions:
+    """The functions of a file in the folder of tests, and those that it imports from others there."""
+
+    def __init__(self, path: Path) -> None:
+        self.tests: list[ast.FunctionDef] = []
+        self.named: dict[str, list[ast.FunctionDef]] = {}
+        self.methods: dict[str, list[ast.FunctionDef]] = {}
+        self.imported: dict[str, tuple[str, str]] = {}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                self.named.setdefault(node.name, []).append(node)
+                if node.name.startswith("test_"):
+                    self.tests.append(node)
+            elif isinstance(node, ast.ClassDef):
+                for child in node.body:
+                    if isinstance(child, ast.FunctionDef):
+                        self.methods.setdefault(child.name, []).append(child)
+            elif isinstance(node, ast.ImportFrom) and (TESTS / f"{node.module}.py").is_file():
+                for alias in node.names:
+                    self.imported[alias.asname or alias.name] = (str(node.module), alias.name)
+
+
+@cache
+def functions(name: str) -> Functions:
+    return Functions(TESTS / f"{name}.py")
+
+
+def called(call: ast.Call, name: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The functions of the tests that a call may mean, each behind the name of its file."""
+    if isinstance(call.func, ast.Attribute):
+        yield from ((name, function) for function in functions(name).methods.get(call.func.attr, []))
+    elif isinstance(call.func, ast.Name):
+        file, own_name = functions(name).imported.get(call.func.id, (name, call.func.id))
+        yield from ((file, function) for function in functions(file).named.get(own_name, []))
+
+
+def can_fail(function: ast.FunctionDef, name: str, seen: set[ast.FunctionDef]) -> bool:
+    """Whether a function in the file ``name``, or one of the tests' own that it calls, asserts something."""
+    seen.add(function)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assert):
+            return True
+        if isinstance(node, ast.Raise) and node.exc and "AssertionError" in ast.unparse(node.exc):
+            return True
+        if isinstance(node, ast.Call):
+            word = ast.unparse(node.func).removeprefix("pytest.")
+            if word in {"raises", "warns", "fail"} or word.rpartition(".")[2].startswith("assert_"):
+                return True
+            if any(can_fail(other, file, seen) for file, other in called(node, name) if other not in seen):
+                return True
+    return False
+
+
+def test_every_test_can_fail() -> None:
+    files = [path.stem for path in sorted(TESTS.glob("test_*.py"))]
+    found = [
+        f"{name}.py:{test.lineno}: {test.name}"
+        for name in files
+        for test in functions(name).tests
+        if not can_fail(test, name, set())
+    ]
+    assert files
+    assert not found, "a test asserts something, itself or by a function of the tests"
 
 
 FOREIGN = re.compile(
