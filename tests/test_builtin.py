@@ -520,7 +520,7 @@ def test_ggufs_that_are_refused_unread(tmp_path, cache, monkeypatch, architectur
 
 def test_a_gguf_too_large_for_the_memory(tiny_gguf, monkeypatch, cache):
     monkeypatch.setattr(checkpoints, "available_memory", lambda device: 1000)
-    assert "The weights of tiny.gguf take" in refusal(prepare_gguf, tiny_gguf, kind=RunError)
+    assert "Loading tiny.gguf takes up to" in refusal(prepare_gguf, tiny_gguf, kind=RunError)
     assert left_in(cache) == []
 
 
