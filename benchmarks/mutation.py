@@ -610,6 +610,20 @@ MUTANTS = (
         "            if False:\n",
         STORE,
     ),
+    Mutant(
+        "a configuration may say anything of layers and windows",
+        "checkpoints.py",
+        "    if (wrong := misfit(read, _FIELDS)) is not None:\n",
+        "    if (wrong := None) is not None:\n",
+        ("tests/test_ill_typed.py", "-k", "fields_of_a_model"),
+    ),
+    Mutant(
+        "a self drafter is taken for another target",
+        "generate.py",
+        "and model.scorer.cache is not target.scorer.cache:",
+        "and False:",
+        ("tests/test_decode.py", "-k", "belongs"),
+    ),
     # -- security --------------------------------------------------------------------------------
     Mutant(
         "formulas get into the CSV",

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 
 from specbench.errors import RunError, UsageError
 from specbench.progress import one_line, quiet_transformers
+from specbench.shapes import misfit
 
 __all__ = [
     "available_memory",
@@ -40,13 +41,34 @@ __all__ = [
 
 # -- what a configuration tells --------------------------------------------------------------------
 
+MOST = 10_000
+"""Far more layers or labels than any model has; of both `transformers` makes lists, however long."""
+
+
+def _layers(value: object) -> bool:
+    return type(value) is int and 0 < value < MOST
+
+
+def _window(value: object) -> bool:
+    """Whether layers can see so many tokens back; ``bool`` is how some say that they see all."""
+    return isinstance(value, int) and 0 <= value < 2**31
+
+
+_FIELDS = {
+    "architectures": (None, [str]),
+    "num_hidden_layers": (None, _layers),
+    "sliding_window": (None, _window),
+    "attention_chunk_size": (None, _window),
+}
+"""What is read in configurations of any kind, whose classes do not all look at it."""
+
 
 def read_config(folder: Path, name: str) -> PreTrainedConfig:
     """The configuration in a model folder.
 
     Raises:
         UsageError: The folder is no model, or holds one that cannot be decoded speculatively.
-        RunError: Its config.json is damaged.
+        RunError: Its config.json is damaged, or holds what it cannot be.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -60,7 +82,7 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise ValueError("not an object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"The file {str(path)!r} is damaged: it is not a JSON object.") from error
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -73,15 +95,21 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
             "A newer version of transformers may.",
         )
     with quiet_transformers(), tempfile.TemporaryDirectory(prefix="specbench-") as copy:
-        (Path(copy) / "config.json").write_text(json.dumps(_facts_alone(raw)), encoding="utf-8")
         try:
+            (Path(copy) / "config.json").write_text(json.dumps(_facts_alone(raw)), encoding="utf-8")
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 copy, trust_remote_code=False, local_files_only=True
             )
+            text = text_config(config)
+            read = {name: getattr(text, name, None) for name in _FIELDS} | {
+                "architectures": config.architectures
+            }
         except Exception as error:  # configuration classes check their values in many ways
             raise RunError(
                 f"The file {str(path)!r} is damaged: {one_line(str(error)).rstrip('.')}."
             ) from error
+    if (wrong := misfit(read, _FIELDS)) is not None:
+        raise RunError(f"The file {str(path)!r} is damaged: {wrong} holds what it cannot be.")
     config.name_or_path = str(folder)
     check_config(config, name)
     return config
@@ -89,24 +117,31 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation", "fusion_config")
 """Settings, whatever comes before or behind their names, by which `transformers` chooses code, from the hub too."""
-INNER_WORKINGS = ("attribute_map", "sub_configs", "configuration_files", "auto_map", "return_dict")
-"""Settings that would let others be reached under other names, be passed over, or be read from other files, and the one
-by which a model hands its logits over without a name."""
+INNER_WORKINGS = ("attribute_map", "sub_configs", "configuration_files", "auto_map")
+"""Settings that would let others be reached under other names, be passed over, or be read from other files."""
+OUTPUTS = ("return_dict", "output_hidden_states", "output_attentions")
+"""Settings by which a model hands its logits over without a name, or more than these."""
 
 
-def _facts_alone(raw: Any) -> Any:
+def _facts_alone(raw: Any, name: str = "") -> Any:
     """A configuration, parts within parts included, without what says by which code the model is to be computed.
 
     Which code that is, is not a model's to choose: `transformers` takes its own default.
+
+    Raises:
+        ValueError: A whole number is beyond 64 bits, or there are more layers or labels than any model has.
     """
     if isinstance(raw, list):
-        return [_facts_alone(each) for each in raw]
+        return [_facts_alone(each, name) for each in raw]
+    listed = name.endswith(("layer", "layers", "num_labels"))
+    if isinstance(raw, int) and abs(raw) >= (MOST if listed else 2**63):
+        raise ValueError(f"{name} is too large")
     if not isinstance(raw, dict):
         return raw
     return {
-        key: _facts_alone(value)
+        key: _facts_alone(value, key)
         for key, value in raw.items()
-        if key not in INNER_WORKINGS and not any(word in key for word in IMPLEMENTATIONS)
+        if key not in INNER_WORKINGS + OUTPUTS and not any(word in key for word in IMPLEMENTATIONS)
     }
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from specbench.decode import decode_steps
 from specbench.drafters.base import Drafter, NoDraft
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength, LengthPolicy, build_policy, default_policy
 from specbench.measure import clock_for
@@ -95,6 +97,21 @@ def _check_tokens(prompt: Sequence[int], target: Target) -> None:
             )
 
 
+def _check_drafter(drafter: Drafter, target: Target) -> None:
+    model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
+    if isinstance(model, SelfDrafter) and model.scorer.cache is not target.scorer.cache:
+        raise UsageError(
+            f"The drafter {drafter.name} belongs to the target it was made for, which is another one.",
+            "Make one for this target with load_drafter.",
+        )
+    if isinstance(model, ModelDrafter) and model.scorer.vocab_size not in (None, target.vocab_size):
+        raise UsageError(
+            f"The drafter {drafter.name} was made for a target of {model.scorer.vocab_size} logits, this one has"
+            f" {target.vocab_size}.",
+            "Make one for this target with load_drafter.",
+        )
+
+
 class GenerationRun:
     """One generation in progress: iterate over it for its records, then (or in between) ask for the result.
 
@@ -132,6 +149,7 @@ class GenerationRun:
         tokenizer = target.tokenizer
         stop = (stop,) if isinstance(stop, str) else stop
         _check_tokens(prompt, target)
+        _check_drafter(self.drafter, target)
         if any(not text for text in stop):
             raise UsageError("A stop string is empty.", "Give at least one character.")
         if stop and tokenizer is None:
@@ -258,7 +276,8 @@ def speculative_generate(
         The output with all of its records; ``specbench.metrics`` reads them.
 
     Raises:
-        UsageError: An argument is out of its range, or the prompt does not fit the target's context.
+        UsageError: An argument is out of its range, the prompt does not fit the target's context, or the drafter was
+            made for another target.
     """
     if gamma is not None and gamma < 1:
         raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")

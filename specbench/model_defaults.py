@@ -190,13 +190,14 @@ class ContextRules:
         return made
 
     def try_out(self, vocab_size: int) -> None:
-        """Apply them once.
+        """Apply them, at the places where some of them act alone too: in the beginning, and where an output has to end.
 
         Raises:
             UsageError: They are damaged, or hold tokens that the model lacks.
         """
         try:
-            self(torch.zeros(1, vocab_size), [0] * 4)
+            for length in (1, 2, 4):
+                self(torch.zeros(1, vocab_size), [0] * length)
         except Exception as error:  # values of any kind, and processors check theirs in many ways
             raise UsageError(
                 f"The model's own generation settings cannot be applied: {str(error).splitlines()[0]}.",

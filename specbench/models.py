@@ -500,6 +500,8 @@ def _load_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrained
             ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise RunError(f"The model {name} has no tokenizer.", "A model folder needs its tokenizer files.")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise RunError(f"The tokenizer of {name} is damaged: its model_max_length is no number.")
     tokenizer.name_or_path = name
     return tokenizer
 
@@ -530,6 +532,9 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 
     From the generation config, the configuration, the tokenizer's end-of-text token, and the token with which
     the chat template closes an assistant's turn.
+
+    Raises:
+        UsageError: A configuration names something else than token ids.
     """
     named: list[Any] = [
         getattr(getattr(model, "generation_config", None), "eos_token_id", None),
@@ -541,7 +546,14 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     ids: set[int] = set()
     for value in named:
         values: Iterable[Any] = value if isinstance(value, list | tuple) else (value,)
-        ids.update(int(each) for each in values if each is not None)
+        for each in values:
+            if isinstance(each, int):
+                ids.add(int(each))
+            elif each is not None:
+                raise UsageError(
+                    "The model's eos_token_id is neither a token id nor a list of them.",
+                    "Correct its config.json or generation_config.json.",
+                )
     return tuple(sorted(ids))
 
 

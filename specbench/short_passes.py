@@ -187,7 +187,8 @@ def _parts_of(layer: Any, cache: Any) -> _Parts:
 def _scale_of(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``_root_mean_square_norm`` needs of a norm."""
     root = math.sqrt(norm.weight.numel())
-    return norm.weight.detach().float() * root, torch.tensor([root * math.sqrt(norm.variance_epsilon)])
+    least = torch.tensor([norm.variance_epsilon], dtype=torch.float64).sqrt()  # of what is below 0 NaN
+    return norm.weight.detach().float() * root, (root * least).float()
 
 
 _rotation_of_pass = OncePerPass()

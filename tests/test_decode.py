@@ -476,6 +476,22 @@ def test_runs_one_after_the_other_or_with_targets_of_their_own_may_be_paused() -
     assert runs[0].result().token_ids == alone, "what is finished stays"
 
 
+@pytest.mark.parametrize("word", ["self:int8", "self:layers=1", "lookup+self:int8"])
+def test_a_self_drafter_belongs_to_its_target(word: str) -> None:
+    first, second = tiny_target(), tiny_target()
+    drafter = load_drafter(word, first)
+    with pytest.raises(UsageError, match=r"belongs to the target it was made for.* Make one for this target"):
+        run_of(second, drafter)
+    assert finished(run_of(first, drafter)) == finished(run_of(second))
+
+
+@pytest.mark.parametrize("word", ["model", "lookup+model"])
+def test_a_drafter_for_logits_of_another_width(word: str) -> None:
+    wider = wrap_target(tiny_llama(vocab_size=512))
+    with pytest.raises(UsageError, match=r"was made for a target of .* logits, this one has 512"):
+        run_of(wider, drafter_of(word, tiny_target()))
+
+
 def finished(run: GenerationRun) -> tuple[int, ...]:
     for _ in run:
         pass

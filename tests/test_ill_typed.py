@@ -15,11 +15,14 @@ import pytest
 from rich.console import Console
 from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts
 from test_trace import REJECTION, SUMMARY, event, header, prefill
+from tiny import save_tiny
 
 import specbench.report
 from specbench.compare import compare_configs, compare_runs
 from specbench.engine import Costs
 from specbench.errors import SpecbenchError
+from specbench.generate import autoregressive_generate
+from specbench.loading import load_target
 from specbench.report import make_report, to_html, to_markdown
 from specbench.runs import changes, merge_runs
 from specbench.store import RunStore, load_results
@@ -201,3 +204,116 @@ def test_ill_typed_traces(at: int) -> None:
     accepted, wrong = complaints(variants(events[at]), show)
     assert accepted
     assert not wrong
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+MORE_SETTINGS: dict[str, dict[str, Any]] = {
+    "config.json": {
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "eos_token_id": [1, 2],
+        "output_hidden_states": False,
+        "num_labels": 2,
+    },
+    "generation_config.json": {
+        "eos_token_id": [1, 2],
+        "suppress_tokens": [3],
+        "forced_eos_token_id": 4,
+        "repetition_penalty": 1.1,
+        "min_new_tokens": 2,
+    },
+    "tokenizer_config.json": {"chat_template": "{{ messages }}", "model_input_names": ["input_ids"]},
+}
+"""Settings of a model's files that `save_tiny` leaves out."""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def decode_with(folder: Path, name: str) -> Callable[[Any], None]:
+    """What loads a model folder with another file of this name, and decodes a token; the file is then as before."""
+    file = folder / name
+
+    def use(changed: Any) -> None:
+        before = file.read_text()
+        file.write_text(json.dumps(changed))
+        try:
+            target = load_target(str(folder))
+            assert len(autoregressive_generate("Hi", target, max_new_tokens=1).token_ids) == 1
+        finally:
+            file.write_text(before)
+
+    return use
+
+
+@pytest.mark.parametrize("name", MORE_SETTINGS)
+def test_ill_typed_files_of_a_model(model_folder: Path, name: str) -> None:
+    """Some of the cases, for every one loads a model."""
+    raw = json.loads((model_folder / name).read_text())
+    whole = raw | {key: value for key, value in MORE_SETTINGS[name].items() if key not in raw}
+    # Only one setting beside those the folder has, so that they do not hide one another.
+    cases = [
+        (
+            f"{key}{what}",
+            raw | {key: changed[key]} if key in changed else {k: raw[k] for k in raw if k != key},
+        )
+        for key in whole
+        for what, changed in variants({key: whole[key]})
+    ]
+    accepted, wrong = complaints(
+        random.Random(0).sample(cases, min(100, len(cases))), decode_with(model_folder, name)
+    )
+    assert not wrong
+    assert accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "said"),
+    [
+        ("config.json", "architectures", 7, "config.json' is damaged: architectures holds"),
+        ("config.json", "sliding_window", [], "config.json' is damaged: sliding_window holds"),
+        ("config.json", "sliding_window", -1.5, "sliding_window holds"),
+        ("config.json", "sliding_window", math.nan, "sliding_window holds"),
+        ("config.json", "sliding_window", 10**12, "sliding_window holds"),
+        ("config.json", "num_hidden_layers", -1, "num_hidden_layers holds"),
+        ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers is too large"),
+        ("config.json", "num_labels", 10**9, "num_labels is too large"),
+        ("config.json", "vocab_size", 10**400, "vocab_size is too large"),
+        ("generation_config.json", "eos_token_id", "x", "eos_token_id is neither a token id nor a list"),
+        ("generation_config.json", "eos_token_id", [math.nan], "eos_token_id is neither"),
+        ("generation_config.json", "eos_token_id", {}, "eos_token_id is neither"),
+        ("generation_config.json", "forced_eos_token_id", True, "generation settings cannot be applied"),
+        ("tokenizer_config.json", "model_max_length", "x", "its model_max_length is no number"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_ill_typed_fields_of_a_model(
+    model_folder: Path, name: str, field: str, value: Any, said: str
+) -> None:
+    """Those that once ended in an error that should not happen, or in memory that ran out."""
+    raw = json.loads((model_folder / name).read_text())
+    with pytest.raises(SpecbenchError) as caught:
+        decode_with(model_folder, name)(raw | {field: value})
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("output_hidden_states", "x"), ("output_attentions", 1.5), ("rms_norm_eps", -1e-9)],
+)
+def test_settings_of_a_model_that_do_not_matter(model_folder: Path, field: str, value: Any) -> None:
+    raw = json.loads((model_folder / "config.json").read_text())
+    decode_with(model_folder, "config.json")(raw | {field: value})
+
+
+def test_a_configuration_of_lists_within_lists(model_folder: Path) -> None:
+    file = model_folder / "config.json"
+    before = file.read_text()
+    for depth in (900, 100_000):
+        file.write_text('{"model_type": "llama", "x": ' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(SpecbenchError, match="is damaged"):
+            load_target(str(model_folder))
+    file.write_text(before)
