@@ -30,7 +30,6 @@ def build(kind: str, tree: Path, out: Path) -> Path:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked source distribution."""
-    pytest.importorskip("setuptools", "77")
     folder = tmp_path_factory.mktemp("packaging")
     left_out = shutil.ignore_patterns(
         ".git", ".venv", ".*_cache", ".hypothesis", "*.egg-info", "__pycache__", "build", "dist", "*.jsonl"
