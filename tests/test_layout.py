@@ -14,76 +14,26 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "specbench"
 
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "textsafe", "progress", "shapes"),
-    ("origins",),
-    ("records", "model_defaults"),
-    ("files", "sampling", "measure", "text", "stats", "attention", "checkpoints", "huge_pages"),
-    ("siblings",),
-    ("lengths.acceptance", "lengths.base", "lengths.costs"),
-    (
-        "lengths.auto",
-        "lengths.entropies",
-        "lengths.outcomes",
-        "drafters",
-        "drafters.base",
-        "drafters.options",
-    ),
-    ("lengths.words",),
-    ("lengths",),
-    ("accept", "caches", "packing", "gguf_files", "hub"),
-    ("builtin", "short_passes", "static_passes"),
-    ("scorer",),
-    (
-        "models",
-        "bitexact",
-        "parity",
-        "drafters.lookup",
-        "drafters.ngram",
-        "drafters.model",
-        "drafters.layers",
-    ),
-    ("drafters.cascade", "drafters.choices"),
-    ("decode", "metrics", "loading"),
-    ("generate",),
-    ("store", "environment", "prompts", "trace", "calibrate"),
-    ("grid", "tables"),
-    ("advice", "compare", "plots", "engine", "estimate", "runs"),
-    ("answer",),
-    ("report", "sweep", "pairs"),
-    ("check", "check.chisquare", "check.exact", "check.observe", "check.deviation"),
-    ("check.invariants", "check.memo", "check.outputs"),
-    ("check.greedy", "check.sampled"),
-    ("check.reference", "check.results"),
-    ("check.render", "check.run"),
-    (
-        "cli.named_runs",
-        "cli.options",
-        "cli.progress",
-        "cli.rule",
-        "cli.signals",
-        "cli.summary",
-        "cli.watchers",
-        "cli.sweep_display",
-    ),
-    (
-        "cli.calibrate",
-        "cli.check",
-        "cli.compare",
-        "cli.drafters",
-        "cli.generate",
-        "cli.plot",
-        "cli.report",
-        "cli.sweep",
-        "cli.trace",
-    ),
-    ("cli",),
-    ("__main__",),
+FOLDERS = (
+    "_version errors progress textsafe shapes",
+    "files",
+    "specs",
+    "decoding",
+    "lengths",
+    "backends",
+    "drafters",
+    "models",
+    "generate",
+    "results",
+    "bench",
+    "show",
+    "check",
+    "tune",
+    "cli",
+    "__main__",
 )
-"""From the bottom to the top. A module imports from the layers below its own, never from its own or from above."""
-
-RENDERERS = ("stats", "store", "tables", "plots", "trace", "compare", "answer", "report")
-"""What reads files and records: a table of old results needs no torch."""
+"""From the ground up. What stands in a row imports from the rows below its own, and a folder's files from each other
+as long as no circle arises."""
 
 HEAVY = {
     "torch",
@@ -109,22 +59,23 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def statements(node: ast.AST, *, nested: bool) -> Iterator[ast.AST]:
-    """What runs: all below ``node`` but for TYPE_CHECKING blocks, and without ``nested`` for functions too."""
+def statements(node: ast.AST, *, nested: bool, checked: bool = False) -> Iterator[ast.AST]:
+    """All below ``node``; without ``nested`` not what stands in functions, without ``checked`` not what only a type
+    checker reads."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if not checked and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         if not nested and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         yield child
-        yield from statements(child, nested=nested)
+        yield from statements(child, nested=nested, checked=checked)
 
 
 @cache
-def imports(name: str, *, nested: bool = True) -> frozenset[str]:
+def imports(name: str, *, nested: bool = True, checked: bool = False) -> frozenset[str]:
     """What a module imports: other modules of the package as ``specbench.x``, everything else by its first name."""
     found = set()
-    for statement in statements(modules()[name], nested=nested):
+    for statement in statements(modules()[name], nested=nested, checked=checked):
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
@@ -158,22 +109,35 @@ def closure(name: str, *, nested: bool) -> set[str]:
 
 
 def rank(name: str) -> int:
-    return next(i for i, layer in enumerate(LAYERS) if name in layer)
+    return next(i for i, row in enumerate(FOLDERS) if name.split(".")[0] in row.split())
 
 
 def test_every_module_has_one_place() -> None:
-    places = [name for layer in LAYERS for name in layer]
+    places = " ".join(FOLDERS).split()
     assert len(places) == len(set(places))
-    assert set(modules()) - {""} <= set(places), "give the new module a place in LAYERS"
+    assert {name.split(".")[0] for name in modules()} - {""} == set(places), (
+        "give the new folder a row in FOLDERS"
+    )
 
 
 def test_imports_go_one_way() -> None:
+    """Those for a type checker too: what a module has to know of another is a dependency, run or not."""
     for name in sorted(modules()):
         if name == "":
             continue  # the package hands out names of all layers, and imports them when they are first asked for
-        for imported in sorted(own(imports(name))):
+        for imported in sorted(own(imports(name, checked=True))):
             assert imported, f"{name} imports from the package itself; import from the module that defines it"
-            assert rank(imported) < rank(name), f"{name} imports {imported}, which does not stand below it"
+            same = name.split(".")[0] == imported.split(".")[0]
+            assert same or rank(imported) < rank(name), (
+                f"{name} imports {imported}, which does not stand below it"
+            )
+
+
+def test_no_circles() -> None:
+    left = {name: own(imports(name, checked=True)) - {""} for name in modules() if name}
+    while free := {name for name, needed in left.items() if not needed & left.keys()}:
+        left = {name: needed for name, needed in left.items() if name not in free}
+    assert not left, "these import each other in a circle, or something in one"
 
 
 def test_the_package_itself_imports_nothing() -> None:
@@ -181,8 +145,8 @@ def test_the_package_itself_imports_nothing() -> None:
     assert not closure("", nested=True) & HEAVY
 
 
-@pytest.mark.parametrize("name", [name for name in RENDERERS if name in modules()])
-def test_renderers_need_no_torch(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in modules() if name.split(".")[0] in ("results", "show")])
+def test_a_table_of_old_results_needs_no_torch(name: str) -> None:
     assert not closure(name, nested=True) & {"torch", "transformers"}
 
 
