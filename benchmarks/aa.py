@@ -6,8 +6,8 @@
 
 Each sweep decodes 8 other prompts × 32 tokens × 3 repeats with four configurations: plain decoding, a configuration X,
 X again under another id, and X with a pause behind every step that makes the step 10% longer. It is run by
-`specbench.sweep.run_sweep` and judged by `specbench.compare.compare_configs`, so what is tested is what `specbench
-compare` says. Goals: the 95% interval of X against itself covers 1 in at least 17 of 20 sweeps, and the slowed X is
+`run_sweep` and judged by `compare_configs`, so what is tested is what `specbench compare` says. Goals: the 95%
+interval of X against itself covers 1 in at least 17 of 20 sweeps, and the slowed X is
 called slower in at least 18. Ends with one line of JSON; exit code 1 if a goal is missed, 3 if sweeps are left to do.
 """
 
@@ -27,25 +27,24 @@ from typing import TYPE_CHECKING, Any
 
 from parts import Parts, busy_core
 
-from specbench.compare import compare_configs
-from specbench.engine import Costs, Engine, EngineOptions, ModelEngine, Outcome, load_engine
-from specbench.environment import describe_environment
+from specbench.bench.engines.own import Costs, Engine, EngineOptions, ModelEngine, Outcome, load_engine
+from specbench.bench.environment import describe_environment
+from specbench.bench.grid import Config, Sweep, SweepOptions
+from specbench.bench.manifest import describe_run
+from specbench.bench.prompts import Prompt, load_prompts
+from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.errors import RunError
-from specbench.grid import Config, Sweep, SweepOptions
-from specbench.prompts import Prompt, load_prompts
-from specbench.runs import describe_run
-from specbench.stats import Estimate, verdict
-from specbench.store import RunStore, load_results
-from specbench.sweep import CellDone, Event, run_sweep
-from specbench.tables import ratio_text
+from specbench.results.stats import Estimate, verdict
+from specbench.results.store import RunStore, load_results
+from specbench.show.compare import compare_configs
+from specbench.show.tables import ratio_text
 
 if TYPE_CHECKING:
     import torch
 
-    from specbench.drafters.base import Draft, Drafter
-    from specbench.lengths import LengthPolicy
-    from specbench.parity import Difference
-    from specbench.sampling import Randomness, Sampling
+    from specbench.backends.torch.parity import Difference
+    from specbench.decoding.protocols import Draft, Drafter, LengthPolicy
+    from specbench.decoding.sampling import Randomness, Sampling
 
 PLAIN, X, ITSELF, SLOWED = "plain", "x", "itself", "slowed"
 COVERED, SLOWER = 17 / 20, 18 / 20

@@ -31,14 +31,14 @@ import transformers
 from transformers import GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from specbench.caches import CacheKind, make_cache
-from specbench.checkpoints import check_config
-from specbench.drafters.base import Draft
+from specbench.backends.torch.caches import CacheKind, make_cache
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Draft
 from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
-from specbench.loading import Target, load_drafter, wrap_target
-from specbench.scorer import Scorer
+from specbench.models.checkpoints import check_config
+from specbench.models.prepare import Target, load_drafter, wrap_target
 
 VOCABULARY, WINDOW, PROMPT, NEW = 64, 8, 24, 40
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated")

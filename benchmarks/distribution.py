@@ -24,17 +24,17 @@ import torch
 from scipy.stats import chi2, ncx2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specbench.caches import CacheKind
-from specbench.decode import decode_steps
-from specbench.drafters.base import Drafter
+from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.kernels.linear import first_layers, int8_copy
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Drafter
+from specbench.decoding.records import Prefill
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.lengths import FixedLength
-from specbench.packing import first_layers, int8_copy
-from specbench.records import Prefill
-from specbench.sampling import Randomness, Sampling
-from specbench.scorer import Scorer
 
 VOCAB, NEW, GAMMA = 8, 3, 2
 PROMPT = [1, 5, 2, 7, 1, 5, 2]

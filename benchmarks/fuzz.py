@@ -37,16 +37,23 @@ from transformers import GenerationConfig
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from tiny import tiny_tokenizer
 
-from specbench.bitexact import why_not_bit_exact
+from specbench.backends.torch.bitexact import why_not_bit_exact
+from specbench.backends.torch.parity import find_difference
+from specbench.decoding.records import Step
+from specbench.decoding.sampling import Sampling
 from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.lengths import build_policy
-from specbench.loading import Target, join_cascade, load_drafter, load_target, wrap_drafter, wrap_target
-from specbench.models import LoadOptions, wrap_model
-from specbench.parity import find_difference
+from specbench.models.load import LoadOptions, wrap_model
+from specbench.models.prepare import (
+    Target,
+    join_cascade,
+    load_drafter,
+    load_target,
+    wrap_drafter,
+    wrap_target,
+)
 from specbench.progress import quiet_transformers
-from specbench.records import Step
-from specbench.sampling import Sampling
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = (

@@ -23,9 +23,9 @@ from unittest.mock import patch
 import parts  # noqa: F401 - before torch
 import torch
 
-from specbench.huge_pages import huge_page_setting
-from specbench.loading import LoadOptions, load_drafter, load_target
-from specbench.scorer import Scorer
+from specbench.backends.torch.kernels.huge_pages import huge_page_setting
+from specbench.backends.torch.scorer import Scorer
+from specbench.models.prepare import LoadOptions, load_drafter, load_target
 
 CONTEXT = 256
 
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 5, 9])
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    with patch("specbench.packing.in_huge_pages", nullcontext):
+    with patch("specbench.backends.torch.kernels.linear.in_huge_pages", nullcontext):
         small = scorers(given)
     ordinary = in_huge_pages_gb()
     huge = scorers(given)

@@ -1,4 +1,4 @@
-"""How often the 95% intervals of specbench.stats hold the truth, by simulation.
+"""How often the 95% intervals of specbench.results.stats hold the truth, by simulation.
 
 Log speedups of prompts and of repeated runs are drawn from normal, skewed and heavy-tailed families; intervals for the
 geometric mean over prompts are made as a sweep makes them (the method "used") and, for comparison, by Student's t, by
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats as distributions
 
-from specbench.stats import geometric_mean, pooled_speedup
+from specbench.results.stats import geometric_mean, pooled_speedup
 
 Floats = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Floats]
@@ -76,7 +76,7 @@ def simulate(draw: Draw, effect: float, prompts: int, trials: int, rng: np.rando
 
 
 def used(logs: Floats) -> float:
-    """Coverage of what specbench.stats reports."""
+    """Coverage of what specbench.results.stats reports."""
     trials, prompts, repeats = logs.shape
     names, rounds = np.repeat(np.arange(prompts), repeats), np.tile(np.arange(repeats), prompts)
     # One too wide to be given is as good as infinite.

@@ -33,7 +33,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
 
 def main() -> int:
     """Run it; the exit code."""
-    from specbench.store import RunStore, load_results
+    from specbench.results.store import RunStore, load_results
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=25)

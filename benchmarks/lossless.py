@@ -17,13 +17,13 @@ import time
 import torch
 from transformers import GenerationConfig
 
+from specbench.backends.torch.parity import find_difference
+from specbench.bench.prompts import load_prompts
+from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.lengths import FixedLength
-from specbench.loading import load_drafter, load_target
-from specbench.models import LoadOptions, load_model
-from specbench.parity import find_difference
-from specbench.prompts import load_prompts
-from specbench.sampling import Greedy
+from specbench.models.load import LoadOptions, load_model
+from specbench.models.prepare import load_drafter, load_target
 
 DRAFTERS = ["none", "lookup", "ngram:top-k=2", "self:int8", "self:layers=10", "smollm2-135m"]
 

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from specbench.errors import SpecbenchError, UsageError
-from specbench.store import load_results
+from specbench.results.store import load_results
 
 Row = Mapping[str, Any]
 Unit = tuple[str, int]
@@ -173,7 +173,7 @@ def study(frame: Any, gamma_max: int | None = None) -> list[dict[str, Any]]:
     """The oracle of every drafter of a greedy sweep, and how close its configurations come.
 
     Args:
-        frame: From ``specbench.store.load_results``, of one run.
+        frame: From ``specbench.results.store.load_results``, of one run.
         gamma_max: The largest γ that the oracle may choose; ``None`` for the longest draft recorded.
 
     Returns:

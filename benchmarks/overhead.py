@@ -25,15 +25,16 @@ from typing import Any
 import parts  # noqa: F401 - before torch
 import torch
 
-from specbench.decode import decode_steps
-from specbench.drafters.base import Drafter, NoDraft
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Drafter
+from specbench.decoding.records import Step
+from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
-from specbench.records import Step
-from specbench.sampling import Randomness, Sampling
-from specbench.text import StopRules
 
 GREEDY_US, GREEDY_SHARE, SAMPLING_SHARE = 100.0, 1.2, 1.5
 SAMPLINGS = {

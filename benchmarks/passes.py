@@ -24,10 +24,10 @@ import parts  # noqa: F401 - before torch
 import torch
 from torch import nn
 
-from specbench.caches import CacheKind
-from specbench.loading import LoadOptions, load_target
-from specbench.packing import Int8Linear, PackedLinear
-from specbench.scorer import Scorer
+from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
+from specbench.backends.torch.scorer import Scorer
+from specbench.models.prepare import LoadOptions, load_target
 
 SHARE, GROWTH = 0.70, 1.25
 BUFFER_BYTES = 1 << 30

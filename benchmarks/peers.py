@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specbench.models import LanguageModel
+from specbench.models.load import LanguageModel
 
 
 class Taken(NamedTuple):

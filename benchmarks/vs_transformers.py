@@ -33,19 +33,19 @@ import torch
 from peers import PEERS, Taken, check_peer, load_peer
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from specbench import stats
+from specbench.backends.torch.parity import find_difference
+from specbench.bench.environment import describe_environment
+from specbench.bench.prompts import Prompt, load_prompts
 from specbench.cli.options import DEFAULT_DRAFTER, DEFAULT_TARGET
-from specbench.environment import describe_environment
+from specbench.decoding.metrics import time_split
+from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.lengths import build_policy, check_policy
-from specbench.loading import Target, load_drafter, load_target
-from specbench.metrics import time_split
-from specbench.models import LoadOptions, load_model
-from specbench.parity import find_difference
+from specbench.models.load import LoadOptions, load_model
+from specbench.models.prepare import Target, load_drafter, load_target
 from specbench.progress import quiet_transformers
-from specbench.prompts import Prompt, load_prompts
-from specbench.sampling import Greedy
-from specbench.tables import ratio_text
+from specbench.results import stats
+from specbench.show.tables import ratio_text
 
 GENERATE, ASSISTED, ASSISTED_5, LOOKUP = (
     "generate", "assisted, defaults", "assisted, 5 and no threshold", "prompt lookup",

@@ -15,30 +15,30 @@ from typing import TYPE_CHECKING, Any
 from specbench._version import __version__
 
 if TYPE_CHECKING:
-    from specbench.caches import prune_legacy
-    from specbench.decode import decode_steps
+    from specbench.backends.torch.caches import prune_legacy
+    from specbench.decoding.loop import decode_steps
+    from specbench.decoding.metrics import summary
+    from specbench.decoding.records import Generation, Prefill, Step
+    from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Sampling, TopK, TopKNucleus
     from specbench.errors import RunError, SpecbenchError, UsageError
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.lengths import FixedLength
-    from specbench.loading import Target, load_drafter, load_target, wrap_drafter, wrap_target
-    from specbench.metrics import summary
-    from specbench.models import LoadOptions
-    from specbench.records import Generation, Prefill, Step
-    from specbench.sampling import Greedy, Multinomial, Nucleus, Sampling, TopK, TopKNucleus
-    from specbench.store import load_results
+    from specbench.models.load import LoadOptions
+    from specbench.models.prepare import Target, load_drafter, load_target, wrap_drafter, wrap_target
+    from specbench.results.store import load_results
 
 _HOMES = {
-    "caches": ("prune_legacy",),
-    "decode": ("decode_steps",),
+    "backends.torch.caches": ("prune_legacy",),
+    "decoding.loop": ("decode_steps",),
     "errors": ("RunError", "SpecbenchError", "UsageError"),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
     "lengths": ("FixedLength",),
-    "loading": ("Target", "load_drafter", "load_target", "wrap_drafter", "wrap_target"),
-    "metrics": ("summary",),
-    "models": ("LoadOptions",),
-    "records": ("Generation", "Prefill", "Step"),
-    "sampling": ("Greedy", "Multinomial", "Nucleus", "Sampling", "TopK", "TopKNucleus"),
-    "store": ("load_results",),
+    "models.prepare": ("Target", "load_drafter", "load_target", "wrap_drafter", "wrap_target"),
+    "decoding.metrics": ("summary",),
+    "models.load": ("LoadOptions",),
+    "decoding.records": ("Generation", "Prefill", "Step"),
+    "decoding.sampling": ("Greedy", "Multinomial", "Nucleus", "Sampling", "TopK", "TopKNucleus"),
+    "results.store": ("load_results",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

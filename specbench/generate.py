@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.decode import decode_steps
-from specbench.drafters.base import Drafter, NoDraft
+from specbench.decoding.clocks import clock_for
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.origins import Origin
+from specbench.decoding.protocols import Drafter, LengthPolicy
+from specbench.decoding.records import Generation, Prefill, Step
+from specbench.decoding.sampling import Greedy, Randomness, Sampling
+from specbench.decoding.stops import LabelledText, StopRules
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.plain import NoDraft
 from specbench.errors import UsageError
-from specbench.lengths import FixedLength, LengthPolicy, build_policy, default_policy
-from specbench.measure import clock_for
-from specbench.origins import Origin
-from specbench.records import Generation, Prefill, Step
-from specbench.sampling import Greedy, Randomness, Sampling
-from specbench.text import LabelledText, StopRules
+from specbench.lengths import FixedLength, build_policy, default_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.loading import Target
+    from specbench.models.prepare import Target
 
 __all__ = ["GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"]
 
@@ -273,7 +274,7 @@ def speculative_generate(
         chat, system: How a text prompt is wrapped, see ``encode_prompt``.
 
     Returns:
-        The output with all of its records; ``specbench.metrics`` reads them.
+        The output with all of its records; ``specbench.decoding.metrics`` reads them.
 
     Raises:
         UsageError: An argument is out of its range, the prompt does not fit the target's context, or the drafter was

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["terminal_safe", "visible"]
+__all__ = ["one_line", "terminal_safe", "visible"]
 
 _MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
 _ASCII_MARKS = {" ": "_", "\n": "\\n", "\t": "\\t"}
@@ -56,6 +56,11 @@ def terminal_safe(text: str, encoding: str = "utf-8") -> str:
     safe = _CONTROLS.sub(lambda found: _escaped(found[0]), text)
     safe = _SURROGATES.sub("\ufffd", safe)
     return safe if _is_unicode(encoding) else _encodable(safe, encoding)
+
+
+def one_line(text: object) -> str:
+    """Text of whatever origin as one printable line."""
+    return " ".join(terminal_safe(str(text)).split())
 
 
 def _is_unicode(encoding: str) -> bool:

@@ -52,7 +52,7 @@ def command(
 def prepare(gguf: Path, place: Path, environment: Mapping[str, str], begin: Any, stop_at: str | None) -> None:
     """Prepare a GGUF file once ``begin`` is set, noting every stage in a file; for ever in ``stop_at``, if given."""
     settle(place, environment, {})
-    from specbench.builtin import prepare_gguf
+    from specbench.models.builtin import prepare_gguf
 
     class Stages:
         def update(self, stage: str, done: int, total: int | None) -> None:
@@ -87,13 +87,13 @@ def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -
     import pandas  # noqa: F401 - with the limit there would be no room for its libraries
     import scipy.stats  # noqa: F401
 
-    from specbench.engine import EngineOptions, load_engine
-    from specbench.grid import Sweep, SweepOptions, build_configs
-    from specbench.models import LoadOptions
-    from specbench.prompts import load_prompts
-    from specbench.runs import describe_run
-    from specbench.store import RunStore
-    from specbench.sweep import run_sweep
+    from specbench.bench.engines.own import EngineOptions, load_engine
+    from specbench.bench.grid import Sweep, SweepOptions, build_configs
+    from specbench.bench.manifest import describe_run
+    from specbench.bench.prompts import load_prompts
+    from specbench.bench.runner import run_sweep
+    from specbench.models.load import LoadOptions
+    from specbench.results.store import RunStore
 
     engine = load_engine(EngineOptions(str(model), ("lookup",), target_options=LoadOptions("float32", "cpu")))
     options = SweepOptions(

@@ -10,7 +10,7 @@ import json
 import sys
 
 from specbench.errors import SpecbenchError
-from specbench.models import LoadOptions, load_model
+from specbench.models.load import LoadOptions, load_model
 
 
 def main() -> None:

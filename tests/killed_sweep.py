@@ -10,9 +10,9 @@ from pathlib import Path
 
 from scripted_engine import ScriptedEngine, describe, make_sweep, prompts
 
-from specbench.grid import Sweep
-from specbench.store import RunStore
-from specbench.sweep import run_sweep
+from specbench.bench.grid import Sweep
+from specbench.bench.runner import run_sweep
+from specbench.results.store import RunStore
 
 
 def sweep(repeats: int = 2) -> Sweep:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from specbench.siblings import Sibling
+from specbench.decoding.protocols import Sibling
 
 Logits = Callable[[Sequence[int]], torch.Tensor]
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.engine import Costs, Outcome
-from specbench.grid import Config, Sweep, SweepOptions, build_configs
-from specbench.prompts import Prompt
-from specbench.records import Step, StepTimes
-from specbench.runs import describe_run
-from specbench.store import RunStore
+from specbench.bench.engines.own import Costs, Outcome
+from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
+from specbench.bench.manifest import describe_run
+from specbench.bench.prompts import Prompt
+from specbench.decoding.records import Step, StepTimes
+from specbench.results.store import RunStore
 
 if TYPE_CHECKING:
-    from specbench.parity import Difference
+    from specbench.backends.torch.parity import Difference
 
 ENVIRONMENT = {
     "cpu": "Test CPU",
@@ -96,7 +96,7 @@ class ScriptedEngine:
     ) -> Difference | None:
         if self.tie is None:
             return None
-        from specbench.parity import (
+        from specbench.backends.torch.parity import (
             Difference,  # imports torch, which a process that is killed has no time for
         )
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from specbench.accept import acceptance_probabilities, expected_acceptance, judge, residual
-from specbench.drafters.base import Draft
+from specbench.decoding.protocols import Draft
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness
+from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, judge, residual
 from specbench.errors import RunError
-from specbench.sampling import Greedy, Multinomial, Randomness
 
 
 def logits_of(*rows: list[float]) -> torch.Tensor:

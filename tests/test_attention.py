@@ -10,8 +10,14 @@ import torch
 from tiny import tiny_llama
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specbench.attention import FOLDED, KEY_BLOCK, LONGEST_PASS, fold_attention, folded_attention
-from specbench.caches import PreallocatedKVCache
+from specbench.backends.torch.caches import PreallocatedKVCache
+from specbench.backends.torch.kernels.attention import (
+    FOLDED,
+    KEY_BLOCK,
+    LONGEST_PASS,
+    fold_attention,
+    folded_attention,
+)
 
 
 class Layer(torch.nn.Module):

@@ -24,14 +24,14 @@ import parts
 import passes
 import vs_transformers
 
-from specbench.drafters.base import NoDraft
-from specbench.engine import Outcome
-from specbench.grid import Config
+from specbench.backends.torch.kernels.linear import pack_linears
+from specbench.bench.engines.own import Outcome
+from specbench.bench.grid import Config
+from specbench.bench.prompts import load_prompts
+from specbench.decoding.sampling import Greedy, Randomness
+from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
-from specbench.packing import pack_linears
-from specbench.prompts import load_prompts
-from specbench.sampling import Greedy, Randomness
-from specbench.store import load_results
+from specbench.results.store import load_results
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -9,14 +9,14 @@ import torch
 from tiny import tiny_llama
 from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from specbench import attention, packing, short_passes
-from specbench.attention import KEY_BLOCK, LONGEST_PASS
-from specbench.bitexact import require_bit_exact, why_not_bit_exact
+from specbench.backends.torch.bitexact import require_bit_exact, why_not_bit_exact
+from specbench.backends.torch.kernels import attention, linear, llama_layers
+from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
+from specbench.backends.torch.kernels.linear import can_pack
+from specbench.backends.torch.scorer import Scorer
 from specbench.errors import UsageError
-from specbench.loading import Target, _prepare_target, default_cache, wrap_target
-from specbench.models import wrap_model
-from specbench.packing import can_pack
-from specbench.scorer import Scorer
+from specbench.models.load import wrap_model
+from specbench.models.prepare import Target, _prepare_target, default_cache, wrap_target
 
 
 def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -90,7 +90,7 @@ def test_an_int8_target_is_bit_exact_or_says_why_not(monkeypatch: pytest.MonkeyP
     assert "preallocated" in (grown.widths_differ or "")
     assert not wrap_target(tiny_llama(), name="tiny").bit_exact
     # Where rows are not rounded, nothing is made of a last bit.
-    monkeypatch.setattr(packing, "_prepack_int8", lambda quantised: None)
+    monkeypatch.setattr(linear, "_prepack_int8", lambda quantised: None)
     coarse = int8_target(tiny_llama())
     assert coarse.scorer.rounding == torch.float32
     assert coarse.widths_differ is None
@@ -112,7 +112,7 @@ def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch: pytest.MonkeyPatch)
         out, weights = attend(module, query, key, value, mask, **arguments)
         return (out * (1 + 1e-6) if mask is None else out), weights
 
-    monkeypatch.setattr(short_passes, "folded_attention", unmasked)
+    monkeypatch.setattr(llama_layers, "folded_attention", unmasked)
     reason = why_not_bit_exact(scorer_of(grouped_llama(2, torch.float32)))
     assert reason is not None
     assert "passes of one" in reason
@@ -122,7 +122,7 @@ def test_a_single_row_in_half_precision_is_never_alone() -> None:
     if not can_pack(torch.bfloat16, "cpu"):
         pytest.skip("no packed layers here")
     weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
-    layer = packing.PackedLinear(weight.bfloat16(), None)
+    layer = linear.PackedLinear(weight.bfloat16(), None)
     rows: list[int] = []
     product = layer._product
     layer._product = lambda x: rows.append(x.shape[-2]) or product(x)  # type: ignore[func-returns-value,assignment,method-assign]
@@ -167,13 +167,13 @@ def test_the_trial_finds_what_depends_on_the_width(monkeypatch: pytest.MonkeyPat
     if not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")
     scorer = scorer_of(tiny_llama())
-    product = packing.PackedLinear.forward
+    product = linear.PackedLinear.forward
 
-    def shaky(layer: packing.PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    def shaky(layer: linear.PackedLinear, x: torch.Tensor) -> torch.Tensor:
         out = product(layer, x)
         return out * (1 + 1e-6) if x.shape[-2] == 5 else out
 
-    monkeypatch.setattr(packing.PackedLinear, "forward", shaky)
+    monkeypatch.setattr(linear.PackedLinear, "forward", shaky)
     reason = why_not_bit_exact(scorer)
     assert reason is not None
     assert "5 tokens" in reason

@@ -22,11 +22,12 @@ import torch
 from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
 from transformers import AutoTokenizer
 
-from specbench import builtin, checkpoints, gguf_files
-from specbench.builtin import BUILTIN_MODELS, BuiltinModel, cache_folder, prepare_builtin, prepare_gguf
 from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.gguf_files import read_gguf_header
-from specbench.models import LoadOptions, load_config, load_model
+from specbench.models import builtin, checkpoints
+from specbench.models import gguf as gguf_files
+from specbench.models.builtin import BUILTIN_MODELS, BuiltinModel, cache_folder, prepare_builtin, prepare_gguf
+from specbench.models.gguf import read_gguf_header
+from specbench.models.load import LoadOptions, load_config, load_model
 
 CPU = LoadOptions(device="cpu")
 
@@ -511,9 +512,7 @@ def test_one_part_of_a_gguf(tmp_path):
 )
 def test_ggufs_that_are_refused_unread(tmp_path, cache, monkeypatch, architecture, says):
     path = write_gguf(tmp_path / "model.gguf", architecture=architecture)
-    monkeypatch.setattr(
-        gguf_files.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
-    )
+    monkeypatch.setattr(gguf.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
     assert says in refusal(load_model, str(path), CPU, kind=UsageError)
     assert left_in(cache) == []
 

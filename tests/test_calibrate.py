@@ -16,26 +16,26 @@ from test_caches import FAMILIES
 from test_caches import USUAL as TINY
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
-from specbench import calibrate as calibration
-from specbench.attention import FOLDED
-from specbench.calibrate import (
+from specbench.backends.torch.kernels.attention import FOLDED
+from specbench.backends.torch.scorer import Scorer
+from specbench.cli import run
+from specbench.decoding.metrics import expected_speedup
+from specbench.decoding.sampling import Greedy, Randomness
+from specbench.drafters.layers import SelfForm, cheaper_form
+from specbench.drafters.model import SelfDrafter
+from specbench.errors import RunError, UsageError
+from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.lengths import FixedLength
+from specbench.models.choices import Choice, ChoiceKey, any_choice, read_choice, write_choice
+from specbench.models.prepare import Target, check_drafter, choice_key, load_drafter, wrap_target
+from specbench.tune import calibrate as calibration
+from specbench.tune.calibrate import (
     Agreement,
     CalibrationSettings,
     Candidate,
     PassCosts,
     calibrate,
 )
-from specbench.cli import run
-from specbench.drafters.choices import Choice, ChoiceKey, any_choice, read_choice, write_choice
-from specbench.drafters.layers import SelfForm, cheaper_form
-from specbench.drafters.model import SelfDrafter
-from specbench.errors import RunError, UsageError
-from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.lengths import FixedLength
-from specbench.loading import Target, check_drafter, choice_key, load_drafter, wrap_target
-from specbench.metrics import expected_speedup
-from specbench.sampling import Greedy, Randomness
-from specbench.scorer import Scorer
 
 PROMPTS = [[5, 17, 200, 33], [7, 8, 9, 10, 11], [41, 3, 41], [60, 61, 62], [90, 12, 90, 12]]
 
@@ -129,7 +129,7 @@ def test_one_pass_drafts_what_a_drafter_would_draft_at_each_place(
     family: str, form: SelfForm, pack: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # FBGEMM's int8 layers round one row a little otherwise than several: with them the pass is an estimate.
-    monkeypatch.setattr("specbench.packing._pack_quick", lambda *_: None)
+    monkeypatch.setattr("specbench.backends.torch.kernels.linear._pack_quick", lambda *_: None)
     target = wrap_target(MODELS[family](), None, pack=pack)
     model = cheaper_form(target.language_model.model, form.kept(4), form.int8)
     tokens = torch.randint(0, 61, (count + 7,), generator=torch.Generator().manual_seed(3)).tolist()

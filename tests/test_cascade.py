@@ -13,10 +13,12 @@ from test_caches import FAMILIES
 from test_exact import SAMPLINGS, largest_gap, loop_distribution, target_distribution
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
-from specbench.caches import CACHE_KINDS, CacheKind
-from specbench.decode import decode_steps
-from specbench.drafters import CASCADE, drafter_word, model_part, split_cascade
-from specbench.drafters.base import Draft
+from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Draft, LengthPolicy
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -28,16 +30,13 @@ from specbench.lengths import (
     EntropyBoundLength,
     EntropyGuidedLength,
     FixedLength,
-    LengthPolicy,
     SvipLength,
     build_policy,
     policy_names,
 )
-from specbench.loading import check_drafter, join_cascade, load_drafter, wrap_drafter, wrap_target
-from specbench.models import LoadOptions
-from specbench.records import Prefill, Step
-from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.scorer import Scorer
+from specbench.models.load import LoadOptions
+from specbench.models.prepare import check_drafter, join_cascade, load_drafter, wrap_drafter, wrap_target
+from specbench.specs.drafters import CASCADE, drafter_word, model_part, split_cascade
 
 VOCAB = 12
 

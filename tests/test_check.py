@@ -14,12 +14,13 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, random_table
 from tiny import tiny_language_model, tiny_llama
 
-import specbench.accept
 import specbench.check.deviation
 import specbench.check.exact
 import specbench.check.invariants
-import specbench.decode
-from specbench.accept import judge
+import specbench.decoding.loop
+import specbench.decoding.verify
+from specbench.backends.torch.parity import find_difference, tie_units
+from specbench.backends.torch.scorer import Scorer
 from specbench.check import chisquare
 from specbench.check.chisquare import Branch, chi_square, freedom, plan_cells, power, runs_needed, share
 from specbench.check.deviation import Columns, clean_rows, deviation, judge_deviations
@@ -33,18 +34,18 @@ from specbench.check.reference import ReferenceSettings, reference_output
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck, estimated_seconds
 from specbench.check.sampled import Candidate, check_exact, choose_contexts, plan_context, sample_context
-from specbench.decode import decode_steps
-from specbench.drafters.base import Draft, NoDraft
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Draft
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.sampling import Greedy, Multinomial, Sampling, TopK
+from specbench.decoding.stops import StopRules
+from specbench.decoding.verify import judge
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
-from specbench.parity import find_difference, tie_units
-from specbench.records import Prefill, Step
-from specbench.sampling import Greedy, Multinomial, Sampling, TopK
-from specbench.scorer import Scorer
-from specbench.text import StopRules
 
 VOCAB, NEW = 8, 12
 PROMPT = (1, 5, 2, 7, 1, 5, 2)
@@ -141,7 +142,7 @@ def test_ends_are_where_they_should_be() -> None:
 
 
 def with_judge(patch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> None:
-    patch.setattr(specbench.decode, "judge", broken)
+    patch.setattr(specbench.decoding.loop, "judge", broken)
 
 
 def test_a_decoder_without_the_residual_adjustment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,13 +174,13 @@ def swapped(draft: Draft, p: torch.Tensor) -> torch.Tensor:
 
 
 def test_p_and_q_swapped_in_the_loop_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specbench.accept, "acceptance_probabilities", swapped)
+    monkeypatch.setattr(specbench.decoding.verify, "acceptance_probabilities", swapped)
     result = result_of(setup_of("model"))
     assert "chance" in violated(result)
 
 
 def test_and_in_the_function_that_everything_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (specbench.accept, specbench.check.exact, specbench.check.invariants):
+    for module in (specbench.decoding.verify, specbench.check.exact, specbench.check.invariants):
         monkeypatch.setattr(module, "acceptance_probabilities", swapped)
     result = result_of(setup_of("model"))
     assert violated(result) == set()
@@ -191,7 +192,7 @@ def test_a_residual_without_the_clamp_is_found(monkeypatch: pytest.MonkeyPatch) 
         assert draft.q is not None
         return (p[i] - draft.q[i]).abs()
 
-    monkeypatch.setattr(specbench.accept, "residual", broken)
+    monkeypatch.setattr(specbench.decoding.verify, "residual", broken)
     assert result_of(setup_of("model")).largest_error > 1e-3
 
 
@@ -435,7 +436,7 @@ def test_the_right_rule_emits_p(zeros: bool) -> None:
     for certain in (False, True):
         draft = Draft([int(row.argmax()) for row in q], q=None if certain else q)
         for i in range(6):
-            closing = specbench.accept.residual(draft, p, i)
+            closing = specbench.decoding.verify.residual(draft, p, i)
             found = emitted(draft, i, acceptance_of_all(draft, p, i), closing)
             assert float(found.sum()) == pytest.approx(1.0)
             assert total_variation(found, p[i]) < 1e-6

@@ -19,17 +19,17 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
-import specbench.checkpoints
-import specbench.decode
+import specbench.decoding.loop
 import specbench.generate
-import specbench.loading
+import specbench.models.checkpoints
+import specbench.models.prepare
 from specbench.cli import run
 from specbench.cli.options import complete_rules
 from specbench.cli.summary import show_summary
 from specbench.cli.watchers import WordWrap
-from specbench.drafters import DRAFTER_WORDS
 from specbench.errors import RunError
 from specbench.lengths import policy_names
+from specbench.specs.drafters import DRAFTER_WORDS
 from specbench.textsafe import terminal_safe
 
 Cli = Callable[..., "Result"]
@@ -82,7 +82,7 @@ def tiny(cli: Cli, folder: Path) -> Cli:
 
 def interrupt_after(records: int, error: BaseException) -> Callable[..., Iterator[Any]]:
     """A decoding loop that breaks off."""
-    whole = specbench.decode.decode_steps
+    whole = specbench.decoding.loop.decode_steps
 
     def broken(*arguments: Any, **options: Any) -> Iterator[Any]:
         for number, record in enumerate(whole(*arguments, **options)):
@@ -197,7 +197,7 @@ def test_repeats_are_asked_for(tiny: Cli) -> None:
 
 
 def test_a_pair_whose_tokens_part_is_found_in_any_repeat(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, runs = specbench.decode.decode_steps, []
+    whole, runs = specbench.decoding.loop.decode_steps, []
 
     def one_wrong_run(*arguments: Any, **options: Any) -> Iterator[Any]:
         runs.append(arguments[2].name)
@@ -334,7 +334,7 @@ def test_sampled_outputs_are_not_called_different(tiny: Cli) -> None:
 
 
 def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = specbench.decode.decode_steps
+    whole = specbench.decoding.loop.decode_steps
 
     def other_tokens(*arguments: Any, **options: Any) -> Iterator[Any]:
         """A loop that is wrong in its fourth token, in plain decoding only."""
@@ -728,7 +728,7 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
         pytest.fail("weights were loaded")
 
     if "--target" not in arguments:
-        monkeypatch.setattr(specbench.loading, "load_model", load_model)
+        monkeypatch.setattr(specbench.models.prepare, "load_model", load_model)
         arguments += ("--target", folder)
     result = cli("generate", "hi", *arguments)
     result.refused(2, fragment)
@@ -748,7 +748,7 @@ def test_more_layers_than_the_target_has_are_refused_before_its_weights_are_load
     def load_model(*_: object, **__: object) -> None:
         pytest.fail("weights were loaded")
 
-    monkeypatch.setattr(specbench.loading, "load_model", load_model)
+    monkeypatch.setattr(specbench.models.prepare, "load_model", load_model)
     tiny("hi", "--drafter", "self:layers=99").refused(
         2, "asks for 99 layers, the target has 2.", "Give 1 to 1."
     )
@@ -813,7 +813,7 @@ def test_a_reply_that_ends_at_once_gets_a_hint(
     with_template: bool,
     said: str,
 ) -> None:
-    whole = specbench.decode.decode_steps
+    whole = specbench.decoding.loop.decode_steps
 
     def ends_at_once(*arguments: Any, **others: Any) -> Iterator[Any]:
         end = min(others["stops"].end_ids)
@@ -882,7 +882,7 @@ def test_encoder_decoder_models(cli: Cli, tiny: Cli, tmp_path: Path) -> None:
 
 
 def test_too_little_memory(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specbench.checkpoints, "available_memory", lambda *_: 1000)
+    monkeypatch.setattr(specbench.models.checkpoints, "available_memory", lambda *_: 1000)
     tiny("hi").refused(1, "Loading tiny takes up to", "narrower dtype")
 
 
@@ -907,7 +907,7 @@ def test_a_mistyped_drafter_is_suggested_without_asking_the_hub(
     tiny: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, meant: str
 ) -> None:
     monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(specbench.loading, "load_target", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(specbench.models.prepare, "load_target", lambda *_, **__: pytest.fail("loaded"))
     tiny("hi", "--drafter", given).refused(2, "There is no drafter", f"Give '{meant}', or")
 
 
@@ -927,7 +927,7 @@ def test_ctrl_c_while_loading(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
     def load_model(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(specbench.loading, "load_model", load_model)
+    monkeypatch.setattr(specbench.models.prepare, "load_model", load_model)
     tiny("hi", "--json").refused(130, "specbench: interrupted.\n")
 
 
@@ -963,7 +963,7 @@ def test_ctrl_c_while_decoding_leaves_a_partial_object(
 
 
 def test_ctrl_c_while_comparing_keeps_the_first_run(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = specbench.decode.decode_steps
+    whole = specbench.decoding.loop.decode_steps
 
     def plain_is_interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
         yield from whole(*arguments, **options)
@@ -1079,7 +1079,7 @@ def test_an_int8_target_keeps_its_output_or_says_that_it_may_not(cli: Cli, folde
 
 
 def test_bit_exact_passes_are_refused_where_they_are_not(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbench.loading.fold_attention", lambda model: False)
+    monkeypatch.setattr("specbench.models.prepare.fold_attention", lambda model: False)
     tiny("--bit-exact", "-n", "3", "Hi").refused(
         2, "Bit-exact passes cannot be had here", "Leave --bit-exact out"
     )

@@ -14,11 +14,11 @@ import pytest
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 import specbench.check.run
-import specbench.decode
+import specbench.decoding.loop
 from specbench.cli import run
-from specbench.decode import decode_steps
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.records import Prefill, Step
 from specbench.generate import encode_prompt
-from specbench.records import Prefill, Step
 
 Check = Callable[..., "Result"]
 
@@ -223,7 +223,7 @@ def test_every_drafter_is_checked_with_every_rule(check: Check, monkeypatch: pyt
 def test_one_wrong_configuration_among_several_is_named(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = specbench.decode.judge
+    judge = specbench.decoding.loop.judge
 
     def off_with_two_drafts(draft: Any, logits: Any, *arguments: Any, **options: Any) -> Any:
         verdict = judge(draft, logits, *arguments, **options)
@@ -231,7 +231,7 @@ def test_one_wrong_configuration_among_several_is_named(
             verdict.tokens[-1] = int(logits[verdict.accepted].argsort()[-2])
         return verdict
 
-    monkeypatch.setattr(specbench.decode, "judge", off_with_two_drafts)
+    monkeypatch.setattr(specbench.decoding.loop, "judge", off_with_two_drafts)
     monkeypatch.setenv("COLUMNS", "100")
     asked = ("--drafter", "self:layers=1", "--gamma", "1,2")
     result = check(*asked)
@@ -335,7 +335,7 @@ def broken(**changed: Any) -> Callable[..., Iterator[Prefill | Step]]:
 
 
 def test_a_broken_decoder_ends_with_1_and_says_where(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = specbench.decode.judge
+    judge = specbench.decoding.loop.judge
 
     def off_by_one(draft: Any, logits: Any, *arguments: Any, **options: Any) -> Any:
         verdict = judge(draft, logits, *arguments, **options)
@@ -343,7 +343,7 @@ def test_a_broken_decoder_ends_with_1_and_says_where(check: Check, monkeypatch: 
             verdict.tokens[-1] = int(logits[verdict.accepted].argsort()[-2])
         return verdict
 
-    monkeypatch.setattr(specbench.decode, "judge", off_by_one)
+    monkeypatch.setattr(specbench.decoding.loop, "judge", off_by_one)
     result = check("--drafter", "self:layers=1")
     assert result.code == 1
     assert rows(result.out)["greedy, plain"] == "wrong"
@@ -438,7 +438,7 @@ def outputs(check: Check, tmp_path: Path) -> Callable[..., Path]:
 def own(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """The target's own greedy output behind "the thing"."""
     from specbench import autoregressive_generate, load_target
-    from specbench.models import LoadOptions
+    from specbench.models.load import LoadOptions
 
     target = load_target(str(folder), LoadOptions(dtype="float32"))
     return list(autoregressive_generate("the thing", target, max_new_tokens=12).token_ids)

@@ -19,18 +19,18 @@ from rich.console import Console
 from scripted_engine import ScriptedEngine, make_sweep, new_store, prompts
 from tiny import save_tiny
 
-import specbench.engine
-import specbench.environment
-import specbench.estimate
-from specbench import tables
-from specbench.answer import find_answers
+import specbench.bench.engines.own
+import specbench.bench.environment
+import specbench.bench.estimate
+from specbench.bench.engines.own import EngineOptions
+from specbench.bench.estimate import estimate_time
+from specbench.bench.runner import Event, run_sweep
 from specbench.cli import run
 from specbench.cli.sweep_display import SweepDisplay, duration, show_answer
-from specbench.engine import EngineOptions
 from specbench.errors import RunError
-from specbench.estimate import estimate_time
-from specbench.store import RunStore, load_results, read_run
-from specbench.sweep import Event, run_sweep
+from specbench.results import frames
+from specbench.results.store import RunStore, load_results, read_run
+from specbench.show.answer import find_answers
 
 Sweep = Callable[..., tuple[int, str, str]]
 
@@ -142,8 +142,8 @@ def test_the_answer_comes_with_a_command_that_works(sweep: Sweep, models: Path, 
     df = load_results(folder)
     (answer,) = find_answers(
         df,
-        tables.summary_frame(df),
-        tables.category_frame(df),
+        frames.summary_frame(df),
+        frames.category_frame(df),
         [
             "sweep",
             "--target",
@@ -181,7 +181,7 @@ def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(
 
 
 def test_a_stopped_sweep_goes_on(sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = specbench.engine.ModelEngine.generate
+    generate = specbench.bench.engines.own.ModelEngine.generate
     calls = 0
 
     def stop(*arguments: Any, **options: Any) -> Any:
@@ -192,7 +192,7 @@ def test_a_stopped_sweep_goes_on(sweep: Sweep, tmp_path: Path, monkeypatch: pyte
         return generate(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(specbench.engine.ModelEngine, "generate", stop)
+        patch.setattr(specbench.bench.engines.own.ModelEngine, "generate", stop)
         code, out, err = sweep()
     assert code == 130
     (folder,) = (tmp_path / "results").iterdir()
@@ -218,7 +218,7 @@ def test_a_stopped_sweep_goes_on(sweep: Sweep, tmp_path: Path, monkeypatch: pyte
 def test_resuming_without_a_run_of_this_sweep_is_refused(
     sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(specbench.engine, "load_engine", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
     refused(sweep("--resume"), 2, "no unfinished run of this sweep in results/. Name", "--out")
     with new_store(tmp_path / "results" / "other", make_sweep()):
         pass
@@ -243,7 +243,7 @@ def test_another_option_set_or_machine_is_refused_until_accepted(
         sweep("--out", out, "--resume", "--gamma", "2,3"), 2, "option gammas: 2 → 2, 3", "--accept-changes"
     )
     with monkeypatch.context() as patch:
-        patch.setattr(specbench.environment, "_cpu_model", lambda: "Another CPU")
+        patch.setattr(specbench.bench.environment, "_cpu_model", lambda: "Another CPU")
         refused(sweep("--out", out, "--resume"), 2, "→ Another CPU", "--accept-changes")
     assert (out / "generations.jsonl").read_bytes() == before
     refused(
@@ -297,7 +297,7 @@ def test_a_drafter_with_other_weights_under_the_same_name_is_not_accepted(
 def test_failures_are_told_and_tried_again(
     sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = specbench.engine.ModelEngine.generate
+    generate = specbench.bench.engines.own.ModelEngine.generate
 
     def fail(self: Any, config: Any, *arguments: Any, **options: Any) -> Any:
         if config.id != "plain":
@@ -305,7 +305,7 @@ def test_failures_are_told_and_tried_again(
         return generate(self, config, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(specbench.engine.ModelEngine, "generate", fail)
+        patch.setattr(specbench.bench.engines.own.ModelEngine, "generate", fail)
         code, _, err = sweep()
     assert code == 1
     (out,) = (tmp_path / "results").iterdir()
@@ -320,7 +320,7 @@ def test_failures_are_told_and_tried_again(
 def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(
     sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(specbench.engine, "load_engine", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
     with new_store(tmp_path / "out", make_sweep()):
         refused(sweep("--out", tmp_path / "out", "--resume"), 2, "Another sweep is writing")
     (tmp_path / "file").write_text("")
@@ -375,7 +375,7 @@ def test_duplicate_prompt_ids(sweep: Sweep, tmp_path: Path) -> None:
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(
     sweep: Sweep, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(specbench.engine, "load_engine", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
     code, out, err = sweep(
         "--dry-run", "--drafter", models / "small", "--gamma", "1..3", "--baseline", "transformers"
     )
@@ -448,14 +448,16 @@ def test_a_dry_run_breaks_no_word_on_a_terminal(sweep: Sweep, monkeypatch: pytes
 def test_on_a_busy_machine_a_dry_run_gives_a_range(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch, load: float | None, said: str
 ) -> None:
-    now = replace(specbench.environment.load_snapshot(), load_average=load, cores=2)
-    monkeypatch.setattr(specbench.environment, "load_snapshot", lambda: now)
-    monkeypatch.setattr(specbench.estimate, "_from_passes", lambda *_: 0.5)  # for each of two configurations
+    now = replace(specbench.bench.environment.load_snapshot(), load_average=load, cores=2)
+    monkeypatch.setattr(specbench.bench.environment, "load_snapshot", lambda: now)
+    monkeypatch.setattr(
+        specbench.bench.estimate, "_from_passes", lambda *_: 0.5
+    )  # for each of two configurations
     assert f"\n{said}" in sweep("--dry-run")[1]
 
 
 def test_the_time_needed_counts_the_warm_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = specbench.environment.describe_environment()
+    environment = specbench.bench.environment.describe_environment()
     write_exact(
         tmp_path / "run",
         {"plain": {"p-1": [10.0]}, "d@1": {"p-1": [20.0]}},

@@ -14,9 +14,11 @@ from exact_runs import write_exact
 from rich.cells import cell_len
 from rich.console import Console
 
-from specbench import stats
 from specbench.cli.compare import compare as command
-from specbench.compare import (
+from specbench.errors import RunError, UsageError
+from specbench.results import stats
+from specbench.results.store import load_results
+from specbench.show.compare import (
     Compared,
     Row,
     compare_configs,
@@ -25,9 +27,7 @@ from specbench.compare import (
     to_json,
     to_markdown,
 )
-from specbench.errors import RunError, UsageError
-from specbench.store import load_results
-from specbench.tables import markdown_text, ratio_text
+from specbench.show.tables import markdown_text, ratio_text
 
 PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
 PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}

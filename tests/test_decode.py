@@ -9,17 +9,18 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, fixed_script, random_table
 from tiny import tiny_language_model, tiny_llama
 
-from specbench.decode import decode_steps
-from specbench.drafters.base import Draft, Drafter, NoDraft
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.metrics import time_split
+from specbench.decoding.protocols import Draft, Drafter
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.plain import NoDraft
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
-from specbench.loading import Target, join_cascade, load_drafter, wrap_drafter, wrap_target
-from specbench.metrics import time_split
-from specbench.records import Prefill, Step
-from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.text import StopRules
+from specbench.models.prepare import Target, join_cascade, load_drafter, wrap_drafter, wrap_target
 
 VOCAB = 12
 PROMPT = [1, 2, 3]

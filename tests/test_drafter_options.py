@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbench.drafters.options import Options, join_spec, split_spec
 from specbench.errors import UsageError
+from specbench.specs.notation import Options, join_spec, split_spec
 
 
 @pytest.mark.parametrize(

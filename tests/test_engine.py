@@ -8,13 +8,13 @@ import torch
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import GenerationConfig
 
-from specbench.engine import EngineOptions, ModelEngine, check_engine, load_engine
+from specbench.bench.engines.own import EngineOptions, ModelEngine, check_engine, load_engine
+from specbench.bench.grid import Config, SweepOptions, build_configs
+from specbench.bench.prompts import Prompt
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate
-from specbench.grid import Config, SweepOptions, build_configs
-from specbench.loading import load_drafter, wrap_drafter, wrap_target
-from specbench.models import LoadOptions
-from specbench.prompts import Prompt
+from specbench.models.load import LoadOptions
+from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 

@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-import specbench.environment as environment
-from specbench.advice import (
+import specbench.bench.environment as environment
+from specbench.bench.environment import (
+    LoadSnapshot,
+    describe_environment,
+    load_snapshot,
+    reset_peak_memory,
+)
+from specbench.decoding.clocks import peak_memory
+from specbench.results.advice import (
     Interval,
     at_start,
     baseline_too_slow,
@@ -23,13 +30,6 @@ from specbench.advice import (
     tokens_differ,
     wide_intervals,
 )
-from specbench.environment import (
-    LoadSnapshot,
-    describe_environment,
-    load_snapshot,
-    reset_peak_memory,
-)
-from specbench.measure import peak_memory
 
 
 def quiet(**changed: object) -> LoadSnapshot:

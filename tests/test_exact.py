@@ -7,15 +7,15 @@ from collections.abc import Callable
 import pytest
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
 
-from specbench.decode import decode_steps
-from specbench.drafters.base import NoDraft
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.records import Prefill
+from specbench.decoding.sampling import Multinomial, Nucleus, Sampling, TopK, TopKNucleus
+from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
-from specbench.records import Prefill
-from specbench.sampling import Multinomial, Nucleus, Sampling, TopK, TopKNucleus
-from specbench.text import StopRules
 
 VOCAB, NEW = 4, 4
 PROMPT = [1, 2, 0, 1, 2]

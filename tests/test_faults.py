@@ -32,11 +32,11 @@ from scripted_engine import ScriptedEngine, make_sweep, new_store
 from test_builtin import BuiltinModel, left_in, refusal, register, write_gguf, write_wheel
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
-from specbench.builtin import prepare_builtin, prepare_gguf
+from specbench.bench.runner import run_sweep
 from specbench.errors import RunError, UsageError
-from specbench.store import load_results, read_run
-from specbench.sweep import run_sweep
-from specbench.trace import read_trace
+from specbench.models.builtin import prepare_builtin, prepare_gguf
+from specbench.results.store import load_results, read_run
+from specbench.show.trace import read_trace
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, limits and mounts of POSIX")
 
@@ -47,8 +47,8 @@ CONTEXT.set_forkserver_preload(
         "torch",
         "transformers",
         "transformers.models.llama.modeling_llama",
-        "specbench.engine",
-        "specbench.loading",
+        "specbench.bench.engines.own",
+        "specbench.models.prepare",
     ]
 )
 PATIENCE_S = 60.0

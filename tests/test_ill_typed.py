@@ -17,17 +17,17 @@ from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, pro
 from test_trace import REJECTION, SUMMARY, event, header, prefill
 from tiny import save_tiny
 
-import specbench.report
-from specbench.compare import compare_configs, compare_runs
-from specbench.engine import Costs
+import specbench.show.report
+from specbench.bench.engines.own import Costs
+from specbench.bench.manifest import changes, merge_runs
+from specbench.bench.runner import run_sweep
 from specbench.errors import SpecbenchError
 from specbench.generate import autoregressive_generate
-from specbench.loading import load_target
-from specbench.report import make_report, to_html, to_markdown
-from specbench.runs import changes, merge_runs
-from specbench.store import RunStore, load_results
-from specbench.sweep import run_sweep
-from specbench.trace import TraceView, parse_trace
+from specbench.models.prepare import load_target
+from specbench.results.store import RunStore, load_results
+from specbench.show.compare import compare_configs, compare_runs
+from specbench.show.report import make_report, to_html, to_markdown
+from specbench.show.trace import TraceView, parse_trace
 
 WRONG = (None, "x", ["x"], {"x": 1}, True, -1.5, 10**400, 1e308, math.nan)
 MISSING = type("Missing", (), {"__repr__": lambda self: "(missing)"})()
@@ -90,7 +90,7 @@ SWEEP = make_sweep(prompts(1, 1), gammas=(2,))
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
     """The folder of a run with everything that a run can hold."""
-    monkeypatch.setattr(specbench.report, "_pictures", lambda df, folder: ([], {}))
+    monkeypatch.setattr(specbench.show.report, "_pictures", lambda df, folder: ([], {}))
     with new_store(tmp_path / "run", SWEEP) as store:
         run_sweep(SWEEP, store, ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=False))
         store.update(

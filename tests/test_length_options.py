@@ -16,11 +16,14 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
 import specbench.drafters.model
 import specbench.generate
+from specbench.bench.engines.own import ModelEngine, Outcome
+from specbench.bench.grid import Config, SweepOptions, build_configs, parse_policies
+from specbench.bench.manifest import changes
+from specbench.bench.runner import _figures
 from specbench.cli import run
-from specbench.engine import ModelEngine, Outcome
+from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate
-from specbench.grid import Config, SweepOptions, build_configs, parse_policies
 from specbench.lengths import (
     POLICY_WORDS,
     PolicyWord,
@@ -32,11 +35,8 @@ from specbench.lengths import (
     read_costs,
     read_policy,
 )
-from specbench.loading import load_drafter, wrap_drafter, wrap_target
-from specbench.records import LONGEST_DRAFT
-from specbench.runs import changes
-from specbench.store import load_results, read_run
-from specbench.sweep import _figures
+from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
+from specbench.results.store import load_results, read_run
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 READING = ("egag", "entropy-bound", "svip")
@@ -447,7 +447,7 @@ def test_generate_refuses_what_the_rule_does_not_read(
     def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("weights are loaded before the options are checked")
 
-    monkeypatch.setattr("specbench.loading.load_target", unwanted)
+    monkeypatch.setattr("specbench.models.prepare.load_target", unwanted)
     refused(call("generate", "the thing", "--drafter", "lookup", *arguments), *fragments)
 
 

@@ -17,8 +17,11 @@ import pytest
 import torch
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, fixed_script, random_table
 
-from specbench.decode import decode_steps
-from specbench.drafters.base import Draft
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Draft, LengthPolicy
+from specbench.decoding.records import Prefill, Step, StepTimes
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.stops import StopRules
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -33,7 +36,6 @@ from specbench.lengths import (
     FixedLength,
     HeuristicLength,
     KeptState,
-    LengthPolicy,
     SvipLength,
     build_policy,
     check_policy,
@@ -45,9 +47,6 @@ from specbench.lengths.acceptance import OnlineLogistic, log_odds
 from specbench.lengths.base import WithSiblings, confidence, entropy, is_free, normalised_entropy
 from specbench.lengths.costs import GivenCosts, MeasuredCosts
 from specbench.lengths.outcomes import best_threshold
-from specbench.records import Prefill, Step, StepTimes
-from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.text import StopRules
 
 VOCAB = 3
 PROMPT = [1, 2, 0, 1, 2]

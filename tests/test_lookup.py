@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.drafters.base import Draft
+from specbench.decoding.protocols import Draft
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
-from specbench.drafters.options import split_spec
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength
-from specbench.sampling import Randomness, Sampling
+from specbench.specs.notation import split_spec
 
 
 def draft(drafter: LookupDrafter, context: Sequence[int], room: int = 100, gamma: int = 5) -> Draft:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specbench.metrics import (
+from specbench.decoding.metrics import (
     PositionRate,
     acceptance_by_position,
     acceptance_rate,
@@ -19,7 +19,7 @@ from specbench.metrics import (
     tokens_per_second,
     tokens_per_step,
 )
-from specbench.records import Generation, Prefill, Step, StepTimes
+from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 
 TIMES = StepTimes(
     draft_s=1.0, verify_s=2.0, accept_s=0.25, rollback_s=0.5, other_s=0.125, draft_prefill_s=0.75

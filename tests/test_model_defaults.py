@@ -15,13 +15,13 @@ from specbench.check.observe import DecodingSetup
 from specbench.check.reference import ReferenceSettings, reference_output
 from specbench.check.sampled import check_exact
 from specbench.cli import run
+from specbench.decoding.model_defaults import ModelDefaults
+from specbench.decoding.sampling import Sampling
 from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.lengths import FixedLength, build_policy
-from specbench.loading import load_drafter, wrap_target
-from specbench.model_defaults import ModelDefaults
-from specbench.models import wrap_model
-from specbench.sampling import Sampling
+from specbench.models.load import wrap_model
+from specbench.models.prepare import load_drafter, wrap_target
 
 PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 24
 

@@ -34,11 +34,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from specbench import checkpoints, models
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.loading import wrap_drafter, wrap_target
-from specbench.models import (
+from specbench.models import checkpoints, load
+from specbench.models.load import (
     LoadOptions,
     ModelSpec,
     check_compatible,
@@ -49,6 +48,7 @@ from specbench.models import (
     parse_model_spec,
     wrap_model,
 )
+from specbench.models.prepare import wrap_drafter, wrap_target
 
 CPU = LoadOptions(device="cpu")
 
@@ -171,7 +171,7 @@ def test_devices_this_machine_lacks(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert "cuda:0 is not available" in refusal(check_options, LoadOptions(device="cuda:0"), kind=UsageError)
     assert "mps is not available" in refusal(check_options, LoadOptions(device="mps"), kind=UsageError)
-    assert models.resolve_device("auto") == torch.device("cpu")
+    assert load.resolve_device("auto") == torch.device("cpu")
 
 
 def test_a_gpu_that_is_not_there(monkeypatch):
@@ -179,8 +179,8 @@ def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert "out of range" in refusal(check_options, LoadOptions(device="cuda:2"), kind=UsageError)
-    assert models.resolve_device("cuda:0") == torch.device("cuda", 0)
-    assert models.resolve_device("auto") == models.resolve_device("cuda") == torch.device("cuda", 1)
+    assert load.resolve_device("cuda:0") == torch.device("cuda", 0)
+    assert load.resolve_device("auto") == load.resolve_device("cuda") == torch.device("cuda", 1)
 
 
 def test_device_and_device_map_exclude_each_other():
@@ -237,7 +237,7 @@ def test_options_default_to_a_device_and_dtype_there_are(folder):
 @pytest.mark.parametrize("asked", ["auto", "int8"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, asked, native):
-    monkeypatch.setattr(models, "cpu_computes_bfloat16", lambda: native)
+    monkeypatch.setattr(load, "cpu_computes_bfloat16", lambda: native)
     save_tiny(tmp_path / "m", dtype=stored)
     loaded = load_model(str(tmp_path / "m"), LoadOptions(dtype=asked, device="cpu"), tokenizer=False)
     half = native and stored is not torch.float32
@@ -253,7 +253,7 @@ def test_an_explicit_dtype_is_taken(folder, dtype):
 
 
 def test_the_dtype_is_read_from_the_weights_when_the_config_is_silent(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "cpu_computes_bfloat16", lambda: True)
+    monkeypatch.setattr(load, "cpu_computes_bfloat16", lambda: True)
     folder = save_tiny(tmp_path / "m", dtype=torch.bfloat16)
     edit_config(folder, dtype=None)
     assert load_model(str(folder), CPU, tokenizer=False).dtype == "bfloat16"
@@ -595,8 +595,8 @@ def test_the_fingerprint_tells_weights_and_nothing_else_apart(folder, tmp_path):
 
 
 def test_no_context_limit_where_the_config_sets_none():
-    config = models.PreTrainedConfig()
-    assert models._context_limit(config) is None
+    config = load.PreTrainedConfig()
+    assert load._context_limit(config) is None
     assert tiny_language_model(context=64).context_limit == 64
 
 
@@ -618,8 +618,8 @@ YARN, LLAMA3 = {"rope_type": "yarn", "factor": 4.0}, {"low_freq_factor": 1.0, "h
 )
 def test_a_context_is_as_long_as_its_scaling_makes_it(rope, limit):
     config = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
-    assert models._context_limit(LlamaConfig(**config, rope_scaling=dict(rope))) == limit
-    assert models._context_limit(LlamaConfig(**config, rope_parameters=dict(rope))) == limit
+    assert load._context_limit(LlamaConfig(**config, rope_scaling=dict(rope))) == limit
+    assert load._context_limit(LlamaConfig(**config, rope_parameters=dict(rope))) == limit
 
 
 def test_a_scaling_of_one_type_of_layers_counts():
@@ -630,7 +630,7 @@ def test_a_scaling_of_one_type_of_layers_counts():
         max_position_embeddings=64,
         rope_parameters={"sliding_attention": plain, "full_attention": YARN | {"rope_theta": 10000.0}},
     )
-    assert models._context_limit(config) == 256
+    assert load._context_limit(config) == 256
 
 
 def test_end_ids_come_from_everywhere():
@@ -826,7 +826,7 @@ def test_a_hub_model_with_only_pickled_weights(monkeypatch, folder):
 
 
 def test_the_hub_clients_bar_reports():
-    from specbench.hub import _reporting_bar
+    from specbench.models.hub import _reporting_bar
 
     seen: list[tuple[str, int, int | None]] = []
     progress: Any = SimpleNamespace(update=lambda *step: seen.append(step))

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.drafters.base import Draft, Drafter
+from specbench.decoding.protocols import Draft, Drafter
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.options import split_spec
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength
-from specbench.sampling import Randomness, Sampling
+from specbench.specs.notation import split_spec
 
 GREEDY = Sampling()
 SAMPLING = Sampling(temperature=0.7, top_k=1)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import oracle
 
-from specbench.store import load_results
+from specbench.results.store import load_results
 
 DRAFT_S, FIRST = 0.25, 1
 WISE = "d@99"

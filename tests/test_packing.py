@@ -13,10 +13,8 @@ import transformers as hf
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
-from specbench import packing
-from specbench.errors import UsageError
-from specbench.loading import wrap_target
-from specbench.packing import (
+from specbench.backends.torch.kernels import linear as module
+from specbench.backends.torch.kernels.linear import (
     Int8Linear,
     PackedLinear,
     can_pack,
@@ -25,6 +23,8 @@ from specbench.packing import (
     pack_linears,
     quantise_linears,
 )
+from specbench.errors import UsageError
+from specbench.models.prepare import wrap_target
 
 VOCAB = 61
 USUAL: dict[str, Any] = {
@@ -80,7 +80,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.fixture(params=["packed", "fallback"])
 def _with_and_without_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "fallback":
-        monkeypatch.setattr(packing, "_prepack_int8", lambda quantised: None)
+        monkeypatch.setattr(module, "_prepack_int8", lambda quantised: None)
 
 
 # -- packed layers --------------------------------------------------------------------------------
@@ -148,13 +148,13 @@ def test_a_layer_is_gone_before_the_next_is_replaced(
     model: Any = nn.Sequential(*(linear(8, 8, False) for _ in range(4)))
     weights = [weakref.ref(layer.weight) for layer in model]
     there: list[int] = []
-    build = packing._build
+    build = module._build
 
     def counted(*arguments: Any) -> list[nn.Module]:
         there.append(sum(weight() is not None for weight in weights))
         return build(*arguments)
 
-    monkeypatch.setattr(packing, "_build", counted)
+    monkeypatch.setattr(module, "_build", counted)
     if replace is pack_linears and not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")
     assert replace(model)
@@ -163,10 +163,10 @@ def test_a_layer_is_gone_before_the_next_is_replaced(
 
 def test_rows_are_quantised_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_rows(10, 7)
-    quantised, scales = packing._quantise(weight)
+    quantised, scales = module._quantise(weight)
     assert torch.equal(quantised, (weight / scales[:, None]).round().to(torch.int8))
-    monkeypatch.setattr(packing, "_ROWS_AT_ONCE", 4)
-    assert all(map(torch.equal, packing._quantise(weight), (quantised, scales)))
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
+    assert all(map(torch.equal, module._quantise(weight), (quantised, scales)))
 
 
 @needs_packing
@@ -252,7 +252,7 @@ def test_a_layer_whose_forward_was_replaced_is_left_alone() -> None:
 
 
 def test_without_the_operators_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "can_pack", lambda dtype, device: False)
+    monkeypatch.setattr(module, "can_pack", lambda dtype, device: False)
     model = llama()
     expected = logits(model)
     assert not pack_linears(model)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from specbench.environment import LoadSnapshot, load_snapshot
-from specbench.pairs import LEAST, MOST, Explanation, Pairs, explain, unexplained
-from specbench.records import Generation, Prefill, Step, StepTimes
+from specbench.bench.pairs import LEAST, MOST, Explanation, Pairs, explain, unexplained
+from specbench.decoding.records import Generation, Prefill, Step, StepTimes
+from specbench.results.load import LoadSnapshot, load_snapshot
 
 DRAFTS = 4
 

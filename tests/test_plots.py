@@ -19,10 +19,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from synthetic_runs import DRAFTERS, Drafter, write_run
 
-from specbench import plots, tables
 from specbench.cli import run as command
 from specbench.errors import RunError, UsageError
-from specbench.store import load_results
+from specbench.results import frames
+from specbench.results.store import load_results
+from specbench.show import plots
 
 LONG = Drafter("an-organisation/with-a-rather-long-model-name-$1B$_{x}-[red]-Int4", 0.7, 0.3)
 
@@ -45,7 +46,7 @@ def drawn(df: pd.DataFrame) -> plots.Drawn:
 
 @pytest.fixture(scope="module")
 def summary(df: pd.DataFrame) -> pd.DataFrame:
-    return tables.summary_frame(df).set_index("config")
+    return frames.summary_frame(df).set_index("config")
 
 
 RULES = ("auto", "egag", "confidence", "confidence:adapt", "entropy-bound", "svip", "heuristic")
@@ -161,7 +162,7 @@ class TestContent:
         self, df: pd.DataFrame, drawn: plots.Drawn
     ) -> None:
         shown = texts(drawn.figures["categories"])
-        frame = tables.category_frame(df)
+        frame = frames.category_frame(df)
         image = drawn.figures["categories"].axes[0].images[0].get_array()
         assert np.exp(np.asarray(image).ravel()) == pytest.approx(
             frame.pivot(index="config", columns="category", values="speedup")
@@ -175,7 +176,7 @@ class TestContent:
         self, df: pd.DataFrame, drawn: plots.Drawn, summary: pd.DataFrame
     ) -> None:
         fastest = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "speedup"].idxmax()
-        frame = tables.accepted_frame(df)
+        frame = frames.accepted_frame(df)
         expected = frame.loc[frame["config"] == fastest, "share"].tolist()
         axes = drawn.figures["accepted-length"].axes[1]
         assert [bar.get_height() for bar in axes.patches] == pytest.approx(expected)
@@ -184,7 +185,7 @@ class TestContent:
     def test_one_generation_with_the_notes_of_its_rule(self, df: pd.DataFrame, drawn: plots.Drawn) -> None:
         upper, lower = drawn.figures["generation"].axes
         mine = df[df["config"] == "egag"]
-        usual = tables.summary_frame(df).set_index("config")["tokens_per_step"].loc["egag"]
+        usual = frames.summary_frame(df).set_index("config")["tokens_per_step"].loc["egag"]
         row = mine.iloc[np.argmin([abs(np.mean(emitted) - usual) for emitted in mine["steps_emitted"]])]
         drafted = next(patch for patch in upper.patches if not patch.get_fill()).get_data()
         assert drafted.values.tolist() == row["steps_drafted"].tolist()
@@ -232,7 +233,7 @@ class TestContent:
     def test_without_notes_the_fastest_configuration_is_shown(self, tiny: Path) -> None:
         df = load_results(tiny)
         figure = plots.draw_figures(df, ["generation"]).figures["generation"]
-        fastest = tables.summary_frame(df).set_index("config")["speedup"].drop("plain").idxmax()
+        fastest = frames.summary_frame(df).set_index("config")["speedup"].drop("plain").idxmax()
         assert len(figure.axes) == 1
         assert f"γ={fastest[-1]}" in texts(figure)
 
@@ -353,7 +354,8 @@ class TestLooks:
 
     def test_no_state_of_pyplot(self, big: Path) -> None:
         code = (
-            "import sys; from specbench.plots import draw_figures; from specbench.store import load_results;"
+            "import sys; from specbench.show.plots import draw_figures;"
+            "from specbench.results.store import load_results;"
             f"draw_figures(load_results({str(big)!r}), ['speedup']); print('matplotlib.pyplot' in sys.modules)"
         )
         child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -421,7 +423,7 @@ class TestSmallAndOdd:
         slow = Drafter("slow", 0.3, 0.5)  # fastest with the least γ
         options: dict[str, Any] = {"drafters": (slow,), "categories": ("chat",), "tokens": 32}
         df = load_results(write_run(tmp_path / "several", gammas=(1, 2, 4), **options))
-        assert tables.summary_frame(df).set_index("config")["speedup"].drop("plain").idxmax() == "slow-g1"
+        assert frames.summary_frame(df).set_index("config")["speedup"].drop("plain").idxmax() == "slow-g1"
         drawn = plots.draw_figures(df, ["accepted-length", "generation"])
         assert "γ = 2" in texts(drawn.figures["accepted-length"])
         assert "slow γ=2" in caption(drawn.figures["generation"])

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbench import prompts as module
+from specbench.bench import prompts as module
+from specbench.bench.prompts import Prompt, load_prompts, prompt_sets, read_prompt_text
 from specbench.errors import RunError, UsageError
-from specbench.prompts import Prompt, load_prompts, prompt_sets, read_prompt_text
 
 ROOT = Path(__file__).parent.parent
 SINGLE_TURN = {
@@ -137,7 +137,7 @@ def test_the_packages_of_the_build_are_all_there_are() -> None:
 LIST_SETS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import specbench, specbench.prompts as prompts
+import specbench, specbench.bench.prompts as prompts
 assert specbench.__file__.startswith(sys.argv[1]), specbench.__file__
 assert len(prompts.load_prompts(["all"])) == sum(prompts.prompt_sets().values())
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
@@ -191,7 +191,9 @@ def test_an_installation_without_the_sets_says_so(tmp_path: Path) -> None:
     shutil.copytree(
         ROOT / "specbench", tmp_path / "specbench", ignore=shutil.ignore_patterns("_*_", "_prompts")
     )
-    command = "import sys; sys.path.insert(0, '.'); import specbench.prompts as p\ntry:\n  p.prompt_sets()\n"
+    command = (
+        "import sys; sys.path.insert(0, '.'); import specbench.bench.prompts as p\ntry:\n  p.prompt_sets()\n"
+    )
     command += "except p.RunError as error:\n  print(error)"
     answer = subprocess.run(
         [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -24,20 +24,21 @@ from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes
 from tiny import tiny_tokenizer
 from tokenizers import processors
 
-from specbench.accept import acceptance_probabilities, expected_acceptance, judge, residual
-from specbench.caches import CacheKind
-from specbench.decode import decode_steps
-from specbench.drafters.base import Draft, NoDraft
+from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Draft
+from specbench.decoding.records import Prefill, Step, StepTimes
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.stops import StopRules
+from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, judge, residual
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.plain import NoDraft
 from specbench.errors import RunError
 from specbench.generate import encode_prompt
 from specbench.lengths import FixedLength, build_policy
-from specbench.records import Prefill, Step, StepTimes
-from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.scorer import Scorer
-from specbench.text import StopRules
 
 INFINITY = math.inf
 

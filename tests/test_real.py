@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from specbench.bench.prompts import load_prompts
+from specbench.decoding.sampling import Multinomial
 from specbench.generate import GenerationRun, encode_prompt, speculative_generate
 from specbench.lengths import FixedLength
-from specbench.loading import Target, load_drafter, load_target
-from specbench.models import LoadOptions, load_model
-from specbench.prompts import load_prompts
-from specbench.sampling import Multinomial
+from specbench.models.load import LoadOptions, load_model
+from specbench.models.prepare import Target, load_drafter, load_target
 
 pytestmark = pytest.mark.real
 

@@ -18,15 +18,16 @@ import pytest
 from exact_runs import write_exact
 from synthetic_runs import DRAFTERS, write_run
 
-from specbench import report as module
-from specbench import tables
-from specbench.advice import review
-from specbench.answer import generate_command
 from specbench.cli.report import report as command
 from specbench.errors import RunError, UsageError
-from specbench.plots import FIGURES
-from specbench.report import Report, make_report, to_html, to_markdown, write_report
-from specbench.store import load_results
+from specbench.results import frames
+from specbench.results.advice import review
+from specbench.results.store import load_results
+from specbench.show import report as module
+from specbench.show import tables
+from specbench.show.answer import generate_command
+from specbench.show.plots import FIGURES
+from specbench.show.report import Report, make_report, to_html, to_markdown, write_report
 
 PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
 PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
@@ -289,7 +290,7 @@ class TestWarnings:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         df = load_results(write_exact(tmp_path / "run", {"plain": PLAIN, "d@2": times(1.1, spread=0.4)}))
-        summary = tables.summary_frame(df)
+        summary = frames.summary_frame(df)
         alone = review(df)
         assert "wide-intervals" in [each.id for each in alone]
         monkeypatch.setattr(tables, "summary_frame", lambda _: pytest.fail("there is a summary"))

@@ -20,8 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK, TopKNucleus
 from specbench.errors import RunError, UsageError
-from specbench.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK, TopKNucleus
 
 
 def reference(

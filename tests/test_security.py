@@ -27,19 +27,19 @@ from hypothesis import strategies as st
 from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
-import specbench.hub
-from specbench.builtin import prepare_gguf
-from specbench.checkpoints import plain_name, safetensors_elements, shard_names
+import specbench.models.hub
+from specbench.bench.prompts import load_prompts
 from specbench.cli import run
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.files import write_text
 from specbench.generate import autoregressive_generate, encode_prompt
-from specbench.gguf_files import read_gguf_header
-from specbench.loading import load_target
-from specbench.models import LoadOptions, load_model
-from specbench.prompts import load_prompts
-from specbench.store import load_results, write_csv
-from specbench.trace import read_trace
+from specbench.models.builtin import prepare_gguf
+from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names
+from specbench.models.gguf import read_gguf_header
+from specbench.models.load import LoadOptions, load_model
+from specbench.models.prepare import load_target
+from specbench.results.store import load_results, write_csv
+from specbench.show.trace import read_trace
 
 PACKAGE = Path(__file__).resolve().parents[1] / "specbench"
 CPU = LoadOptions("float32", "cpu")
@@ -427,7 +427,7 @@ def test_a_changed_file_of_the_hubs_cache_is_not_used(hub_model: Callable[[str],
 def test_large_weights_of_the_hubs_cache_must_have_the_size_their_header_says(
     hub_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(specbench.hub, "SMALL_FILE", 0)
+    monkeypatch.setattr(specbench.models.hub, "SMALL_FILE", 0)
     assert load_model("org/name", CPU).fingerprint
     weights = hub_model("model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])

@@ -15,16 +15,16 @@ from test_caches import USUAL as TINY
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from torch import nn
 
-from specbench.caches import CACHE_KINDS, CacheKind
+from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
+from specbench.backends.torch.kernels.linear import Int8Linear, pack_linears, quantise_linears
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.layers import SelfForm, cheaper_form, skippable_layers
 from specbench.drafters.model import SelfDrafter
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
-from specbench.loading import check_drafter, load_drafter, wrap_target
-from specbench.packing import Int8Linear, pack_linears, quantise_linears
-from specbench.sampling import Greedy, Multinomial, Randomness
-from specbench.scorer import Scorer
+from specbench.models.prepare import check_drafter, load_drafter, wrap_target
 
 LAYERS = 5
 USUAL = {**TINY, "num_hidden_layers": LAYERS}

@@ -13,19 +13,25 @@ import torch
 import transformers as hf
 from tiny import tiny_language_model, tiny_llama
 
-import specbench.scorer
-import specbench.short_passes
-from specbench.attention import fold_attention
-from specbench.bitexact import require_bit_exact
-from specbench.caches import CacheKind
-from specbench.drafters.base import Drafter
+import specbench.backends.torch.scorer
+from specbench.backends.torch.bitexact import require_bit_exact
+from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.kernels import llama_layers
+from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.linear import (
+    Int8Linear,
+    can_pack,
+    first_layers,
+    int8_copy,
+    pack_linears,
+    quantise_linears,
+)
+from specbench.backends.torch.kernels.llama_layers import quicken_layers, short_pass, shorten_layers
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Drafter, Sibling
 from specbench.errors import UsageError
 from specbench.generate import speculative_generate
-from specbench.loading import Target, load_drafter, wrap_drafter, wrap_target
-from specbench.packing import Int8Linear, can_pack, first_layers, int8_copy, pack_linears, quantise_linears
-from specbench.scorer import Scorer
-from specbench.short_passes import quicken_layers, short_pass, shorten_layers
-from specbench.siblings import Sibling
+from specbench.models.prepare import Target, load_drafter, wrap_drafter, wrap_target
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.float32, "cpu"), reason="no packed layers on this processor"
@@ -134,13 +140,13 @@ def test_short_passes_do_take_the_second_way(kind: str, monkeypatch: pytest.Monk
     assert shorten_layers(model)
     scorer = Scorer(model)
     taken: list[tuple[int, ...]] = []
-    whole = specbench.short_passes._root_mean_square_norm
+    whole = llama_layers._root_mean_square_norm
 
     def counted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         taken.append(tuple(x.shape))
         return whole(x, *arguments)
 
-    monkeypatch.setattr(specbench.short_passes, "_root_mean_square_norm", counted)
+    monkeypatch.setattr(llama_layers, "_root_mean_square_norm", counted)
     scorer.begin()
     scorer.logits(CONTEXT)
     assert taken == []
@@ -238,12 +244,14 @@ def test_a_pass_of_another_thread_in_between_leaves_the_rotation_alone() -> None
         return torch.ones(1, tokens, 8), torch.ones(1, tokens, 8)
 
     before = rotation(3)
-    specbench.short_passes._rotation(before)
+    llama_layers._rotation(before)
     at_its_end = weakref.finalize(
-        before[0], in_another_thread, lambda: specbench.short_passes._rotation(rotation(5))
+        before[0],
+        in_another_thread,
+        lambda: llama_layers._rotation(rotation(5)),
     )
     del before
-    cosines, sines = specbench.short_passes._rotation(rotation(4))
+    cosines, sines = llama_layers._rotation(rotation(4))
     assert not at_its_end.alive, "the last pass's rotation is let go as soon as there is another"
     assert cosines.shape == sines.shape == (1, 4, 1, 8)
 
@@ -270,7 +278,7 @@ def test_several_sequences_at_once_go_the_way_of_transformers() -> None:
 def test_layers_that_come_out_differently_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Llama")
     expected, kinds = passes(model), [type(layer) for layer in model.model.layers]
-    monkeypatch.setattr(specbench.short_passes, "silu", torch.relu)
+    monkeypatch.setattr(llama_layers, "silu", torch.relu)
     assert not shorten_layers(model)
     assert [type(layer) for layer in model.model.layers] == kinds
     assert identical(passes(model), expected)
@@ -294,7 +302,7 @@ def test_what_is_not_known_is_left_alone() -> None:
     assert shorten_layers(shortened)
     assert not shorten_layers(shortened)
     for model in (unfolded, unpacked, wrapped, other):
-        assert not any(isinstance(layer, specbench.short_passes._ShortPasses) for layer in model.model.layers)
+        assert not any(isinstance(layer, llama_layers._ShortPasses) for layer in model.model.layers)
 
 
 # --- Whole models ---------------------------------------------------------------------------------
@@ -316,7 +324,7 @@ def test_a_short_pass_is_the_model_s_own_to_the_bit(
     model = build(kind, torch.bfloat16 if can_pack(torch.bfloat16, "cpu") else torch.float32)
     assert shorten_layers(model)
     found, tree = passes(model, cache), trees(Scorer(model, cache))
-    monkeypatch.setattr(specbench.scorer, "short_pass", lambda _: None)
+    monkeypatch.setattr(specbench.backends.torch.scorer, "short_pass", lambda _: None)
     assert identical(found, passes(model, cache))
     assert torch.equal(tree, trees(Scorer(model, cache)))
 
@@ -355,7 +363,9 @@ def test_models_that_are_otherwise_have_no_short_pass(monkeypatch: pytest.Monkey
     broken = build("Llama")
     assert shorten_layers(broken)
     monkeypatch.setattr(
-        specbench.short_passes, "_behind", lambda tokens, keys, dtype: torch.zeros(tokens, keys, dtype=dtype)
+        llama_layers,
+        "_behind",
+        lambda tokens, keys, dtype: torch.zeros(tokens, keys, dtype=dtype),
     )
     assert short_pass(broken) is None, "tokens that see what follows"
 
@@ -619,9 +629,13 @@ def test_a_drafter_that_comes_out_differently_is_not_quickened(monkeypatch: pyte
         def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
             return hidden_states.float()
 
-        return type(kind.__name__, (specbench.short_passes._ShortPasses, kind), {"forward": forward})
+        return type(
+            kind.__name__,
+            (llama_layers._ShortPasses, kind),
+            {"forward": forward},
+        )
 
-    monkeypatch.setattr(specbench.short_passes, "_quickened", broken)
+    monkeypatch.setattr(llama_layers, "_quickened", broken)
     assert not quicken_layers(model)
     assert identical(passes(model), expected)
 
@@ -631,7 +645,7 @@ def test_the_norm_in_few_operators_is_the_norm(scale: float) -> None:
     x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * scale
     norm = hf.models.llama.modeling_llama.LlamaRMSNorm(40, eps=1e-5)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    few = specbench.short_passes._root_mean_square_norm(x, *specbench.short_passes._scale_of(norm))
+    few = llama_layers._root_mean_square_norm(x, *llama_layers._scale_of(norm))
     torch.testing.assert_close(few, norm(x).detach())
-    zeros = specbench.short_passes._root_mean_square_norm(x * 0, *specbench.short_passes._scale_of(norm))
+    zeros = llama_layers._root_mean_square_norm(x * 0, *llama_layers._scale_of(norm))
     assert not zeros.any()

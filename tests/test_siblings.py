@@ -11,24 +11,24 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, random_table
 from tiny import tiny_language_model, tiny_llama
 
-from specbench.caches import CacheKind
+from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.scorer import Scorer
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
-from specbench.decode import decode_steps
-from specbench.drafters.base import Draft
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Draft, LengthPolicy, Sibling
+from specbench.decoding.records import Step
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.stops import StopRules
+from specbench.decoding.tree import choose_siblings, tree_mask, tree_positions
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.errors import UsageError
-from specbench.lengths import FixedLength, LengthPolicy, build_policy
+from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto import AutoLength
-from specbench.records import Step
-from specbench.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.scorer import Scorer
-from specbench.siblings import Sibling, choose_siblings, tree_mask, tree_positions
-from specbench.text import StopRules
 
 VOCAB = 9
 PROMPT = (1, 4, 2)
@@ -145,7 +145,7 @@ def decode(
 
 
 def plain(new: int = 60, **options: Any) -> list[int]:
-    from specbench.drafters.base import NoDraft
+    from specbench.drafters.plain import NoDraft
 
     return decode(FixedLength(1), NoDraft(), new=new, **options)[0]
 
@@ -257,9 +257,9 @@ def test_the_check_finds_an_entry_that_was_not_moved(monkeypatch: pytest.MonkeyP
 
 
 def test_the_check_finds_an_alternative_that_was_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    import specbench.decode
+    import specbench.decoding.loop
 
-    judge = specbench.decode.judge
+    judge = specbench.decoding.loop.judge
 
     def first_sibling(
         draft: Any, logits: Any, context: Any, *rest: Any, siblings: Any = (), **options: Any
@@ -273,7 +273,7 @@ def test_the_check_finds_an_alternative_that_was_not_chosen(monkeypatch: pytest.
             verdict.tokens[-1:] = [token, int(logits[row].argmax())]
         return verdict
 
-    monkeypatch.setattr(specbench.decode, "judge", first_sibling)
+    monkeypatch.setattr(specbench.decoding.loop, "judge", first_sibling)
     result = checked(siblings=1)
     assert result.verdict == "wrong"
     assert "choice" in {violation.invariant for _, violation in result.violations}
@@ -288,7 +288,7 @@ DRAFT, SIBLINGS = [11, 4, 17], (Sibling(1, 6), Sibling(0, 12), Sibling(2, 1), Si
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("fold", [True, False])
 def test_a_pass_with_siblings_is_the_separate_passes(cache: CacheKind, fold: bool) -> None:
-    from specbench.attention import fold_attention
+    from specbench.backends.torch.kernels.attention import fold_attention
 
     model = tiny_llama()
     if fold:
@@ -342,7 +342,7 @@ def test_models_that_go_by_the_order_of_tokens_are_found_out() -> None:
 @pytest.mark.parametrize("rule", ["fixed:gamma=3,siblings=6", "auto:siblings=6", "confidence:siblings=3"])
 def test_on_real_caches_the_output_is_the_targets_own(cache: CacheKind, spec: str, rule: str) -> None:
     from specbench.generate import GenerationRun
-    from specbench.loading import load_drafter, wrap_target
+    from specbench.models.prepare import load_drafter, wrap_target
 
     language_model = tiny_language_model()
     target = wrap_target(language_model.model, language_model.tokenizer, cache=cache)

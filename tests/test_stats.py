@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from scipy import optimize
 from scipy import stats as distributions
 
-from specbench import metrics, stats
-from specbench.stats import (
+from specbench.decoding import metrics
+from specbench.results import stats
+from specbench.results.stats import (
     Estimate,
     compare,
     expected_tokens,

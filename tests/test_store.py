@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import specbench.store as store_module
+import specbench.results.store as store_module
 from specbench.errors import RunError, UsageError
 from specbench.files import write_text
-from specbench.store import RunStore, find_runs, key_of, load_results, read_run, write_csv
+from specbench.results.store import RunStore, find_runs, key_of, load_results, read_run, write_csv
 
 RUN: dict[str, Any] = {
     "run_id": "abc",

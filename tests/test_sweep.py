@@ -15,14 +15,14 @@ import pytest
 from killed_sweep import sweep as killed_sweep
 from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts
 
-from specbench.engine import Costs, cost_widths
-from specbench.environment import LoadSnapshot
+from specbench.bench.engines.own import Costs, cost_widths
+from specbench.bench.grid import Config, SweepOptions, build_configs, parse_gammas, plan
+from specbench.bench.manifest import changes, command_line, merge_runs
+from specbench.bench.prompts import Prompt
+from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, TimeLeft, run_sweep
 from specbench.errors import RunError, UsageError
-from specbench.grid import Config, SweepOptions, build_configs, parse_gammas, plan
-from specbench.prompts import Prompt
-from specbench.runs import changes, command_line, merge_runs
-from specbench.store import RunStore, load_results, read_run
-from specbench.sweep import CellDone, CellStarted, CostsDone, Event, TimeLeft, run_sweep
+from specbench.results.load import LoadSnapshot
+from specbench.results.store import RunStore, load_results, read_run
 
 # -- γ, options, grid ------------------------------------------------------------------------------
 

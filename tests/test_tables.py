@@ -14,10 +14,12 @@ import pytest
 from rich.console import Console
 from synthetic_runs import CATEGORIES, DRAFTERS, PASS_S, Drafter, write_run
 
-from specbench import metrics, stats, tables
+from specbench.decoding import metrics
+from specbench.decoding.records import Step, StepTimes
 from specbench.errors import UsageError
-from specbench.records import Step, StepTimes
-from specbench.store import load_results
+from specbench.results import frames, stats
+from specbench.results.store import load_results
+from specbench.show import tables
 
 STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
 
@@ -58,7 +60,7 @@ def frame_of(*rows: dict[str, Any], **run: Any) -> pd.DataFrame:
 
 
 def one(frame: pd.DataFrame, config: str) -> dict[str, Any]:
-    return next(each for each in tables.records(frame) if each["config"] == config)
+    return next(each for each in frames.records(frame) if each["config"] == config)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ class TestPairedRuns:
             row("plain", "a-1", 8.0, turn=1), row("x", "a-1", 4.0, turn=1),
             row("x", "b-1", 30.0),
         )  # fmt: skip
-        pairs = tables.paired_runs(df)
+        pairs = frames.paired_runs(df)
         assert pairs[["turn", "repeat", "ratio"]].to_numpy().tolist() == [
             [0, 0, 2.0],
             [0, 1, 4.0],
@@ -87,14 +89,14 @@ class TestPairedRuns:
     def test_whole_times_are_taken_per_token(self) -> None:
         """An output twice as long that takes twice as long is no slower."""
         longer = row("x", "a-1", new_tokens=22, total_s=3.0)
-        pairs = tables.paired_runs(frame_of(row("plain", "a-1"), longer))
+        pairs = frames.paired_runs(frame_of(row("plain", "a-1"), longer))
         assert pairs["ratio_total"].item() == pytest.approx((1.5 / 11) / (3.0 / 22))
 
     def test_failures_pair_with_nothing(self) -> None:
         df = frame_of(
             row("plain", "a-1", status="failed"), row("x", "a-1"), row("plain", "b-1"), row("x", "b-1")
         )
-        assert tables.paired_runs(df)["prompt"].tolist() == ["b-1"]
+        assert frames.paired_runs(df)["prompt"].tolist() == ["b-1"]
 
     def test_each_temperature_has_its_own_baseline(self) -> None:
         hot = {"temperature": 0.7, "baseline": "plain-hot"}
@@ -102,7 +104,7 @@ class TestPairedRuns:
             row("plain", "a-1", 10.0), row("x", "a-1", 20.0),
             row("plain-hot", "a-1", 5.0, kind="plain", **hot), row("x-hot", "a-1", 20.0, **hot),
         )  # fmt: skip
-        pairs = tables.paired_runs(df).set_index("config")
+        pairs = frames.paired_runs(df).set_index("config")
         assert pairs["ratio"].to_dict() == {"x": 2.0, "x-hot": 4.0}
         assert pairs["identical"].to_dict() == {"x": True, "x-hot": None}
 
@@ -113,7 +115,7 @@ class TestSummary:
             each for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6))
             for each in (row("plain", f"a-{i}", 10.0 * 2**i), row("x", f"a-{i}", ratio * 10.0 * 2**i))
         ))  # fmt: skip
-        figures = one(tables.summary_frame(df), "x")
+        figures = one(frames.summary_frame(df), "x")
         expected = stats.geometric_mean([1.2, 1.3, 1.25, 1.6], list("abcd"))
         assert (figures["speedup"], figures["speedup_low"], figures["speedup_high"]) == pytest.approx(
             (expected.value, expected.low, expected.high)
@@ -121,7 +123,7 @@ class TestSummary:
         assert (figures["speedup_basis"], figures["verdict"], figures["prompts"]) == ("prompts", "faster", 4)
 
     def test_the_baseline_is_1_without_an_interval(self) -> None:
-        figures = one(tables.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1"))), "plain")
+        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1"))), "plain")
         assert (figures["speedup"], figures["pooled_speedup"]) == (1.0, 1.0)
         assert math.isnan(figures["speedup_low"])
 
@@ -132,7 +134,7 @@ class TestSummary:
             (2, 1, 0, 1, [0.2], times),
             (0, 0, 0, 1, [], (0.0, 0.0, 0.4, 0.1, 0.0, 0.0)),
         ]
-        figures = one(tables.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps))), "x")
+        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps))), "x")
         assert figures["tokens_per_step"] == pytest.approx(5 / 3)
         assert figures["acceptance_rate"] == pytest.approx(2 / 4)
         assert figures["acceptance_tested"] == pytest.approx(2 / 3)
@@ -140,12 +142,12 @@ class TestSummary:
         assert figures["mean_gamma"] == pytest.approx(4 / 3)
         total = 2 * 1.0 + 0.5
         assert figures["ms_per_token"] == pytest.approx(1000 * total / 5)
-        shares = [figures[f"share_{part}"] for part in tables.PARTS]
+        shares = [figures[f"share_{part}"] for part in frames.PARTS]
         assert shares == pytest.approx([0.4 / total, 1.6 / total, 0.3 / total, 0.1 / total, 0.1 / total])
         assert figures["share_draft_prefill"] == pytest.approx(0.2 / total)
 
     def test_the_same_as_the_metrics_of_single_generations(self, made: pd.DataFrame) -> None:
-        """For a run of one generation the summary and specbench.metrics are two ways to the same figures."""
+        """For a run of one generation the summary and specbench.decoding.metrics are two ways to the same figures."""
         generation = made[(made["config"] == "self:int8-g4")].iloc[[0]]
         generation.attrs["run"] = made.attrs["run"]
         lists = {
@@ -161,11 +163,11 @@ class TestSummary:
             )
             for i in range(len(ends))
         ]  # fmt: skip
-        figures = one(tables.summary_frame(generation), "self:int8-g4")
+        figures = one(frames.summary_frame(generation), "self:int8-g4")
         assert figures["tokens_per_step"] == pytest.approx(metrics.tokens_per_step(steps))
         assert figures["acceptance_rate"] == pytest.approx(metrics.acceptance_rate(steps))
         assert figures["alpha"] == pytest.approx(metrics.mean_expected_acceptance(steps))
-        positions = tables.records(tables.position_frame(generation))
+        positions = frames.records(frames.position_frame(generation))
         for ours, theirs in zip(positions, metrics.acceptance_by_position(steps), strict=True):
             counts = (theirs.position, theirs.drafted, theirs.tested, theirs.accepted)
             assert (ours["position"], ours["drafted"], ours["tested"], ours["accepted"]) == counts
@@ -174,7 +176,7 @@ class TestSummary:
 
     def test_known_truth(self, made: pd.DataFrame) -> None:
         """α, costs, speeds and predictions are what the run was made with."""
-        frame = tables.summary_frame(made)
+        frame = frames.summary_frame(made)
         for drafter in DRAFTERS:
             figures = one(frame, f"{drafter.name}-g4")
             assert figures["alpha"] == pytest.approx(drafter.alpha, abs=0.09)
@@ -190,7 +192,7 @@ class TestSummary:
         df = load_results(
             write_run(tmp_path, drafters=(never,), gammas=(2,), categories=("chat",), tokens=40)
         )
-        figures = one(tables.summary_frame(df), "never-g2")
+        figures = one(frames.summary_frame(df), "never-g2")
         assert 0.95 < figures["predicted_speedup"] < 1.1
 
     def test_siblings_and_passes_count_in_predictions(self) -> None:
@@ -200,7 +202,7 @@ class TestSummary:
         mine = row("x", "a-1", drafter="d", steps=steps)
         mine["steps_siblings"], mine["steps_passes"] = np.array([4, 4]), np.array([1, 1])
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "7": 0.75}, "drafter_pass_s": {"d": 0.1}}
-        figures = one(tables.summary_frame(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
         expected = 1 + 1.0 + 0.5 + 0.5  # by position 1 and 1/2, and a sibling every other step
         assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
 
@@ -208,13 +210,13 @@ class TestSummary:
         df = load_results(
             write_run(tmp_path, drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",), costs=False)
         )
-        assert tables.summary_frame(df)["predicted_speedup"].isna().all()
+        assert frames.summary_frame(df)["predicted_speedup"].isna().all()
 
     def test_a_drafter_that_was_not_timed_apart_costs_what_its_tokens_took(self) -> None:
         steps = [(2, 2, 2, 3, [1.0, 1.0], (0.5, 0.1, 0.6, 0.0, 0.0, 0.0))] * 3
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6}, "drafter_pass_s": {}}
         df = frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps), costs=costs)
-        figures = one(tables.summary_frame(df), "x")
+        figures = one(frames.summary_frame(df), "x")
         assert figures["c"] == pytest.approx(0.4 / 2 / 0.5)
         assert figures["predicted_speedup"] == pytest.approx(3 / (2 * 0.4 + 1.2))
         assert figures["predicted_speedup_iid"] == pytest.approx(3 / (2 * 0.4 + 1.2))
@@ -222,21 +224,21 @@ class TestSummary:
     def test_failures_are_counted_and_count_nowhere_else(self) -> None:
         failed = row("x", "b-1", status="failed", tokens_per_second=math.nan, decode_s=math.nan)
         df = frame_of(row("plain", "a-1"), row("x", "a-1", 20.0), row("plain", "b-1"), failed)
-        figures = one(tables.summary_frame(df), "x")
+        figures = one(frames.summary_frame(df), "x")
         assert (figures["failures"], figures["generations"], figures["prompts"]) == (1, 1, 1)
         assert figures["speedup"] == 2.0
-        assert "1 generation failed" in " ".join(tables.notes(tables.summary_frame(df)))
+        assert "1 generation failed" in " ".join(tables.notes(frames.summary_frame(df)))
 
     def test_a_configuration_that_only_failed(self) -> None:
         df = frame_of(row("plain", "a-1"), row("x", "a-1", status="failed", tokens_per_second=math.nan))
-        assert math.isnan(one(tables.summary_frame(df), "x")["speedup"])
+        assert math.isnan(one(frames.summary_frame(df), "x")["speedup"])
 
     def test_different_tokens_are_seen(self) -> None:
         other = np.append(np.arange(10), 99)
         df = frame_of(
             row("plain", "a-1"), row("x", "a-1", token_ids=other), row("plain", "b-1"), row("x", "b-1"),
         )  # fmt: skip
-        assert one(tables.summary_frame(df), "x")["identical_share"] == 0.5
+        assert one(frames.summary_frame(df), "x")["identical_share"] == 0.5
 
     def test_pooled_and_mean_are_both_told_where_they_differ(self) -> None:
         rows = []
@@ -247,7 +249,7 @@ class TestSummary:
                 row("plain", f"a-{i}", 10.0, decode_s=size),
                 row("x", f"a-{i}", speed, decode_s=size * 10.0 / speed),
             ]
-        frame = tables.summary_frame(frame_of(*rows))
+        frame = frames.summary_frame(frame_of(*rows))
         figures = one(frame, "x")
         assert figures["speedup"] > 1.0 > figures["pooled_speedup"]
         note = next(note for note in tables.notes(frame) if "all tokens over all seconds" in note)
@@ -258,26 +260,26 @@ class TestSummary:
         df = frame_of(
             row("x", "a-1"), row("plain", "a-1"), configs=[{"id": "plain"}, {"id": "x"}, {"id": "never"}]
         )
-        assert tables.summary_frame(df)["config"].tolist() == ["plain", "x"]
+        assert frames.summary_frame(df)["config"].tolist() == ["plain", "x"]
 
     def test_several_runs_are_refused(self) -> None:
         df = frame_of(row("plain", "a-1"), row("plain", "a-1", run_id="s", target="[other]"))
         with pytest.raises(UsageError, match=r"mix 2 runs with 2 targets \(\[other\], t\)"):
-            tables.summary_frame(df)
+            frames.summary_frame(df)
 
     def test_damaged_step_lists_are_refused(self) -> None:
         steps = [(2, 2, 2, 3, [0.9], (0.1,) * 6)]
         with pytest.raises(UsageError, match="damaged"):
-            tables.summary_frame(frame_of(row("x", "a-1", steps=steps)))
+            frames.summary_frame(frame_of(row("x", "a-1", steps=steps)))
 
 
 class TestOtherFrames:
     def test_categories(self, made: pd.DataFrame) -> None:
-        frame = tables.category_frame(made)
+        frame = frames.category_frame(made)
         assert list(dict.fromkeys(frame["category"])) == list(CATEGORIES)
         assert len(frame) == len(CATEGORIES) * (4 * 4 + 2)
         cell = frame[(frame["category"] == "code") & (frame["config"] == "ngram-g4")].iloc[0]
-        pairs = tables.paired_runs(made)
+        pairs = frames.paired_runs(made)
         mine = pairs[(pairs["category"] == "code") & (pairs["config"] == "ngram-g4")]
         expected = stats.geometric_mean(mine["ratio"], mine["prompt"].to_numpy(), mine["repeat"].to_numpy())
         assert (cell["speedup"], cell["prompts"]) == (pytest.approx(expected.value), 2)
@@ -289,7 +291,7 @@ class TestOtherFrames:
             (1, 1, 1, 2, [0.7], (0.1,) * 6),
             (0, 0, 0, 1, [], (0.1,) * 6),
         ]
-        first, second = tables.records(tables.position_frame(frame_of(row("x", "a-1", steps=steps))))
+        first, second = frames.records(frames.position_frame(frame_of(row("x", "a-1", steps=steps))))
         assert (first["drafted"], first["tested"], first["accepted"]) == (3, 3, 2)
         assert (first["rate"], first["alpha"]) == pytest.approx((2 / 3, 0.6))
         assert (second["drafted"], second["tested"], second["accepted"]) == (2, 1, 0)
@@ -302,7 +304,7 @@ class TestOtherFrames:
             (1, 1, 1, 2, [0.5], (0.1,) * 6),
             (0, 0, 0, 1, [], (0.1,) * 6),
         ]
-        frame = tables.accepted_frame(frame_of(row("x", "a-1", steps=steps)))
+        frame = frames.accepted_frame(frame_of(row("x", "a-1", steps=steps)))
         assert frame["steps"].tolist() == [1, 1, 1]
         assert frame["undrafted"].tolist() == pytest.approx([0.25] * 3)
         # α = 1/2: two steps of two drafts and one of one draft.
@@ -312,9 +314,9 @@ class TestOtherFrames:
 
     def test_nothing_drafted(self) -> None:
         df = frame_of(row("plain", "a-1"))
-        assert tables.position_frame(df).empty
-        assert tables.accepted_frame(df).empty
-        assert tables.category_frame(df).empty
+        assert frames.position_frame(df).empty
+        assert frames.accepted_frame(df).empty
+        assert frames.category_frame(df).empty
 
 
 def shown(frame: pd.DataFrame, width: int = 80, encoding: str = "utf-8") -> str:
@@ -332,7 +334,7 @@ def small() -> pd.DataFrame:
     rows = []
     for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6)):
         rows += [row("plain", f"a-{i}", 10.0), row("x [red]γ=2", f"a-{i}", ratio * 10.0, steps=steps)]
-    return tables.summary_frame(frame_of(*rows))
+    return frames.summary_frame(frame_of(*rows))
 
 
 class TestRendering:
@@ -351,10 +353,10 @@ class TestRendering:
 
     @pytest.mark.parametrize("width", [60, 72, 80, 100, 120, 200])
     def test_fits_and_never_loses_the_interval(self, made: pd.DataFrame, width: int) -> None:
-        frame = tables.summary_frame(made)
+        frame = frames.summary_frame(made)
         text = shown(frame, width)
         assert max(map(len, text.splitlines())) <= width
-        for figures in tables.records(frame):
+        for figures in frames.records(frame):
             if figures["kind"] == "speculative":
                 interval = (
                     f"{figures['speedup']:.2f} [{figures['speedup_low']:.2f}, {figures['speedup_high']:.2f}]"
@@ -365,7 +367,7 @@ class TestRendering:
         assert text.count("fastest") == 1
 
     def test_more_room_shows_more(self, made: pd.DataFrame) -> None:
-        frame = tables.summary_frame(made)
+        frame = frames.summary_frame(made)
         heads = [len(shown(frame, width).split("─")[0].split()) for width in (60, 80, 120, 200)]
         assert heads == sorted(heads)
         assert heads[0] < heads[-1]
@@ -373,7 +375,7 @@ class TestRendering:
         assert "Left out" not in shown(frame, 320)
 
     def test_every_category_is_shown(self, made: pd.DataFrame) -> None:
-        text = shown(tables.category_frame(made), 80)
+        text = shown(frames.category_frame(made), 80)
         assert all(
             category in text.replace("\n", " ") or category.split("-")[0] in text for category in CATEGORIES
         )
@@ -381,7 +383,7 @@ class TestRendering:
 
     def test_names_are_data(self) -> None:
         name = "[bold]\x1b[31m|<b>&`*_$\n#x"
-        frame = tables.summary_frame(
+        frame = frames.summary_frame(
             frame_of(
                 row("plain", "a-1"),
                 row("x", "a-1", label=name),
@@ -404,7 +406,7 @@ class TestRendering:
     def test_wide_letters_stay_in_their_column(self) -> None:
         label = "模型" * 20
         rows = [each for p in "ab" for each in (row("plain", f"{p}-1"), row("x", f"{p}-1", label=label))]
-        table = shown(tables.summary_frame(frame_of(*rows)), 80)
+        table = shown(frames.summary_frame(frame_of(*rows)), 80)
         assert "…" in table
 
     def test_one_prompt_is_flagged(self) -> None:
@@ -413,7 +415,7 @@ class TestRendering:
             for repeat, speed in enumerate((19.0, 20.0, 21.0))
             for each in (row("plain", "a-1", repeat=repeat), row("x", "a-1", speed, repeat=repeat))
         ]
-        frame = tables.summary_frame(frame_of(*rows))
+        frame = frames.summary_frame(frame_of(*rows))
         assert one(frame, "x")["speedup_basis"] == "repeats"
         assert "]*" in shown(frame)
         assert "holds within that prompt only" in " ".join(tables.notes(frame))
@@ -428,12 +430,12 @@ class TestRendering:
             for each in (row("plain", f"a-{i}"), row("x", f"a-{i}", speed))
         ]
         df = frame_of(*rows)
-        for frame in (tables.summary_frame(df), tables.category_frame(df)):
+        for frame in (frames.summary_frame(df), frames.category_frame(df)):
             assert "2.00 [too few to say]" in shown(frame)
             assert "Too few to say: one run of one prompt, or an interval whose ends" in " ".join(
                 tables.to_markdown(frame).split()
             )
-        assert one(tables.summary_frame(df), "x")["verdict"] == "cannot tell"
+        assert one(frames.summary_frame(df), "x")["verdict"] == "cannot tell"
 
     @pytest.mark.parametrize(("busy", "verdict"), [(4, "faster"), (5, "cannot tell")])
     def test_a_machine_busy_most_of_the_time_allows_no_verdict(self, busy: int, verdict: str) -> None:
@@ -445,15 +447,15 @@ class TestRendering:
         ]
         for each in rows[busy:]:
             each["warnings"] = ["thermal"]
-        frame = tables.summary_frame(frame_of(*rows))
+        frame = frames.summary_frame(frame_of(*rows))
         assert one(frame, "x")["verdict"] == verdict
         assert not isinstance(one(frame, "plain")["verdict"], str)
-        assert set(tables.category_frame(frame_of(*rows))["verdict"]) == {"cannot tell"}
+        assert set(frames.category_frame(frame_of(*rows))["verdict"]) == {"cannot tell"}
         said = "No verdicts: others used the processor during 5 of 8 generations."
         assert (said in tables.notes(frame)) == (busy == 5)
 
     def test_a_missing_baseline_is_told(self) -> None:
-        frame = tables.summary_frame(frame_of(row("x", "a-1", 20.0)))
+        frame = frames.summary_frame(frame_of(row("x", "a-1", 20.0)))
         assert "x: no generation of its baseline to compare with." in tables.notes(frame)
 
     def test_markdown_has_every_column(self, small: pd.DataFrame) -> None:
@@ -465,10 +467,10 @@ class TestRendering:
         assert lines[-1].startswith("- Speedups are geometric means over prompts")
 
     def test_other_frames_as_markdown(self, made: pd.DataFrame) -> None:
-        assert tables.to_markdown(tables.category_frame(made)).startswith(
+        assert tables.to_markdown(frames.category_frame(made)).startswith(
             "| configuration | chat | question-answering |"
         )
-        assert "| accepted/tested | accepted/drafted |" in tables.to_markdown(tables.position_frame(made))
+        assert "| accepted/tested | accepted/drafted |" in tables.to_markdown(frames.position_frame(made))
 
     def test_a_live_table(self, small: pd.DataFrame) -> None:
         table = tables.terminal_table(small, 80)

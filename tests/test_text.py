@@ -15,10 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from specbench.decoding.stops import StopRules, TextStream
 from specbench.errors import UsageError
 from specbench.generate import speculative_generate
-from specbench.loading import wrap_target
-from specbench.text import StopRules, TextStream
+from specbench.models.prepare import wrap_target
 
 PIECES = (
     *("▁", "▁▁", "▁▁▁▁", "▁the", "▁world", "▁a", "▁.", "hello", "world", "a", "b", "c", "ab"),

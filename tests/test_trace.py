@@ -18,9 +18,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from specbench.cli.trace import trace
+from specbench.decoding.records import DraftVerdict, Prefill, Step, StepTimes
 from specbench.errors import UsageError
-from specbench.records import DraftVerdict, Prefill, Step, StepTimes
-from specbench.trace import (
+from specbench.show.trace import (
     TRACE_VERSION,
     Event,
     TraceView,

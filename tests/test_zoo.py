@@ -17,15 +17,15 @@ import pytest
 import torch
 import transformers as hf
 
-from specbench.caches import CacheKind
-from specbench.checkpoints import check_config
+from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.kernels.linear import PackedLinear, can_pack, int8_copy
+from specbench.backends.torch.scorer import Scorer
 from specbench.drafters.model import ModelDrafter
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun, autoregressive_generate
 from specbench.lengths import FixedLength
-from specbench.loading import Target, load_drafter, wrap_target
-from specbench.packing import PackedLinear, can_pack, int8_copy
-from specbench.scorer import Scorer
+from specbench.models.checkpoints import check_config
+from specbench.models.prepare import Target, load_drafter, wrap_target
 
 VOCABULARY, WINDOW, NEW = 64, 16, 40
 BEYOND = list(range(5, 35))  # a prompt that is longer than the window

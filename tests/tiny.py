@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specbench.models import LanguageModel, wrap_model
+from specbench.models.load import LanguageModel, wrap_model
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

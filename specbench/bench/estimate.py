@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.drafters import drafter_word, model_part, split_cascade
-from specbench.grid import WARMUP_TOKENS, Config, Sweep, turns_of
+from specbench.bench.grid import WARMUP_TOKENS, Config, Sweep, turns_of
+from specbench.specs.drafters import drafter_word, model_part, split_cascade
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from specbench.engine import EngineOptions
-    from specbench.models import LoadOptions
+    from specbench.bench.engines.own import EngineOptions
+    from specbench.models.load import LoadOptions
     from specbench.progress import Progress
 
 __all__ = ["MemoryNeed", "TimeNeed", "drafter_label", "estimate_memory", "estimate_time", "slowdown"]
@@ -97,8 +97,8 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
     Raises:
         UsageError: A model that cannot be.
     """
-    from specbench.checkpoints import available_memory
-    from specbench.models import resolve_device
+    from specbench.models.checkpoints import available_memory
+    from specbench.models.load import resolve_device
 
     device = resolve_device((options.target_options and options.target_options.device) or "auto")
     target = _size(options.target, progress)
@@ -128,7 +128,7 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
 
 def drafter_label(spec: str) -> str:
     """What a drafter is called before it is loaded, without its path."""
-    from specbench.models import parse_model_spec
+    from specbench.models.load import parse_model_spec
 
     cascade, own = split_cascade(spec), model_part(spec)
     label = own if drafter_word(own) is not None else parse_model_spec(own).name
@@ -140,9 +140,9 @@ def drafter_label(spec: str) -> str:
 
 def _stored_speeds(folder: Path, options: EngineOptions) -> tuple[dict[str, tuple[float, float]], str] | None:
     """Mean seconds to the first token and per token behind it, by configuration, from the newest run that fits."""
-    from specbench.environment import describe_environment
-    from specbench.models import parse_model_spec
-    from specbench.store import load_results, stored_runs
+    from specbench.bench.environment import describe_environment
+    from specbench.models.load import parse_model_spec
+    from specbench.results.store import load_results, stored_runs
 
     name, cpu = parse_model_spec(options.target).name, describe_environment()["cpu"]
     for path, run in stored_runs(folder):
@@ -223,7 +223,7 @@ def _size(spec: str, progress: Progress | None) -> _Size:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specbench.models import load_config
+    from specbench.models.load import load_config
 
     config: PreTrainedConfig = load_config(spec, progress=progress)
     with torch.device("meta"):
@@ -241,8 +241,8 @@ def _size(spec: str, progress: Progress | None) -> _Size:
 
 def _weights(size: _Size, options: LoadOptions | None, *, int8: bool = False) -> tuple[tuple[int, int], int]:
     """Bytes of a model's weights in the end and at most while loading, and bytes of a number outside int8 layers."""
-    from specbench.checkpoints import weight_memory
-    from specbench.models import LoadOptions, resolve_device, resolve_dtype
+    from specbench.models.checkpoints import weight_memory
+    from specbench.models.load import LoadOptions, resolve_device, resolve_dtype
 
     options = options or LoadOptions()
     loaded = resolve_dtype(options, size.config, Counter())
@@ -266,7 +266,7 @@ def _drafter_weights(
 
 def _bytes_per_number(options: LoadOptions | None) -> int:
     """Of weights: "auto" is half precision where the device computes in it."""
-    from specbench.models import cpu_computes_bfloat16, resolve_device
+    from specbench.models.load import cpu_computes_bfloat16, resolve_device
 
     dtype = options.dtype if options is not None else "auto"
     if dtype == "auto":
@@ -282,7 +282,7 @@ def _drafter_bytes(spec: str, target: int, options: LoadOptions | None, progress
         return target if "int8" in spec or "calibrated" in spec else 0
     if word is not None:
         return 0
-    from specbench.models import resolve_device
+    from specbench.models.load import resolve_device
 
     on_cpu = resolve_device(options.device if options is not None else "auto").type == "cpu"
     quantised = (options is None or options.dtype == "auto") and on_cpu

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbench.drafters import split_cascade
+from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
-from specbench.records import LONGEST_DRAFT
-from specbench.store import Key
+from specbench.results.store import Key
+from specbench.specs.drafters import split_cascade
 
 if TYPE_CHECKING:
-    from specbench.prompts import Prompt
+    from specbench.bench.prompts import Prompt
 
 __all__ = [
     "Cell",

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from specbench._version import __version__
+from specbench.bench.grid import Sweep, SweepOptions, turns_of
 from specbench.errors import UsageError
-from specbench.grid import Sweep, SweepOptions, turns_of
 
 if TYPE_CHECKING:
-    from specbench.prompts import Prompt
+    from specbench.bench.prompts import Prompt
 
 __all__ = ["changes", "command_line", "describe_run", "merge_runs", "now", "option_changes"]
 

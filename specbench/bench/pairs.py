@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from specbench.advice import RunWarning, disturbed, during
-from specbench.environment import LoadSnapshot, load_snapshot
-from specbench.measure import Clock, WallClock
-from specbench.metrics import time_split, tokens_per_second, tokens_per_step
+from specbench.decoding.clocks import Clock, WallClock
+from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
+from specbench.results.advice import RunWarning, disturbed, during
+from specbench.results.load import LoadSnapshot, load_snapshot
 
 if TYPE_CHECKING:
-    from specbench.records import Generation, Step
+    from specbench.decoding.records import Generation, Step
 
 __all__ = ["Explanation", "Pairs", "explain", "unexplained"]
 
@@ -87,7 +87,7 @@ class Pairs:
             over the pairs; ``speedup_total``: the same of whole times; ``speedup_explained``: what the tokens per step
             allow (``explain``); ``repeats``: the raw times of each pair; ``warnings``: as in ``run.json``.
         """
-        from specbench.stats import geometric_mean
+        from specbench.results.stats import geometric_mean
 
         pairs = list(zip(self.speculative, self.plain, strict=False))
         repeats: list[dict[str, Any]] = [

@@ -139,7 +139,7 @@ def _built_in() -> dict[str, Traversable]:
     """The files of the built-in sets by name: ``specbench/_prompts``, or a checkout's ``prompts/``."""
     folder = resources.files("specbench") / "_prompts"
     if not folder.is_dir():
-        folder = Path(__file__).parent.parent / "prompts"
+        folder = Path(__file__).parents[2] / "prompts"
     entries = list(folder.iterdir()) if folder.is_dir() else []
     files = {entry.name.removesuffix(_SUFFIX): entry for entry in entries if entry.name.endswith(_SUFFIX)}
     if not files:

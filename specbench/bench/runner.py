@@ -1,6 +1,6 @@
 """Carrying out a sweep: every configuration decodes every prompt, interleaved so that drift hits all of them alike.
 
-``specbench.grid.plan`` says what runs when; ``run_sweep`` measures what the store does not hold yet, so that going on
+``grid.plan`` says what runs when; ``run_sweep`` measures what the store does not hold yet, so that going on
 after a crash is the same call.
 """
 
@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from specbench.advice import RunWarning, during, review
-from specbench.engine import Costs, Engine, Outcome, cost_widths
-from specbench.environment import LoadSnapshot, load_snapshot
+from specbench.bench.engines.own import Costs, Engine, Outcome, cost_widths
+from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Sweep
+from specbench.bench.manifest import now
+from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
-from specbench.grid import WARMUP_TOKENS, Cell, Config, Sweep
-from specbench.measure import Clock, WallClock
-from specbench.runs import now
-from specbench.store import RESULTS_VERSION, RunStore, key_of, load_results
+from specbench.results.advice import RunWarning, during, review
+from specbench.results.load import LoadSnapshot, load_snapshot
+from specbench.results.store import RESULTS_VERSION, RunStore, key_of, load_results
 
 if TYPE_CHECKING:
-    from specbench.prompts import Prompt
-    from specbench.records import Step
+    from specbench.bench.prompts import Prompt
+    from specbench.decoding.records import Step
 
 __all__ = [
     "Begun",

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specbench.parity import epsilon, tie_units
-from specbench.scorer import Scorer
+from specbench.backends.torch.parity import epsilon, tie_units
+from specbench.backends.torch.scorer import Scorer
 
 __all__ = ["Columns", "DeviationResult", "clean_rows", "deviation", "judge_deviations"]
 

@@ -15,8 +15,8 @@ import math
 
 import torch
 
-from specbench.accept import acceptance_probabilities
-from specbench.drafters.base import Draft
+from specbench.decoding.protocols import Draft
+from specbench.decoding.verify import acceptance_probabilities
 
 __all__ = ["acceptance_of_all", "bias_without_adjustment", "emitted", "error_limit", "total_variation"]
 

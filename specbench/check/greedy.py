@@ -9,11 +9,17 @@ from typing import Literal
 
 import torch
 
+from specbench.backends.torch.parity import (
+    Difference,
+    difference_at,
+    first_difference,
+    tie_units,
+    units_below,
+)
 from specbench.check.deviation import Columns, clean_rows, deviation
 from specbench.check.invariants import Rules, Violation, check_observation, check_run
 from specbench.check.observe import DecodingSetup, Observation, observe
-from specbench.parity import Difference, difference_at, first_difference, tie_units, units_below
-from specbench.records import Step
+from specbench.decoding.records import Step
 
 __all__ = [
     "GreedyResult",

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from specbench.accept import acceptance_probabilities
 from specbench.check.observe import DecodingSetup, Drawn, Observation, Proposal, Tested
-from specbench.drafters.base import Draft
-from specbench.records import FinishReason, Prefill, Step
-from specbench.sampling import Sampling
-from specbench.text import special_tokens
+from specbench.decoding.protocols import Draft
+from specbench.decoding.records import FinishReason, Prefill, Step
+from specbench.decoding.sampling import Sampling
+from specbench.decoding.stops import special_tokens
+from specbench.decoding.verify import acceptance_probabilities
 
 __all__ = ["Invariant", "Rules", "Violation", "check_observation", "check_run", "target_distributions"]
 

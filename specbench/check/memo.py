@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from specbench.caches import KVCache, NoKVCache
+from specbench.backends.torch.caches import KVCache, NoKVCache
+from specbench.backends.torch.scorer import Scorer
 from specbench.check.observe import DecodingSetup
-from specbench.drafters.base import Drafter
+from specbench.decoding.protocols import Drafter
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter
-from specbench.scorer import Scorer
 
 __all__ = ["MemoScorer", "memoised"]
 

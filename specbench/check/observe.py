@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from specbench.caches import NoKVCache
-from specbench.decode import decode_steps
-from specbench.drafters.base import Draft, Drafter, NoDraft
+from specbench.backends.torch.caches import NoKVCache
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.clocks import clock_for
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Draft, Drafter, LengthPolicy, Sibling
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.sampling import Greedy, Randomness, Sampling
+from specbench.decoding.stops import StopRules
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter
-from specbench.lengths import FixedLength, LengthPolicy
-from specbench.measure import clock_for
-from specbench.records import Prefill, Step
-from specbench.sampling import Greedy, Randomness, Sampling
-from specbench.scorer import Scorer
-from specbench.siblings import Sibling
-from specbench.text import StopRules
+from specbench.drafters.plain import NoDraft
+from specbench.lengths import FixedLength
 
 __all__ = [
     "Decoder",

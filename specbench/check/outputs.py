@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
+from specbench.backends.torch.parity import tie_units, units_below
+from specbench.backends.torch.scorer import Scorer
 from specbench.check.deviation import clean_rows
+from specbench.decoding.sampling import Sampling
 from specbench.errors import UsageError
-from specbench.parity import tie_units, units_below
-from specbench.sampling import Sampling
-from specbench.scorer import Scorer
 
 __all__ = ["GivenOutput", "Mismatch", "OutputResult", "Refused", "check_output", "misfit", "read_outputs"]
 

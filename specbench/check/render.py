@@ -15,9 +15,9 @@ from specbench.textsafe import terminal_safe, visible
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specbench.backends.torch.parity import Difference
     from specbench.check.greedy import Verdict
     from specbench.check.outputs import Mismatch
-    from specbench.parity import Difference
 
 __all__ = ["show_check", "show_checks", "show_outputs"]
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from specbench.backends.torch.parity import Difference
 from specbench.check.chisquare import POWER, SIGNIFICANCE
 from specbench.check.deviation import DeviationResult
 from specbench.check.greedy import GreedyResult, Verdict, verdict_of
 from specbench.check.invariants import Violation
 from specbench.check.outputs import OutputResult, Refused
 from specbench.check.sampled import ExactCase, SampledTest
-from specbench.parity import Difference
 
 __all__ = ["CheckResult", "OutputsResult", "Piece", "worst"]
 

@@ -30,10 +30,10 @@ from specbench.check.exact import (
 from specbench.check.invariants import Rules, Violation, check_observation, check_run, target_distributions
 from specbench.check.memo import MemoScorer
 from specbench.check.observe import DecodingSetup, Drawn, Observation, Tested, observe
-from specbench.drafters.base import Draft
-from specbench.measure import clock_for
-from specbench.records import Prefill, Step
-from specbench.sampling import Randomness, Sampling
+from specbench.decoding.clocks import clock_for
+from specbench.decoding.protocols import Draft
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = [
     "CONTEXTS",

@@ -13,9 +13,9 @@ from specbench.cli import options as opt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specbench.calibrate import Calibration
-    from specbench.loading import Target
-    from specbench.prompts import Prompt
+    from specbench.bench.prompts import Prompt
+    from specbench.models.prepare import Target
+    from specbench.tune.calibrate import Calibration
 
 __all__ = ["calibrate"]
 
@@ -89,19 +89,19 @@ def calibrate(
 
     The choice is kept for this target, dtype and device. An interrupt leaves an earlier one as it was.
     """
+    from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
     from specbench.cli.watchers import write_out
-    from specbench.prompts import load_prompts
 
     chosen = load_prompts(prompts or ["all"], limit=limit)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
-        from specbench.calibrate import CalibrationSettings
-        from specbench.calibrate import calibrate as search
-        from specbench.drafters.choices import write_choice
-        from specbench.loading import choice_key, load_target
-        from specbench.models import LoadOptions
+        from specbench.models.choices import write_choice
+        from specbench.models.load import LoadOptions
+        from specbench.models.prepare import choice_key, load_target
         from specbench.progress import quiet_transformers
+        from specbench.tune.calibrate import CalibrationSettings
+        from specbench.tune.calibrate import calibrate as search
 
         settings = CalibrationSettings(tokens, int8, 60 * minutes)
         with quiet_transformers():

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from specbench.caches import CacheKind
+    from specbench.backends.torch.caches import CacheKind
+    from specbench.bench.prompts import Prompt
     from specbench.check.greedy import PlainRun
     from specbench.check.outputs import GivenOutput, Refused
     from specbench.check.results import CheckResult, Piece
     from specbench.check.run import DecodingCheck
-    from specbench.drafters.base import Drafter
-    from specbench.loading import Target
-    from specbench.models import LanguageModel, LoadOptions
+    from specbench.decoding.protocols import Drafter
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.load import LanguageModel, LoadOptions
+    from specbench.models.prepare import Target
     from specbench.progress import Progress
-    from specbench.prompts import Prompt
-    from specbench.sampling import Sampling
 
 __all__ = ["check"]
 
@@ -201,9 +201,9 @@ def check(
     kind = opt.cache_for(ctx, cache, target, dtype, bit_exact, compiled)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
-        from specbench.grid import parse_gammas
-        from specbench.models import LoadOptions
-        from specbench.sampling import Sampling
+        from specbench.bench.grid import parse_gammas
+        from specbench.decoding.sampling import Sampling
+        from specbench.models.load import LoadOptions
 
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         options = LoadOptions(dtype, device, device_map)
@@ -343,7 +343,7 @@ def _rounding(target: Target) -> str:
 
 
 def _chosen_prompts(prompts: list[str] | None, category: list[str] | None, limit: int | None) -> list[Prompt]:
-    from specbench.prompts import load_prompts
+    from specbench.bench.prompts import load_prompts
 
     return load_prompts(prompts or [_DEFAULT_PROMPTS], category or (), limit or _DEFAULT_LIMIT)
 
@@ -416,14 +416,14 @@ class _DecodingJob:
         The target is loaded once: ``transformers`` decodes with it before its layers are packed.
         """
 
-        from specbench.bitexact import require_bit_exact
-        from specbench.caches import make_cache
+        from specbench.backends.torch.bitexact import require_bit_exact
+        from specbench.backends.torch.caches import make_cache
         from specbench.check.observe import DecodingSetup
         from specbench.check.run import Case, DecodingCheck
-        from specbench.drafters import drafter_word
         from specbench.lengths import applies
-        from specbench.loading import check_drafter, load_target, wrap_target
-        from specbench.models import check_options, load_model
+        from specbench.models.load import check_options, load_model
+        from specbench.models.prepare import check_drafter, load_target, wrap_target
+        from specbench.specs.drafters import drafter_word
 
         request = self.request
         check_options(request.options)
@@ -503,8 +503,8 @@ class _DecodingJob:
 
     def _load_drafting_models(self, target: LanguageModel, progress: Progress) -> dict[str, LanguageModel]:
         """The drafters' own models by their specs, before anything takes time: one may not fit the target."""
-        from specbench.drafters import drafter_word, model_part
-        from specbench.models import check_compatible, load_model
+        from specbench.models.load import check_compatible, load_model
+        from specbench.specs.drafters import drafter_word, model_part
 
         models: dict[str, LanguageModel] = {}
         for spec in map(model_part, self.drafters):
@@ -519,8 +519,8 @@ class _DecodingJob:
         self, target: Target, models: dict[str, LanguageModel], progress: Progress
     ) -> dict[str, Drafter]:
         """Drafters by their specs; one model drafts alone and in cascades."""
-        from specbench.drafters import model_part, split_cascade
-        from specbench.loading import join_cascade, load_drafter, wrap_drafter
+        from specbench.models.prepare import join_cascade, load_drafter, wrap_drafter
+        from specbench.specs.drafters import model_part, split_cascade
 
         int8 = self.drafter_options.dtype == "auto"
         wrapped = {
@@ -701,8 +701,8 @@ class _OutputsJob:
 
     def prepare(self, progress: Progress) -> None:
         """Load the target, and see which lines it can score."""
-        from specbench.loading import load_target
-        from specbench.models import check_options
+        from specbench.models.load import check_options
+        from specbench.models.prepare import load_target
 
         request = self.request
         check_options(request.options)

@@ -18,7 +18,7 @@ def drafters() -> None:
     """List the drafters with their options."""
     from rich.console import Console
 
-    from specbench.drafters import DRAFTER_WORDS
+    from specbench.specs.drafters import DRAFTER_WORDS
 
     console = Console(highlight=False)
     for entry in DRAFTER_WORDS:

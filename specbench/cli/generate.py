@@ -15,14 +15,13 @@ from specbench.cli import options as opt
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from specbench.bench.pairs import Pairs
     from specbench.cli.watchers import Paint, TraceOutput, Watcher
-    from specbench.drafters.base import Drafter
+    from specbench.decoding.protocols import Drafter, LengthPolicy
+    from specbench.decoding.records import Generation
+    from specbench.decoding.sampling import Sampling
     from specbench.generate import GenerationRun
-    from specbench.lengths import LengthPolicy
-    from specbench.loading import Target
-    from specbench.pairs import Pairs
-    from specbench.records import Generation
-    from specbench.sampling import Sampling
+    from specbench.models.prepare import Target
 
 __all__ = ["generate"]
 
@@ -149,13 +148,13 @@ def generate(
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
+    from specbench.bench.prompts import read_prompt_text
     from specbench.cli.progress import StageProgress
     from specbench.cli.summary import show_legend, show_notes
     from specbench.cli.watchers import TraceOutput
-    from specbench.drafters import drafter_word
     from specbench.errors import UsageError
     from specbench.progress import quiet_transformers
-    from specbench.prompts import read_prompt_text
+    from specbench.specs.drafters import drafter_word
 
     text = read_prompt_text(prompt, prompt_file, sys.stdin)
     if any(not item for item in stop or ()):
@@ -183,10 +182,10 @@ def generate(
         with StageProgress(quiet) as progress:
             progress.update("starting", 0, None)
             from specbench.cli.rule import LengthRule
+            from specbench.decoding.sampling import Sampling
             from specbench.lengths import check_policy
-            from specbench.loading import check_drafter, load_drafter, load_target, refuse_keep
-            from specbench.models import LoadOptions, check_options
-            from specbench.sampling import Sampling
+            from specbench.models.load import LoadOptions, check_options
+            from specbench.models.prepare import check_drafter, load_drafter, load_target, refuse_keep
 
             stack.enter_context(quiet_transformers())
             sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -215,7 +214,7 @@ def generate(
                     target_model.language_model.defaults, target_model.vocab_size
                 )
             if bit_exact:
-                from specbench.bitexact import require_bit_exact
+                from specbench.backends.torch.bitexact import require_bit_exact
 
                 progress.update("trying passes of several widths", 0, None)
                 require_bit_exact(target_model.scorer)
@@ -281,8 +280,8 @@ def _paint(json_output: bool) -> Paint:
 
     from rich.console import Console
 
+    from specbench.decoding.origins import painted
     from specbench.errors import UsageError
-    from specbench.origins import painted
 
     console = Console()
     if json_output:
@@ -368,7 +367,7 @@ class _Job:
 
     def header(self) -> dict[str, Any]:
         """The first event of a trace."""
-        from specbench.trace import header_event
+        from specbench.show.trace import header_event
 
         return header_event(
             target=self.target.name,
@@ -407,7 +406,7 @@ class _Job:
 
 def _without_effect(ctx: typer.Context, drafter: str, sampling: Sampling) -> list[str]:
     """What was asked for and changes nothing."""
-    from specbench.drafters import drafter_word, model_part
+    from specbench.specs.drafters import drafter_word, model_part
 
     def given(*names: str) -> str:
         listed = opt.given(ctx, *names)
@@ -454,8 +453,8 @@ def _after_a_blank_reply(job: _Job, chat: bool | None) -> str:
 
 def _advice(ctx: typer.Context, job: _Job, drafter: str) -> dict[str, str]:
     """What to try if a drafter does not help: another ``rule``, and a ``command`` with another drafter."""
-    from specbench.drafters import drafter_word, model_part, split_cascade
     from specbench.lengths import applies
+    from specbench.specs.drafters import drafter_word, model_part, split_cascade
 
     if drafter_word(drafter) == "none":
         return {}
@@ -500,10 +499,10 @@ def _run(
     Raises:
         KeyboardInterrupt: Ctrl-C; by then what there was has been shown.
     """
+    from specbench.bench.pairs import Pairs
     from specbench.cli.summary import show_summary
     from specbench.cli.watchers import StreamedText, Tracer, WholeText, write_out
-    from specbench.metrics import summary
-    from specbench.pairs import Pairs
+    from specbench.decoding.metrics import summary
 
     run = job.start(trace=trace_to is not None)
     watchers: list[Watcher] = []
@@ -581,8 +580,8 @@ def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
     """The plain run, and where the tokens of a pair part."""
     from dataclasses import asdict
 
-    from specbench.metrics import summary
-    from specbench.parity import find_difference
+    from specbench.backends.torch.parity import find_difference
+    from specbench.decoding.metrics import summary
 
     found: dict[str, Any] = {"plain": summary(pairs.plain[0]), "identical": None}
     if not job.sampling.greedy:  # sampled outputs differ by design: the draws fall on other events
@@ -604,6 +603,6 @@ def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
 
 
 def _peak_memory(target: Target) -> int:
-    from specbench.measure import peak_memory
+    from specbench.decoding.clocks import peak_memory
 
     return peak_memory(str(target.scorer.device))

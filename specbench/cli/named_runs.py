@@ -20,7 +20,7 @@ def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
     Raises:
         UsageError: A path does not exist, or no run is there.
     """
-    from specbench.store import find_runs, stored_runs
+    from specbench.results.store import find_runs, stored_runs
     from specbench.textsafe import terminal_safe
 
     found: dict[Path, None] = {}

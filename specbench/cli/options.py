@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from specbench.drafters import DRAFTER_WORDS
+from specbench.specs.drafters import DRAFTER_WORDS
 
 if TYPE_CHECKING:
-    from specbench.caches import CacheKind
+    from specbench.backends.torch.caches import CacheKind
 
 __all__ = [
     "DEFAULT_DRAFTER",
@@ -127,14 +127,14 @@ def complete_rules(incomplete: str) -> list[str]:
 
 def complete_prompts(incomplete: str) -> list[str]:
     """The built-in sets that ``--prompts`` may go on to; a shell offers files where there are none."""
-    from specbench.prompts import set_names
+    from specbench.bench.prompts import set_names
 
     return _beginning(incomplete, set_names())
 
 
 def complete_configurations(ctx: typer.Context, incomplete: str) -> list[str]:
     """The configurations of the runs that are named before ``--a`` or ``--b``."""
-    from specbench.store import stored_runs
+    from specbench.results.store import stored_runs
 
     folders = (
         ctx.params.get("runs") or ctx.args
@@ -543,8 +543,8 @@ def cache_for(
     if bit_exact:
         return "preallocated"
     if dtype == "int8" and not given(ctx, "cache"):
-        from specbench.loading import default_cache
-        from specbench.models import load_config
+        from specbench.models.load import load_config
+        from specbench.models.prepare import default_cache
 
         return default_cache(load_config(target), int8=True)
     return cache

@@ -13,12 +13,12 @@ import typer
 from specbench.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from specbench.plots import Look
+    from specbench.show.plots import Look
 
 __all__ = ["plot"]
 
 NAMES = "speedup, tokens-per-second, acceptance, positions, time, prediction, categories, accepted-length, generation"
-"""Of ``specbench.plots.FIGURES``, which takes too long to import for a help text."""
+"""Of ``specbench.show.plots.FIGURES``, which takes too long to import for a help text."""
 
 
 def plot(
@@ -60,7 +60,7 @@ def plot(
 ) -> None:
     """Draw the figures of runs: speedup, acceptance, where the time goes, prediction, categories."""
     from specbench.cli.named_runs import named_runs
-    from specbench.plots import Look
+    from specbench.show.plots import Look
 
     if not 4 <= font_size <= 24:
         raise UsageError(f"--font-size is {font_size:g}.", "Give points from 4 to 24.")
@@ -119,8 +119,8 @@ def _folders(runs: list[Path], out: Path | None) -> list[Path]:
 def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look) -> list[Path]:
     """Draw one run; the paths on stdout, what is missing on stderr."""
     from specbench.files import refuse_link
-    from specbench.plots import draw_figures, save_figure
-    from specbench.store import load_results
+    from specbench.results.store import load_results
+    from specbench.show.plots import draw_figures, save_figure
     from specbench.textsafe import terminal_safe
 
     frame = load_results(run)

@@ -67,7 +67,7 @@ def _folders(runs: list[Path], out: Path | None) -> list[Path]:
 
 def _write(run: Path, folder: Path) -> None:
     """Report one run: the paths on stdout, the answer on stderr."""
-    from specbench.report import write_report
+    from specbench.show.report import write_report
 
     done, paths = write_report(run, folder)
     for path in paths:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specbench.origins import Origin
+    from specbench.decoding.origins import Origin
 
 __all__ = ["show_legend", "show_notes", "show_summary"]
 
@@ -45,7 +45,7 @@ def show_legend(paint: Callable[[str, Origin], str]) -> None:
     """Name on a terminal what the text's styles stand for, with an empty line behind it."""
     from rich.text import Text
 
-    from specbench.origins import ORIGINS
+    from specbench.decoding.origins import ORIGINS
 
     console = _console()
     if console.is_terminal:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from pandas import DataFrame
 
-    from specbench.advice import RunWarning
-    from specbench.engine import EngineOptions, ModelEngine
-    from specbench.environment import LoadSnapshot
-    from specbench.estimate import TimeNeed
-    from specbench.grid import Sweep, SweepOptions
-    from specbench.prompts import Prompt
-    from specbench.store import RunStore
+    from specbench.bench.engines.own import EngineOptions, ModelEngine
+    from specbench.bench.estimate import TimeNeed
+    from specbench.bench.grid import Sweep, SweepOptions
+    from specbench.bench.prompts import Prompt
+    from specbench.results.advice import RunWarning
+    from specbench.results.load import LoadSnapshot
+    from specbench.results.store import RunStore
 
 __all__ = ["sweep"]
 
@@ -238,16 +238,16 @@ def sweep(
     Every configuration decodes every prompt, interleaved in random order. Each generation is stored as it ends: a
     sweep that was stopped goes on with --resume.
     """
-    from specbench.environment import load_snapshot
+    from specbench.results.load import load_snapshot
 
     start = load_snapshot()
+    from specbench.bench.engines.own import EngineOptions, check_engine, load_engine
+    from specbench.bench.grid import Sweep, SweepOptions, build_configs, parse_gammas, parse_policies
+    from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
-    from specbench.engine import EngineOptions, check_engine, load_engine
     from specbench.errors import UsageError
-    from specbench.grid import Sweep, SweepOptions, build_configs, parse_gammas, parse_policies
-    from specbench.models import LoadOptions
-    from specbench.prompts import load_prompts
-    from specbench.store import RunStore
+    from specbench.models.load import LoadOptions
+    from specbench.results.store import RunStore
 
     if not resume and (accept_changes or retry_failed):
         raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
@@ -386,7 +386,7 @@ def _check_costs(options: SweepOptions, engine: ModelEngine) -> None:
 
 
 def _checked_temperatures(temperatures: Sequence[float]) -> Sequence[float]:
-    from specbench.sampling import Sampling
+    from specbench.decoding.sampling import Sampling
 
     for value in temperatures:
         Sampling(temperature=value)  # raises for what is none
@@ -399,8 +399,8 @@ def _sources(
     """Where models and prompts come from, without paths: the rest of what ``run.json`` keeps as options."""
     from dataclasses import asdict
 
-    from specbench.estimate import drafter_label
-    from specbench.models import parse_model_spec
+    from specbench.bench.estimate import drafter_label
+    from specbench.models.load import parse_model_spec
 
     def loading(load_options: Any) -> dict[str, Any]:
         values = asdict(load_options)
@@ -426,7 +426,7 @@ def _folder(
     import re
     from datetime import UTC, datetime
 
-    from specbench.store import RunStore
+    from specbench.results.store import RunStore
 
     if out is not None:
         return out
@@ -443,9 +443,9 @@ def _resumed(sources: dict[str, Any], options: SweepOptions, *, retry_failed: bo
     import json
     from dataclasses import asdict
 
+    from specbench.bench.manifest import option_changes
     from specbench.errors import UsageError
-    from specbench.runs import option_changes
-    from specbench.store import stored_runs
+    from specbench.results.store import stored_runs
 
     wanted = {"options": json.loads(json.dumps({**sources, **asdict(options)}))}
     other = ""
@@ -470,8 +470,8 @@ _BUSY = 1.25
 
 def _time_needed(need: TimeNeed, start: LoadSnapshot) -> str:
     """A time, or a range of times on a machine that others use."""
+    from specbench.bench.estimate import slowdown
     from specbench.cli.sweep_display import duration
-    from specbench.estimate import slowdown
 
     longer = slowdown(start.load_average, start.cores)
     if longer < _BUSY:
@@ -483,9 +483,9 @@ def _time_needed(need: TimeNeed, start: LoadSnapshot) -> str:
 
 
 def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path, start: LoadSnapshot) -> None:
+    from specbench.bench.engines.own import check_engine
+    from specbench.bench.estimate import estimate_memory, estimate_time
     from specbench.cli.progress import StageProgress
-    from specbench.engine import check_engine
-    from specbench.estimate import estimate_memory, estimate_time
 
     with StageProgress() as progress:
         check_engine(options, progress)
@@ -540,10 +540,10 @@ class _Job:
 
     def open_store(self, sources: dict[str, Any], *, accept_changes: bool) -> RunStore:
         """A new run, or the stored one if it is the same as this."""
-        from specbench.environment import describe_environment
+        from specbench.bench.environment import describe_environment
+        from specbench.bench.manifest import changes, command_line, describe_run, merge_runs
         from specbench.errors import UsageError
-        from specbench.runs import changes, command_line, describe_run, merge_runs
-        from specbench.store import RunStore
+        from specbench.results.store import RunStore
 
         run = describe_run(
             self.sweep,
@@ -577,7 +577,7 @@ class _Job:
 
     def say_at_start(self, start: Any, found: str, notes: Sequence[str]) -> None:
         """What the machine is like, what is not measured, and what is there already."""
-        from specbench.advice import at_start
+        from specbench.results.advice import at_start
 
         for note in notes:
             self._say(f"note: {note}")
@@ -588,10 +588,10 @@ class _Job:
 
     def run(self, store: RunStore, *, retry_failed: bool) -> int:
         """Measure; show and write what there is then, whether it came to its end or not. The exit code."""
+        from specbench.bench.runner import run_sweep
         from specbench.cli.signals import exit_code_of_interrupt
         from specbench.cli.sweep_display import SweepDisplay
-        from specbench.store import load_results
-        from specbench.sweep import run_sweep
+        from specbench.results.store import load_results
 
         interrupted, failed = False, 0
         warnings: Sequence[RunWarning] = ()
@@ -630,14 +630,15 @@ class _Job:
         """The answer and the table in two files, and then on stdout, which may be closed."""
         from rich.console import Console
 
-        from specbench import tables
-        from specbench.answer import answer_markdown, find_answers
         from specbench.cli.sweep_display import show_answer
         from specbench.errors import RunError
         from specbench.files import write_text
-        from specbench.store import write_csv
+        from specbench.results import frames
+        from specbench.results.store import write_csv
+        from specbench.show import tables
+        from specbench.show.answer import answer_markdown, find_answers
 
-        summary, categories = tables.summary_frame(frame), tables.category_frame(frame)
+        summary, categories = frames.summary_frame(frame), frames.category_frame(frame)
         try:
             write_csv(summary, self.folder / "summary.csv")
             paragraphs = [

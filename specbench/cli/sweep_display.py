@@ -12,13 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from specbench.grid import Config, Sweep
-from specbench.sweep import Begun, CellDone, CellStarted, CostsDone, Event
-from specbench.tables import spelled_out
+from specbench.bench.grid import Config, Sweep
+from specbench.bench.runner import Begun, CellDone, CellStarted, CostsDone, Event
+from specbench.show.tables import spelled_out
 from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
-    from specbench.answer import Answer
+    from specbench.show.answer import Answer
 
 __all__ = ["SweepDisplay", "duration", "show_answer"]
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from specbench.decoding.origins import Origin
+    from specbench.decoding.records import Generation, Prefill, Step
     from specbench.generate import GenerationRun
-    from specbench.origins import Origin
-    from specbench.records import Generation, Prefill, Step
-    from specbench.trace import Event
+    from specbench.show.trace import Event
 
     Paint: TypeAlias = Callable[[str, Origin], str]
 
@@ -50,7 +50,7 @@ class TraceOutput:
         if debug:
             from rich.console import Console
 
-            from specbench.trace import TraceView
+            from specbench.show.trace import TraceView
 
             self._view = TraceView(Console(stderr=True))
         if path is not None:
@@ -91,7 +91,7 @@ class TraceOutput:
             self._view.show(event)
 
     def _keep(self, file: TextIO, event: Event) -> None:
-        from specbench.trace import write_event
+        from specbench.show.trace import write_event
 
         if self._held is not None:
             self._held.append(event)
@@ -259,8 +259,8 @@ class Tracer:
         output.event(header)
 
     def record(self, record: Prefill | Step) -> None:
-        from specbench.records import Prefill
-        from specbench.trace import prefill_event, step_event
+        from specbench.decoding.records import Prefill
+        from specbench.show.trace import prefill_event, step_event
 
         if isinstance(record, Prefill):
             self._output.event(prefill_event(record, self._piece))
@@ -268,15 +268,15 @@ class Tracer:
             self._output.event(step_event(record, self._piece))
 
     def end(self, result: Generation) -> None:
-        from specbench.metrics import summary
-        from specbench.trace import end_event
+        from specbench.decoding.metrics import summary
+        from specbench.show.trace import end_event
 
         figures = summary(result)
         self._output.event(end_event(**{name: figures[name] for name in _END_FIGURES}))
 
 
 def tokens_of(record: Prefill | Step) -> tuple[int, ...]:
-    from specbench.records import Prefill
+    from specbench.decoding.records import Prefill
 
     if isinstance(record, Prefill):
         return () if record.token is None else (record.token,)

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.accept import Verdict, expected_acceptance, judge
-from specbench.drafters.base import Draft, Drafter
+from specbench.decoding.clocks import Clock, WallClock
+from specbench.decoding.protocols import Draft, Drafter, LengthPolicy, Scorer, Sibling
+from specbench.decoding.records import DraftVerdict, FinishReason, Prefill, Step, StepTimes
+from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.stops import StopRules
+from specbench.decoding.verify import Verdict, expected_acceptance, judge
 from specbench.errors import UsageError
-from specbench.lengths import LengthPolicy
-from specbench.measure import Clock, WallClock
-from specbench.records import DraftVerdict, FinishReason, Prefill, Step, StepTimes
-from specbench.sampling import Randomness, Sampling
-from specbench.scorer import Scorer
-from specbench.siblings import Sibling
-from specbench.text import StopRules
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specbench.records import Generation, Prefill, Step
+from specbench.decoding.records import Generation, Prefill, Step
 
 __all__ = [
     "PositionRate",

@@ -11,7 +11,7 @@ from specbench.textsafe import terminal_safe
 __all__ = ["ORIGINS", "Origin", "as_html", "painted"]
 
 Origin = Literal["accepted", "sibling", "corrected", "bonus", "target"]
-"""An accepted draft, a right alternative to a rejected one, or what closes a step (``specbench.records.Closing``)."""
+"""An accepted draft, a right alternative to a rejected one, or what closes a step (``records.Closing``)."""
 
 ORIGINS: dict[Origin, str] = {
     "accepted": "accepted draft",

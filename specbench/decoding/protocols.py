@@ -1,18 +1,25 @@
-"""What a drafter is: something that proposes tokens, and says with what probability it drew them."""
+"""What the decoding loop asks of others: a drafter, a draft-length rule, a scorer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-    from specbench.lengths import LengthPolicy
-    from specbench.sampling import Randomness, Sampling
+    from specbench.decoding.records import Step
+    from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = ["Draft", "Drafter", "FreeDrafter", "Guess", "NoDraft"]
+__all__ = ["Draft", "Drafter", "FreeDrafter", "Guess", "LengthPolicy", "Scorer", "Sibling"]
+
+
+class Sibling(NamedTuple):
+    """An alternative to a drafted token: the draft's place, from 0, and the token."""
+
+    place: int
+    token: int
 
 
 @dataclass(slots=True)
@@ -42,6 +49,116 @@ class Draft:
     evidence: list[float] | None = None
     prefill_s: float = 0.0
     passes: int | None = None
+
+
+class LengthPolicy(Protocol):
+    """Decides the draft length of every step; one object serves one prompt at a time.
+
+    In each step the drafter calls ``begin`` once, then ``another`` before every draft, and ``look`` between the pass
+    that gives the draft's distribution and the draw, if it has passes. Where a cascade has a token without a pass it
+    calls ``rather_pass`` before all that. The loop calls ``observe`` when the step is
+    over.
+    """
+
+    @property
+    def name(self) -> str:
+        """The rule, with those of its options that are not the defaults."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything: a new prompt begins."""
+        ...
+
+    @property
+    def unconditional(self) -> bool:
+        """Whether a step's length is settled with ``begin``, and nothing is read off the draft."""
+        ...
+
+    def begin(self, room: int) -> int:
+        """Start a step in which at most ``room`` tokens may be drafted; return the most it wants (0: none)."""
+        ...
+
+    def another(self, draft: Draft) -> bool:
+        """Whether to draft one more token. Asked before a drafter's pass is spent on it.
+
+        Args:
+            draft: The draft so far. The rule may read it again as long as the step lasts, and never writes to it.
+        """
+        ...
+
+    def rather_pass(self, draft: Draft) -> bool:
+        """Whether a cascade's model is to draft the next token although one has come without a pass.
+
+        Args:
+            draft: The draft so far, with the evidence for that token behind that of the others.
+        """
+        ...
+
+    def look(self, logits: torch.Tensor) -> bool:
+        """Whether to draw the token after all, now that its distribution is known.
+
+        Args:
+            logits: The drafter's for this token, shape [vocab], before any sampling transform.
+        """
+        ...
+
+    @property
+    def most_siblings(self) -> int:
+        """How many alternatives it may ask to be verified in a step; 0 if it never does."""
+        ...
+
+    def siblings(self, draft: Draft) -> Sequence[Sibling]:
+        """Alternatives to verify beside a finished draft. Asked in greedy decoding only."""
+        ...
+
+    def observe(self, step: Step) -> None:
+        """Learn from a finished step."""
+        ...
+
+    def notes(self) -> Mapping[str, float]:
+        """What to record about the current step, by name."""
+        ...
+
+    def costs(self) -> dict[str, Any] | None:
+        """The costs of passes it went by so far, ready for JSON (see ``parse_costs``); ``None`` if it needs none."""
+        ...
+
+
+class Scorer(Protocol):
+    """A model with the keys and values of one context: it reads what it lacks of it and gives logits."""
+
+    @property
+    def context_limit(self) -> int | None:
+        """The longest context the model can read, in tokens; ``None`` for no limit."""
+        ...
+
+    @property
+    def takes_siblings(self) -> bool:
+        """Whether alternatives can be verified beside a draft."""
+        ...
+
+    @property
+    def epoch(self) -> object:
+        """Another one after every ``begin``."""
+        ...
+
+    def begin(self) -> None:
+        """Start on a new context."""
+        ...
+
+    def logits(
+        self, context: Sequence[int], drafted: Sequence[int] = (), *, siblings: Sequence[Sibling] = ()
+    ) -> torch.Tensor:
+        """Logits behind the context, each of ``drafted`` and each of the siblings, [rows, vocab]."""
+        ...
+
+    def move(self, source: int, to: int) -> None:
+        """Put a cached position in the place of another: a sibling that was right in that of the draft."""
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Keep at most the first ``length`` tokens of the context."""
+        ...
 
 
 class Drafter(Protocol):
@@ -118,27 +235,3 @@ class FreeDrafter(Drafter, Protocol):
         ``context`` is what was read last.
         """
         ...
-
-
-class NoDraft:
-    """Proposes nothing, so that every step is a plain target pass: plain decoding."""
-
-    name = "none"
-    epoch = 0
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Nothing to prepare."""
-
-    def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
-        return Draft()
-
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
-        """Nothing to learn."""
-
-    def rollback(self, length: int) -> None:
-        """Nothing to roll back."""

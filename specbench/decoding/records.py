@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from specbench.origins import Origin, as_html
+from specbench.decoding.origins import Origin, as_html
 
 __all__ = [
     "LONGEST_DRAFT",
@@ -128,7 +128,7 @@ class Step:
         closing_probability: Probability of the closing token under the distribution it was drawn from, when a trace
             was asked for, else ``None``.
         siblings: Alternatives to drafted tokens that were verified beside them, as pairs of the draft's place, from 0,
-            and the token (``specbench.siblings``).
+            and the token (``specbench.decoding.tree``).
         passes: Passes of the drafter's model; ``None`` if it has none or makes one for every draft.
     """
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specbench.decoding.model_defaults import ContextRules, ModelDefaults
 from specbench.errors import RunError, UsageError
-from specbench.model_defaults import ContextRules, ModelDefaults
 
 __all__ = [
     "Greedy",

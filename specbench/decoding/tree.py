@@ -12,24 +12,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from specbench.drafters.base import Draft
+from specbench.decoding.protocols import Draft, Sibling
 
-__all__ = ["Sibling", "choose_siblings", "tree_mask", "tree_positions"]
+__all__ = ["choose_siblings", "tree_mask", "tree_positions"]
 
 _BESIDE_ONE = 4
 """Alternatives of one drafted token that are looked at."""
-
-
-class Sibling(NamedTuple):
-    """An alternative to a drafted token: the draft's place, from 0, and the token."""
-
-    place: int
-    token: int
 
 
 def choose_siblings(draft: Draft, most: int, price: float) -> tuple[Sibling, ...]:

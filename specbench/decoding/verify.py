@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from specbench.drafters.base import Draft
-from specbench.records import Closing
-from specbench.sampling import Randomness, Sampling
-from specbench.siblings import Sibling
+from specbench.decoding.protocols import Draft, Sibling
+from specbench.decoding.records import Closing
+from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["Verdict", "acceptance_probabilities", "expected_acceptance", "judge", "residual"]
 

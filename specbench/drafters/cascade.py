@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.drafters.base import Draft, FreeDrafter, Guess
+from specbench.decoding.protocols import Draft, FreeDrafter, Guess
 from specbench.drafters.model import ModelDrafter
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from specbench.lengths import LengthPolicy
-    from specbench.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import LengthPolicy
+    from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["CascadeDrafter"]
 

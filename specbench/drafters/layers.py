@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from specbench.drafters.options import Options, join_spec, split_spec
+from specbench.backends.torch.kernels.linear import first_layers, int8_copy
 from specbench.errors import UsageError
-from specbench.packing import first_layers, int8_copy
+from specbench.specs.notation import Options, join_spec, split_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

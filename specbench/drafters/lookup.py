@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specbench.drafters.base import Draft, Guess
-from specbench.drafters.options import Options, join_spec
+from specbench.decoding.clocks import Clock, WallClock
+from specbench.decoding.protocols import Draft, Guess
 from specbench.errors import UsageError
-from specbench.measure import Clock, WallClock
+from specbench.specs.notation import Options, join_spec
 
 if TYPE_CHECKING:
     import torch
 
-    from specbench.lengths import LengthPolicy
-    from specbench.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import LengthPolicy
+    from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["LookupDrafter"]
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from specbench.drafters.base import Draft
-from specbench.measure import Clock, clock_for
-from specbench.scorer import DeviceTokens, Scorer
+from specbench.backends.torch.scorer import DeviceTokens, Scorer
+from specbench.decoding.clocks import Clock, clock_for
+from specbench.decoding.protocols import Draft
 
 if TYPE_CHECKING:
-    from specbench.lengths import LengthPolicy
-    from specbench.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import LengthPolicy
+    from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["Drawn", "ModelDrafter", "SelfDrafter"]
 

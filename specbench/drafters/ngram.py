@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.drafters.base import Draft, Guess
-from specbench.drafters.options import Options, join_spec
+from specbench.decoding.clocks import Clock, WallClock
+from specbench.decoding.protocols import Draft, Guess
 from specbench.errors import UsageError
-from specbench.measure import Clock, WallClock
+from specbench.specs.notation import Options, join_spec
 
 if TYPE_CHECKING:
-    from specbench.lengths import LengthPolicy
-    from specbench.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import LengthPolicy
+    from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["NGramDrafter"]
 

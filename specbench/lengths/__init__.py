@@ -1,7 +1,7 @@
 """Draft-length rules: how many tokens to draft in a step. docs/lengths.md lists them; each class describes its own."""
 
 from specbench.lengths.auto import AutoLength
-from specbench.lengths.base import FixedLength, KeptState, LengthPolicy
+from specbench.lengths.base import FixedLength, KeptState
 from specbench.lengths.costs import Costs, check_costs, load_costs, parse_costs, read_costs
 from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
@@ -28,7 +28,6 @@ __all__ = [
     "FixedLength",
     "HeuristicLength",
     "KeptState",
-    "LengthPolicy",
     "PolicyOption",
     "PolicyWord",
     "SvipLength",

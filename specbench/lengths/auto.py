@@ -11,8 +11,8 @@ from specbench.lengths.base import Rule, confidence, is_free, written
 from specbench.lengths.costs import Costs, MeasuredCosts
 
 if TYPE_CHECKING:
-    from specbench.drafters.base import Draft
-    from specbench.records import Step
+    from specbench.decoding.protocols import Draft
+    from specbench.decoding.records import Step
 
 __all__ = ["AutoLength"]
 

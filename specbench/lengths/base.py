@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbench.decoding.protocols import LengthPolicy
+from specbench.decoding.records import LONGEST_DRAFT
+from specbench.decoding.tree import choose_siblings
 from specbench.errors import UsageError
-from specbench.records import LONGEST_DRAFT
-from specbench.siblings import Sibling, choose_siblings
 
 if TYPE_CHECKING:
-    from specbench.drafters.base import Draft
-    from specbench.records import Step
+    from specbench.decoding.protocols import Draft, Sibling
+    from specbench.decoding.records import Step
 
 __all__ = [
     "FixedLength",
     "KeptState",
-    "LengthPolicy",
     "Rule",
     "WithSiblings",
     "confidence",
@@ -38,79 +38,6 @@ __all__ = [
 
 _SIBLING_PRICE = 0.02
 """Where nothing is known of what a pass costs: a token more takes a few per cent of it on a processor."""
-
-
-class LengthPolicy(Protocol):
-    """Decides the draft length of every step; one object serves one prompt at a time.
-
-    In each step the drafter calls ``begin`` once, then ``another`` before every draft, and ``look`` between the pass
-    that gives the draft's distribution and the draw, if it has passes. Where a cascade has a token without a pass it
-    calls ``rather_pass`` before all that. The loop calls ``observe`` when the step is
-    over.
-    """
-
-    @property
-    def name(self) -> str:
-        """The rule, with those of its options that are not the defaults."""
-        ...
-
-    def reset(self) -> None:
-        """Forget everything: a new prompt begins."""
-        ...
-
-    @property
-    def unconditional(self) -> bool:
-        """Whether a step's length is settled with ``begin``, and nothing is read off the draft."""
-        ...
-
-    def begin(self, room: int) -> int:
-        """Start a step in which at most ``room`` tokens may be drafted; return the most it wants (0: none)."""
-        ...
-
-    def another(self, draft: Draft) -> bool:
-        """Whether to draft one more token. Asked before a drafter's pass is spent on it.
-
-        Args:
-            draft: The draft so far. The rule may read it again as long as the step lasts, and never writes to it.
-        """
-        ...
-
-    def rather_pass(self, draft: Draft) -> bool:
-        """Whether a cascade's model is to draft the next token although one has come without a pass.
-
-        Args:
-            draft: The draft so far, with the evidence for that token behind that of the others.
-        """
-        ...
-
-    def look(self, logits: torch.Tensor) -> bool:
-        """Whether to draw the token after all, now that its distribution is known.
-
-        Args:
-            logits: The drafter's for this token, shape [vocab], before any sampling transform.
-        """
-        ...
-
-    @property
-    def most_siblings(self) -> int:
-        """How many alternatives it may ask to be verified in a step; 0 if it never does."""
-        ...
-
-    def siblings(self, draft: Draft) -> Sequence[Sibling]:
-        """Alternatives to verify beside a finished draft. Asked in greedy decoding only."""
-        ...
-
-    def observe(self, step: Step) -> None:
-        """Learn from a finished step."""
-        ...
-
-    def notes(self) -> Mapping[str, float]:
-        """What to record about the current step, by name."""
-        ...
-
-    def costs(self) -> dict[str, Any] | None:
-        """The costs of passes it went by so far, ready for JSON (see ``parse_costs``); ``None`` if it needs none."""
-        ...
 
 
 class Rule:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from specbench.records import Step
+    from specbench.decoding.records import Step
 
 __all__ = ["Costs", "GivenCosts", "MeasuredCosts", "check_costs", "load_costs", "parse_costs", "read_costs"]
 

@@ -16,8 +16,8 @@ from specbench.lengths.base import Rule, entropy, normalised_entropy, written
 if TYPE_CHECKING:
     import torch
 
-    from specbench.drafters.base import Draft
-    from specbench.records import Step
+    from specbench.decoding.protocols import Draft
+    from specbench.decoding.records import Step
 
 __all__ = ["EntropyBoundLength", "EntropyGuidedLength", "SvipLength"]
 

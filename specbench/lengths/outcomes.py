@@ -10,8 +10,8 @@ from specbench.errors import UsageError
 from specbench.lengths.base import Rule, confidence, written
 
 if TYPE_CHECKING:
-    from specbench.drafters.base import Draft
-    from specbench.records import Step
+    from specbench.decoding.protocols import Draft
+    from specbench.decoding.records import Step
 
 __all__ = ["ConfidenceLength", "HeuristicLength", "best_threshold"]
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specbench.drafters import drafter_word
-from specbench.drafters.options import split_spec
+from specbench.decoding.protocols import LengthPolicy
 from specbench.errors import UsageError
 from specbench.lengths.auto import AutoLength
-from specbench.lengths.base import FixedLength, KeptState, LengthPolicy, Rule, WithSiblings
+from specbench.lengths.base import FixedLength, KeptState, Rule, WithSiblings
 from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
+from specbench.specs.drafters import drafter_word
+from specbench.specs.notation import split_spec
 
 __all__ = [
     "POLICY_WORDS",

@@ -32,7 +32,7 @@ import transformers
 from specbench._version import __version__
 from specbench.errors import RunError, SpecbenchError
 from specbench.files import sync, write_text
-from specbench.gguf_files import convert_gguf, read_gguf_header
+from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.progress import Progress, one_line
 
 __all__ = [

@@ -16,8 +16,8 @@ from gguf import GGML_QUANT_SIZES
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from specbench.checkpoints import check_config, check_memory
 from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.models.checkpoints import check_config, check_memory
 from specbench.progress import Progress, one_line, quiet_transformers
 
 __all__ = ["GgufHeader", "convert_gguf", "read_gguf_header"]

@@ -18,8 +18,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from specbench.checkpoints import plain_name, safetensors_elements, shard_names, weight_candidates
 from specbench.errors import RunError, UsageError
+from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names, weight_candidates
 from specbench.progress import Progress, one_line, quiet_transformers
 
 __all__ = ["HubModel"]

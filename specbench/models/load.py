@@ -23,8 +23,11 @@ from huggingface_hub.utils._validators import validate_repo_id
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specbench.builtin import BUILTIN_MODELS, discard_if_damaged, prepare_builtin, prepare_gguf
-from specbench.checkpoints import (
+from specbench.decoding.model_defaults import ModelDefaults
+from specbench.decoding.stops import special_tokens
+from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.models.builtin import BUILTIN_MODELS, discard_if_damaged, prepare_builtin, prepare_gguf
+from specbench.models.checkpoints import (
     available_memory,
     check_class,
     check_memory,
@@ -35,11 +38,8 @@ from specbench.checkpoints import (
     weight_files,
     weight_memory,
 )
-from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.hub import HubModel
-from specbench.model_defaults import ModelDefaults
+from specbench.models.hub import HubModel
 from specbench.progress import Progress, one_line, quiet_transformers
-from specbench.text import special_tokens
 
 __all__ = [
     "DTYPES",

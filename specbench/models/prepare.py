@@ -10,21 +10,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.attention import fold_attention
-from specbench.bitexact import why_not_bit_exact
-from specbench.builtin import BUILTIN_MODELS
-from specbench.caches import CacheKind, make_cache
-from specbench.drafters import DRAFTER_WORDS, drafter_word, split_cascade
-from specbench.drafters.base import Drafter, FreeDrafter, NoDraft
+from specbench.backends.torch.bitexact import why_not_bit_exact
+from specbench.backends.torch.caches import CacheKind, make_cache
+from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.linear import (
+    Int8Linear,
+    PackedLinear,
+    holds,
+    pack_linears,
+    quantise_linears,
+)
+from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Drafter, FreeDrafter
 from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.choices import ChoiceKey, any_choice, read_choice
 from specbench.drafters.layers import SelfForm, cheaper_form
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.options import Options, split_spec
+from specbench.drafters.plain import NoDraft
 from specbench.errors import UsageError
-from specbench.models import (
+from specbench.models.builtin import BUILTIN_MODELS
+from specbench.models.choices import ChoiceKey, any_choice, read_choice
+from specbench.models.load import (
     LanguageModel,
     LoadOptions,
     Progress,
@@ -35,9 +43,8 @@ from specbench.models import (
     parse_model_spec,
     wrap_model,
 )
-from specbench.packing import Int8Linear, PackedLinear, holds, pack_linears, quantise_linears
-from specbench.scorer import Scorer
-from specbench.short_passes import quicken_layers, shorten_layers
+from specbench.specs.drafters import DRAFTER_WORDS, drafter_word, split_cascade
+from specbench.specs.notation import Options, split_spec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -124,7 +131,7 @@ def load_target(
         The target. Load one after the other; for decoding in threads see ``Target``.
 
     Raises:
-        UsageError, RunError: See ``specbench.models.load_model``.
+        UsageError, RunError: See ``specbench.models.load.load_model``.
     """
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle)
     int8 = language_model.quantise_int8

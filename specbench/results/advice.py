@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from specbench.environment import LoadSnapshot
+    from specbench.results.load import LoadSnapshot
 
 __all__ = [
     "Interval",
@@ -316,7 +316,7 @@ def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarnin
 
     Args:
         frame: From ``load_results`` of a single run.
-        summary: Its ``specbench.tables.summary_frame``, where that is there already.
+        summary: Its ``specbench.results.frames.summary_frame``, where that is there already.
     """
     ok = frame[frame["status"] == "ok"]
     if ok.empty:
@@ -338,7 +338,7 @@ def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarnin
 
 def _speedups(frame: DataFrame, summary: DataFrame | None) -> list[tuple[str, str, Interval]]:
     """Label, kind and speedup over plain decoding of every other configuration."""
-    from specbench.tables import records, summary_frame
+    from specbench.results.frames import records, summary_frame
 
     return [
         (row["label"], row["kind"], Interval(row["speedup"], row["speedup_low"], row["speedup_high"]))

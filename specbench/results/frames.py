@@ -1,56 +1,40 @@
-"""What a run shows, as tables: data frames of figures, and their rendering for terminals and Markdown.
+"""What a run shows, as data frames of figures.
 
-Every function takes the rows of one run as ``specbench.store.load_results`` gives them. Definitions of the figures and
-their pitfalls: docs/metrics.md.
+Every function takes the rows of one run as ``load_results`` gives them. Definitions of the figures
+and their pitfalls: docs/metrics.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import html
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from specbench import stats
 from specbench.errors import UsageError
-from specbench.textsafe import terminal_safe
+from specbench.results import stats
+from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    pass
 
 __all__ = [
     "PARTS",
-    "Sheet",
     "Steps",
     "accepted_frame",
     "category_frame",
-    "decimals",
     "disturbance",
-    "identity_text",
-    "markdown_row",
-    "markdown_text",
-    "notes",
-    "one_line",
     "paired_runs",
     "position_frame",
-    "ratio_text",
     "records",
-    "render_terminal",
     "run_of",
-    "sheet_of",
-    "spelled_out",
     "step_arrays",
     "summary_frame",
-    "terminal_table",
-    "to_markdown",
     "winners",
 ]
 
@@ -616,449 +600,12 @@ def _predictions(
     }
 
 
-# --- Text -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """A table as text, not escaped for anything yet.
-
-    Attributes:
-        headings: One per column; the first column names the rows, the others hold figures.
-        rows: Cells, one list per row.
-        values: What to sort the cells by, shaped as ``rows``: text in the first column, numbers elsewhere (NaN: none).
-        ranks: How soon a column may be left out where there is no room: the highest first, 0 never.
-        notes: Sentences to stand below.
-        marked: Rows that stand out, by number.
-    """
-
-    headings: list[str]
-    rows: list[list[str]]
-    values: list[list[Any]]
-    ranks: list[int]
-    notes: list[str]
-    marked: frozenset[int] = frozenset()
-
-
-def sheet_of(frame: pd.DataFrame) -> Sheet:
-    """A frame of this module as text; a category frame becomes a matrix of configurations and categories."""
-    kind = frame.attrs.get("kind")
-    if kind == "summary":
-        return _summary_sheet(frame)
-    if kind == "category":
-        return _category_sheet(frame)
-    if kind == "position":
-        return _plain_sheet(frame, _POSITION_COLUMNS)
-    raise ValueError("not a frame of figures made by this module")
-
-
-_TOO_FEW = (
-    f"one run of one prompt, or an interval whose ends are more than a factor of {stats.WIDEST:g} apart"
-)
-
-
-def notes(frame: pd.DataFrame) -> list[str]:
-    """What to say below a summary: what the intervals are over, and every figure that could be misread."""
-    out = []
-    compared = frame[frame["speedup_low"].notna()]
-    if (compared["speedup_basis"] == "prompts").any():
-        out.append("Speedups are geometric means over prompts; in brackets the 95% interval over prompts.")
-    if (frame["speedup_basis"] == "repeats").any():
-        out.append(
-            "*: one prompt; the interval is over its repeats, holds within that prompt only, and is no verdict."
-        )
-    if (
-        (frame["config"] != frame["baseline"]) & frame["speedup"].notna() & frame["speedup_low"].isna()
-    ).any():
-        out.append(f"Too few to say: {_TOO_FEW}.")
-    if frame.attrs.get("disturbance"):
-        out.append(frame.attrs["disturbance"])
-    out += [
-        f"{row['label']}: all tokens over all seconds give {_ratio_text(row, 'pooled_speedup')}, "
-        f"the mean over prompts {_ratio_text(row, 'speedup')}: its prompts fare differently."
-        for row in records(frame)
-        if _means_differ(row)
-    ]
-    differing: dict[str, list[dict[str, Any]]] = {}
-    for row in records(frame):
-        if row["identical_share"] < 1:
-            differing.setdefault(row["difference"], []).append(row)
-    for rows in differing.values():
-        label = f"{rows[0]['label']}: " if len(rows) == 1 else f"{len(rows)} configurations: "
-        out.append(label + identity_text(rows, frame.attrs.get("dtype")))
-    for row in records(frame):
-        if row["failures"]:
-            runs = "generation" if row["failures"] == 1 else "generations"
-            out.append(f"{row['label']}: {row['failures']} {runs} failed and count nowhere else.")
-    without = frame[(frame["kind"] != "plain") & frame["speedup"].isna()]
-    out += [f"{label}: no generation of its baseline to compare with." for label in without["label"]]
-    return [one_line(note) for note in out]
-
-
 def winners(frame: pd.DataFrame) -> set[str]:
     """Of a summary: at each temperature the configuration with the largest speedup of those that are surely faster."""
     faster = frame[(frame["kind"] == "speculative") & (frame["verdict"] == "faster")]
     return set(faster.loc[faster.groupby("temperature")["speedup"].idxmax(), "config"])
 
 
-def identity_text(rows: Sequence[Mapping[str, Any]], dtype: str | None) -> str:
-    """Whether the outputs of rows of a summary are plain decoding's, and why some are not.
-
-    Args:
-        rows: At least one, with a number as ``identical_share`` and one ``difference``.
-        dtype: Of the target.
-    """
-    shares = sorted(row["identical_share"] for row in rows)
-    if shares[0] == 1:
-        return "The outputs are token for token those of plain decoding."
-    several = f" to {_percent(shares[-1])}" if shares[-1] > shares[0] else ""
-    share = f"{_percent(shares[0])}{several} of the outputs are token for token those of plain decoding"
-    if rows[0]["difference"] == "ties":
-        rounding = one_line(dtype or "bfloat16")
-        return (
-            f"Outputs part from plain decoding's only where two tokens tie within the rounding of {rounding}, which was"
-            f" checked at each place: either is the target's own choice. {share}."
-        )
-    if rows[0]["difference"] == "beyond rounding":
-        return f"{share}; rounding does not explain all of the others: see the warnings."
-    return f"{share}; whether rounding explains the others is checked at the end of a sweep."
-
-
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a frame as dicts."""
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
-
-
-def _means_differ(row: Mapping[str, Any]) -> bool:
-    """Whether pooled and per-prompt speedup would be read differently: opposite sides of 1, or outside the interval."""
-    mean, pooled = row["speedup"], row["pooled_speedup"]
-    if (
-        row["kind"] == "plain"
-        or math.isnan(mean)
-        or math.isnan(pooled)
-        or abs(math.log(pooled / mean)) < 0.02
-    ):
-        return False
-    outside = pooled < row["speedup_low"] or pooled > row["speedup_high"]
-    return (mean - 1.0) * (pooled - 1.0) < 0 or bool(outside)
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    heading: str
-    key: str
-    rank: int
-    text: Callable[[Mapping[str, Any]], str]
-
-
-def decimals(value: float, digits: int = 2) -> str:
-    """A figure with so many digits behind the point, fewer from 10 on, and no exponent."""
-    if math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞"
-    rounded = float(f"{value:.{digits}e}")  # 9.999 is shown as 10.0, and so has two digits in front
-    before = 1 if rounded < 1 else int(math.log10(rounded)) + 1
-    return f"{value:.{max(0, digits + 1 - before)}f}"
-
-
-def _percent(value: float) -> str:
-    """A share; 99.97% is not 100%."""
-    if math.isnan(value):
-        return "–"
-    whole = round(100 * value)
-    return f"{100 * value:.1f}%" if whole in (0, 100) and whole != 100 * value else f"{whole}%"
-
-
-def _bytes(value: float) -> str:
-    if math.isnan(value) or value <= 0:
-        return "–"
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
-
-
-def ratio_text(ratio: stats.Estimate, times: str = "×") -> str:
-    """A ratio with its interval, as ``2.10× [1.93, 2.31]``; without one it says that this is too few to say.
-
-    An end that is not 1 is never shown as 1: on which side it lies is the verdict.
-    """
-    if math.isnan(ratio.value):
-        return "–"
-    if ratio.low is None or ratio.high is None:
-        return f"{decimals(ratio.value)}{times} [too few to say]"
-    ends = (ratio.low, ratio.high)
-    digits = 2
-    while digits < 9 and any(end != 1.0 and float(f"{end:.{digits}f}") == 1.0 for end in ends):
-        digits += 1
-    mark = "*" if ratio.basis == "repeats" else ""
-    value, low, high = (decimals(each, digits) for each in (ratio.value, *ends))
-    return f"{value}{times} [{low}, {high}]{mark}"
-
-
-def _ratio_text(row: Mapping[str, Any], name: str) -> str:
-    """``ratio_text`` of a figure of a frame."""
-    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    known = not math.isnan(low) and not math.isnan(high)
-    basis: Literal["prompts", "repeats"] = "repeats" if row.get("speedup_basis") == "repeats" else "prompts"
-    estimate = (
-        stats.Estimate(value, low, high, 0, basis) if known else stats.Estimate(value, None, None, 0, None)
-    )
-    return ratio_text(estimate, "")
-
-
-def _speedup_text(name: str) -> Callable[[Mapping[str, Any]], str]:
-    def text(row: Mapping[str, Any]) -> str:
-        is_baseline = row["kind"] == "plain" and math.isnan(row[f"{name}_low"])
-        return "1 (baseline)" if is_baseline and row[name] == 1.0 else _ratio_text(row, name)
-
-    return text
-
-
-def _as(form: Callable[[float], str], key: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: form(row[key])
-
-
-def _count(value: float) -> str:
-    return "–" if math.isnan(value) else str(int(value))
-
-
-def _milliseconds(value: float) -> str:
-    return decimals(1000.0 * value)
-
-
-_SUMMARY_COLUMNS = [
-    _Column("configuration", "label", 0, lambda row: str(row["label"])),
-    _Column("tokens/s", "tokens_per_second", 1, _as(decimals, "tokens_per_second")),
-    _Column("speedup", "speedup", 0, _speedup_text("speedup")),
-    _Column("verdict", "verdict", 0, lambda row: row["verdict"] if isinstance(row["verdict"], str) else "–"),
-    _Column("with TTFT", "speedup_total", 14, _speedup_text("speedup_total")),
-    _Column("pooled", "pooled_speedup", 15, _speedup_text("pooled_speedup")),
-    _Column("tokens/step", "tokens_per_step", 4, _as(decimals, "tokens_per_step")),
-    _Column("accepted", "acceptance_rate", 5, _as(_percent, "acceptance_rate")),
-    _Column("of tested", "acceptance_tested", 16, _as(_percent, "acceptance_tested")),
-    _Column("α", "alpha", 6, _as(decimals, "alpha")),
-    _Column("mean γ", "mean_gamma", 12, _as(decimals, "mean_gamma")),
-    _Column("predicted", "predicted_speedup", 8, lambda row: _ratio_text(row, "predicted_speedup")),
-    _Column(
-        "predicted (i.i.d.)",
-        "predicted_speedup_iid",
-        18,
-        lambda row: _ratio_text(row, "predicted_speedup_iid"),
-    ),
-    _Column("TTFT ms", "ttft_s", 9, _as(_milliseconds, "ttft_s")),
-    *(_Column(part, f"share_{part}", 10, _as(_percent, f"share_{part}")) for part in PARTS),
-    _Column("memory", "peak_memory_bytes", 13, _as(_bytes, "peak_memory_bytes")),
-    _Column("identical", "identical_share", 13, _as(_percent, "identical_share")),
-    _Column("prompts", "prompts", 17, _as(_count, "prompts")),
-    _Column("failed", "failures", 7, _as(_count, "failures")),
-]
-_POSITION_COLUMNS = [
-    _Column("configuration", "label", 0, lambda row: str(row["label"])),
-    _Column("position", "position", 0, _as(_count, "position")),
-    _Column("drafted", "drafted", 2, _as(_count, "drafted")),
-    _Column("tested", "tested", 1, _as(_count, "tested")),
-    _Column("accepted", "accepted", 1, _as(_count, "accepted")),
-    _Column("accepted/tested", "rate", 0, _as(_percent, "rate")),
-    _Column("accepted/drafted", "rate_of_drafted", 0, _as(_percent, "rate_of_drafted")),
-    _Column("α", "alpha", 1, _as(decimals, "alpha")),
-]
-
-
-def _plain_sheet(frame: pd.DataFrame, columns: Sequence[_Column]) -> Sheet:
-    lines = records(frame)
-    rows = [[one_line(column.text(line)) for column in columns] for line in lines]
-    values = [[line[column.key] for column in columns] for line in lines]
-    return Sheet(
-        [column.heading for column in columns], rows, values, [column.rank for column in columns], []
-    )
-
-
-def _summary_sheet(frame: pd.DataFrame) -> Sheet:
-    """Columns without a single figure are left out, and so is what would only say that all is well."""
-    columns = [column for column in _SUMMARY_COLUMNS if column.rank == 0 or frame[column.key].notna().any()]
-    if not frame["failures"].any():
-        columns = [column for column in columns if column.key != "failures"]
-    sheet = _plain_sheet(frame, columns)
-    best = winners(frame)
-    marked = frozenset(number for number, config in enumerate(frame["config"]) if config in best)
-    for number in marked:
-        sheet.rows[number][sheet.headings.index("verdict")] = "fastest"
-    return dataclasses.replace(sheet, notes=notes(frame), marked=marked)
-
-
-def _category_sheet(frame: pd.DataFrame) -> Sheet:
-    categories = list(dict.fromkeys(frame["category"]))
-    labels = dict(zip(frame["config"], frame["label"], strict=True))
-    cells = {(row["config"], row["category"]): row for row in records(frame)}
-    rows, values = [], []
-    for config, label in labels.items():
-        found = [cells.get((config, category)) for category in categories]
-        rows.append(
-            [one_line(label), *("–" if row is None else _ratio_text(row, "speedup") for row in found)]
-        )
-        values.append([label, *(_NAN if row is None else row["speedup"] for row in found)])
-    said = ["Speedup over plain decoding, geometric mean over the category's prompts, with its 95% interval."]
-    if frame["speedup_low"].isna().any():
-        said.append(f"Too few to say: {_TOO_FEW}.")
-    if (frame["speedup_basis"] == "repeats").any():
-        said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
-    headings = ["configuration", *map(one_line, categories)]
-    return Sheet(headings, rows, values, [0] * len(headings), said)
-
-
-def one_line(text: object) -> str:
-    """Text of whatever origin as one printable line."""
-    return " ".join(terminal_safe(str(text)).split())
-
-
-# --- Terminal and Markdown ------------------------------------------------------------------------
-
-_LABEL_CELLS = 28  # a longer name is shortened in its middle, where drafters' names differ least
-_BETWEEN = 2  # cells between columns, one of them the box's own
-
-
-def terminal_table(frame: pd.DataFrame, width: int = 80, encoding: str = "utf-8") -> Table:
-    """A frame as a table for a console of that many cells, with the columns that matter least left out as needed.
-
-    A matrix of categories keeps as many of them as there is room for; ``render_terminal`` shows the others below.
-    """
-    sheet = _encoded(sheet_of(frame), encoding)
-    return _table(sheet, _kept_columns(sheet, width), width)
-
-
-def render_terminal(frame: pd.DataFrame, console: Console) -> None:
-    """Print a frame on a console, readable from 60 columns up, with its notes below."""
-    from rich.text import Text
-
-    sheet = _encoded(sheet_of(frame), console.encoding)
-    kept = _kept_columns(sheet, console.width)
-    console.print(_table(sheet, kept, console.width))
-    if frame.attrs["kind"] == "category":
-        while (begin := kept[-1] + 1) < len(sheet.headings):
-            kept = _fitting(sheet, begin, console.width)
-            console.print(_table(sheet, kept, console.width))
-    else:
-        hidden = [heading for i, heading in enumerate(sheet.headings) if i not in kept]
-        if hidden:
-            sheet.notes.append(f"Left out for want of room: {', '.join(hidden)}.")
-    for note in sheet.notes:
-        console.print(Text(note, style="dim"), soft_wrap=False)
-
-
-def to_markdown(frame: pd.DataFrame) -> str:
-    """A frame as a Markdown table with its notes below, all of its columns in it."""
-    sheet = sheet_of(frame)
-    lines = [
-        markdown_row(sheet.headings),
-        f"| --- | {' | '.join('---:' for _ in sheet.headings[1:])} |",
-        *map(markdown_row, sheet.rows),
-    ]
-    if sheet.notes:
-        lines += ["", *(f"- {markdown_text(note)}" for note in sheet.notes)]
-    return "\n".join(lines) + "\n"
-
-
-def markdown_row(cells: Iterable[str]) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join(map(markdown_text, cells))} |"
-
-
-_MARKDOWN = str.maketrans({each: "\\" + each for each in "\\`*_{}[]|#~$"})
-
-
-def markdown_text(text: str) -> str:
-    """Text that Markdown shows as it is: no markup, no HTML, no way out of its cell or line."""
-    return html.escape(one_line(text).translate(_MARKDOWN), quote=False)
-
-
-def spelled_out(text: str, encoding: str) -> str:
-    """Text for a console: signs that its encoding lacks become words."""
-    if encoding.lower().startswith("utf"):
-        return text
-    for sign, word in {"γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x"}.items():
-        text = text.replace(sign, word)
-    return terminal_safe(text, encoding)
-
-
-def _encoded(sheet: Sheet, encoding: str) -> Sheet:
-    """Signs that the console lacks are spelled out."""
-
-    def said(text: str) -> str:
-        return spelled_out(text, encoding)
-
-    return dataclasses.replace(
-        sheet,
-        headings=[*map(said, sheet.headings)],
-        rows=[[*map(said, row)] for row in sheet.rows],
-        notes=[*map(said, sheet.notes)],
-    )
-
-
-def _shortened(text: str, cells: int) -> str:
-    from rich.cells import cell_len, chop_cells
-
-    if cell_len(text) <= cells:
-        return text
-    head = chop_cells(text, (cells - 1) // 2)[0]
-    tail = chop_cells(text[::-1], cells - 1 - cell_len(head))[0][::-1]
-    return f"{head}…{tail}"
-
-
-def _widths(sheet: Sheet) -> list[int]:
-    from rich.cells import cell_len
-
-    headings = [max(map(cell_len, _broken(heading).split("\n"))) for heading in sheet.headings]
-    cells = [max(map(cell_len, column)) for column in zip(*sheet.rows, strict=True)] or headings
-    widths = [max(pair) for pair in zip(headings, cells, strict=True)]
-    return [min(widths[0], _LABEL_CELLS), *widths[1:]]
-
-
-def _broken(heading: str) -> str:
-    """A long heading in two lines, broken at a space or before a slash."""
-    if len(heading) <= 7:
-        return heading
-    return heading.replace(" ", "\n", 1) if " " in heading else heading.replace("/", "\n/", 1)
-
-
-def _kept_columns(sheet: Sheet, width: int) -> list[int]:
-    """The columns to show, in order: the least important go until the rest fits; a matrix keeps its first ones."""
-    if not any(sheet.ranks):
-        return _fitting(sheet, 1, width)
-    widths = _widths(sheet)
-    kept = list(range(len(widths)))
-    while sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN > width:
-        last = max(sheet.ranks[i] for i in kept)
-        if not last:
-            break
-        kept = [i for i in kept if sheet.ranks[i] < last]  # columns of one rank belong together
-    return kept
-
-
-def _fitting(sheet: Sheet, begin: int, width: int) -> list[int]:
-    """The first column and as many from ``begin`` on as fit, at least one."""
-    widths = _widths(sheet)
-    kept, used = [0], widths[0]
-    for i in range(begin, len(widths)):
-        used += _BETWEEN + widths[i]
-        if used > width and len(kept) > 1:
-            break
-        kept.append(i)
-    return kept
-
-
-def _table(sheet: Sheet, kept: Sequence[int], width: int) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    widths = _widths(sheet)
-    over = max(0, sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN - width)
-    label_cells = max(8, widths[0] - over)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _BETWEEN - 1, 0, 0), show_edge=False)
-    for i in kept:
-        heading = Text(_broken(sheet.headings[i]))
-        table.add_column(heading, justify="left" if i == 0 else "right", vertical="bottom", no_wrap=True)
-    for number, row in enumerate(sheet.rows):
-        cells = [_shortened(row[0], label_cells), *(row[i] for i in kept[1:])]
-        # As Text: what looks like markup in a name stays as it is.
-        table.add_row(*map(Text, cells), style="bold" if number in sheet.marked else "")
-    return table

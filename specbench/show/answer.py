@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbench import stats, tables
-from specbench.compare import side_by_side
-from specbench.tables import decimals, markdown_text, one_line, ratio_text
+from specbench.results import frames, stats
+from specbench.show.compare import side_by_side
+from specbench.show.tables import decimals, identity_text, markdown_text, ratio_text
+from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,12 +52,12 @@ def find_answers(
     """One answer per temperature.
 
     Args:
-        df: Rows of a run, from ``specbench.store.load_results``.
-        summary, categories: Its frames of ``specbench.tables``.
+        df: Rows of a run, from ``specbench.results.store.load_results``.
+        summary, categories: Its frames of ``specbench.results.frames``.
         arguments: The command line of the sweep with its paths; ``None`` for the one that the run has kept.
     """
-    rows, cells = tables.records(summary), tables.records(categories)
-    run = tables.run_of(df)
+    rows, cells = frames.records(summary), frames.records(categories)
+    run = frames.run_of(df)
     arguments = run.get("command") or () if arguments is None else arguments
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     found = []
@@ -91,7 +92,7 @@ def _answer(
         )
         headline = f"{when}No speculative decoding was measured to its end; {speed}."
         return Answer(headline, None, details=[*_references(others)])
-    winners = tables.winners(summary)
+    winners = frames.winners(summary)
     top = max(measured, key=lambda row: float(row["speedup"]))
     best = next((row for row in measured if row["config"] in winners), top)
     best_is = f"{_described(best)}, {ratio_text(_estimate(best))}"
@@ -144,7 +145,7 @@ def _details(
             " are accepted."
         )
     if not math.isnan(best["identical_share"]):
-        yield tables.identity_text([best], tables.run_of(df)["target"].get("dtype"))
+        yield identity_text([best], frames.run_of(df)["target"].get("dtype"))
     if top is not best:
         yield f"{_described(top)} measures more, {ratio_text(_estimate(top))}, but cannot be told from plain decoding."
     if basis == "prompts" and len(measured) > 1:

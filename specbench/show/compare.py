@@ -13,18 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from specbench import stats
 from specbench.errors import UsageError
-from specbench.tables import (
-    decimals,
-    disturbance,
-    markdown_row,
-    markdown_text,
-    one_line,
-    paired_runs,
-    ratio_text,
-    spelled_out,
-)
+from specbench.results import stats
+from specbench.results.frames import disturbance, paired_runs
+from specbench.show.tables import decimals, markdown_row, markdown_text, ratio_text, spelled_out
+from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,7 +120,7 @@ def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
     """Configuration ``a`` over ``b`` of one run, each named by id or label.
 
     Args:
-        df: Rows of the run, from ``specbench.store.load_results``.
+        df: Rows of the run, from ``specbench.results.store.load_results``.
         a, b: The configurations.
 
     Raises:
@@ -206,7 +199,7 @@ def compare_runs(
     """Run A over run B: configurations matched by id, or else by label, and paired by prompt.
 
     Args:
-        df_a, df_b: Rows of the runs, from ``specbench.store.load_results``.
+        df_a, df_b: Rows of the runs, from ``specbench.results.store.load_results``.
         names: Of the runs.
         a, b: Compare this configuration of A with that of B only; one alone stands for both.
         measure: ``None`` takes speeds on one kind of machine and speedups on two.

@@ -28,9 +28,10 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
-from specbench import tables
 from specbench.errors import RunError, UsageError
 from specbench.files import write_bytes
+from specbench.results import frames
+from specbench.show.tables import decimals
 from specbench.textsafe import terminal_safe
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None, look: Lo
     """Draw a run.
 
     Args:
-        df: Its rows, from ``specbench.store.load_results``.
+        df: Its rows, from ``specbench.results.store.load_results``.
         only: Names of ``FIGURES``; ``None`` for all of them.
         look: How they are laid out.
 
@@ -133,7 +134,7 @@ def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None, look: Lo
     unknown = [name for name in only or () if name not in FIGURES]
     if unknown:
         raise UsageError(f"There is no figure {unknown[0]!r}.", f"Choose from {', '.join(FIGURES)}.")
-    tables.run_of(df)
+    frames.run_of(df)
     if not (df["status"] == "ok").any():
         raise UsageError(
             "There is nothing to plot: no generation of this run has finished.", "Go on with its sweep."
@@ -231,9 +232,9 @@ class _Run:
         self.look = look
         self.width = look.width or _WIDTH
         self.narrow = self.width < _NARROW * look.font_size
-        self.run = tables.run_of(df)
-        self.steps = tables.step_arrays(df)
-        self.summary = tables.summary_frame(df, self.steps)
+        self.run = frames.run_of(df)
+        self.steps = frames.step_arrays(df)
+        self.summary = frames.summary_frame(df, self.steps)
         kinds = self.summary["kind"]
         self.plain = self.summary[kinds == "plain"]
         # Others' decoding has no γ that is known here: a level to compare with.
@@ -277,7 +278,7 @@ def _series_of(rows: pd.DataFrame) -> list[_Series]:
     values = {name: list(dict.fromkeys(keys[name])) for name in keys.columns}
     colored = max(values, key=lambda name: len(values[name]))  # of equals the first
     out = []
-    for number, key in enumerate(tables.records(keys)):
+    for number, key in enumerate(frames.records(keys)):
         mine = rows[(rows[list(key)] == pd.Series(key)).all(axis=1)]
         x = mine["gamma"].astype(float).fillna(mine["mean_gamma"])
         mine = mine[x.notna()].assign(x=x[x.notna()]).sort_values("x")
@@ -666,7 +667,7 @@ def _speedup(run: _Run) -> Figure:
     axes = figure.subplots()
     _gamma_axis(axes, [x for each in series for x in each.x])
     ends = _draw_series(axes, series, "speedup")
-    levels = [row for row in tables.records(run.levels) if not math.isnan(row["speedup"])]
+    levels = [row for row in frames.records(run.levels) if not math.isnan(row["speedup"])]
     _fit_y(axes, [each.rows for each in series], "speedup", 1.0, *(row["speedup"] for row in levels))
     _mark_cut(axes, series, "speedup")
     ends.append(_level(axes, 1.0, "plain = 1"))
@@ -683,8 +684,8 @@ def _ratio_name(row: dict[str, Any], name: str) -> str:
         _short(row["label"], 22),
         *(row[f"{name}{end}"] for end in ("", "_low", "_high")),
     )
-    interval = "" if math.isnan(low) else f" [{tables.decimals(low)}, {tables.decimals(high)}]"
-    return f"{label} {tables.decimals(value)}{interval}"
+    interval = "" if math.isnan(low) else f" [{decimals(low)}, {decimals(high)}]"
+    return f"{label} {decimals(value)}{interval}"
 
 
 def _hollow(series: Sequence[_Series]) -> str:
@@ -703,7 +704,7 @@ def _tokens_per_second(run: _Run) -> Figure:
     ends = _draw_series(axes, series, "tokens_per_second")
     levels = [
         row
-        for row in tables.records(pd.concat([run.plain, run.levels]))
+        for row in frames.records(pd.concat([run.plain, run.levels]))
         if not math.isnan(row["tokens_per_second"])
     ]
     known = [row["tokens_per_second"] for row in levels]
@@ -713,7 +714,7 @@ def _tokens_per_second(run: _Run) -> Figure:
         _level(
             axes,
             row["tokens_per_second"],
-            f"{_short(row['label'], 22)} {tables.decimals(row['tokens_per_second'])}",
+            f"{_short(row['label'], 22)} {decimals(row['tokens_per_second'])}",
         )
         for row in levels
     ]
@@ -749,7 +750,7 @@ def _acceptance(run: _Run) -> Figure:
 
 
 def _positions(run: _Run) -> Figure:
-    frame = tables.position_frame(run.df, run.steps)
+    frame = frames.position_frame(run.df, run.steps)
     if frame.empty:
         raise _NoDataError("nothing was drafted")
     if not (frame["tested"] >= _TOO_FEW).any():
@@ -798,7 +799,7 @@ def _positions(run: _Run) -> Figure:
 
 
 def _time(run: _Run) -> Figure:
-    rows = [row for each in run.series for row in tables.records(each.rows) if row["ms_per_token"] > 0]
+    rows = [row for each in run.series for row in frames.records(each.rows) if row["ms_per_token"] > 0]
     rows.sort(key=lambda row: run.drafters.index(row["drafter"]))
     if not rows:
         raise _NoDataError("no speculative configuration has finished a step")
@@ -810,7 +811,7 @@ def _time(run: _Run) -> Figure:
     total, read = (
         np.array([row[name] for row in rows], dtype=float) for name in ("ms_per_token", "share_draft_prefill")
     )
-    for part in tables.PARTS:
+    for part in frames.PARTS:
         wide = total * np.array([row[f"share_{part}"] for row in rows], dtype=float)
         color = _PART_COLORS[part]
         axes.barh(places, wide, 0.78, left=left, color=color, label=part, edgecolor="white", linewidth=0.3)
@@ -919,11 +920,11 @@ def _prediction(run: _Run) -> Figure:
 
 
 def _categories(run: _Run) -> Figure:
-    frame = tables.category_frame(run.df)
+    frame = frames.category_frame(run.df)
     frame = frame[frame["speedup"].notna()]
     if frame.empty:
         raise _NoDataError(_WHY_NOT["speedup"])
-    known = {row["config"]: row for row in tables.records(run.summary)}
+    known = {row["config"]: row for row in frames.records(run.summary)}
     rows = [known[config] for config in dict.fromkeys(frame["config"])]
     row_of = {row["config"]: i for i, row in enumerate(rows)}
     names = _row_names(rows, run)
@@ -941,7 +942,7 @@ def _categories(run: _Run) -> Figure:
     figure = _new_figure(run, 0.85 + lines * (0.45 + line * len(rows)), width)
     panels = figure.subplots(lines, 1, squeeze=False)[:, 0]
     widest = max(float(np.abs(np.log(frame["speedup"])).max()), math.log(1.25))
-    cells = tables.records(frame)
+    cells = frames.records(frame)
     for number, axes in enumerate(panels):
         mine = categories[number * each : (number + 1) * each]
         column_of = {category: i for i, category in enumerate(mine)}
@@ -988,7 +989,7 @@ def _write_cell(axes: Axes, x: int, y: int, cell: dict[str, Any], ink: str) -> N
     low, high = cell["speedup_low"], cell["speedup_high"]
     weight = "normal" if cell["verdict"] == "cannot tell" else "bold"
     middle: Any = {"ha": "center", "va": "center", "color": ink}
-    ratio, size = tables.decimals(cell["speedup"]), _points(0.83)
+    ratio, size = decimals(cell["speedup"]), _points(0.83)
     alone = math.isnan(low)
     axes.text(x, y if alone else y - 0.17, ratio, fontsize=size, weight=weight, **middle)
     if not alone:
@@ -1025,7 +1026,7 @@ _RARE = 0.01  # share of steps, below which the last numbers of accepted drafts 
 
 
 def _accepted_length(run: _Run) -> Figure:
-    frame = tables.accepted_frame(run.df, run.steps)
+    frame = frames.accepted_frame(run.df, run.steps)
     by_config = dict(list(frame.groupby("config", sort=False)))
     chosen = []
     for each in run.series:

@@ -18,14 +18,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench import stats, tables
-from specbench.advice import RunWarning, review
-from specbench.answer import Answer, answer_markdown, find_answers
 from specbench.errors import RunError, UsageError
 from specbench.files import refuse_link, write_text
-from specbench.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
-from specbench.store import load_results
-from specbench.tables import markdown_row, markdown_text, one_line
+from specbench.results import frames, stats
+from specbench.results.advice import RunWarning, review
+from specbench.results.store import load_results
+from specbench.show import tables
+from specbench.show.answer import Answer, answer_markdown, find_answers
+from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
+from specbench.show.tables import markdown_row, markdown_text
+from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +53,7 @@ class Report:
         name: Of the run.
         answers: One per temperature.
         warnings: What is doubtful.
-        summary, categories, positions: Frames of ``specbench.tables``.
+        summary, categories, positions: Frames of ``specbench.results.frames``.
         pictures: Figures.
         missing: Why a figure is not there, by name.
         method: How it was measured, heading and text.
@@ -106,20 +108,20 @@ def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
     """Everything a report says about one run.
 
     Args:
-        df: Rows of the run, from ``specbench.store.load_results``.
+        df: Rows of the run, from ``specbench.results.store.load_results``.
         name: Of the run.
         plots: An existing folder for the figures.
 
     Raises:
         UsageError: No generation has finished. RunError: A figure cannot be written.
     """
-    run = tables.run_of(df)
+    run = frames.run_of(df)
     if not (df["status"] == "ok").any():
         raise UsageError(
             "There is nothing to report: no generation of this run has finished.", "Go on with its sweep."
         )
-    steps = tables.step_arrays(df)
-    summary, categories = tables.summary_frame(df, steps), tables.category_frame(df)
+    steps = frames.step_arrays(df)
+    summary, categories = frames.summary_frame(df, steps), frames.category_frame(df)
     pictures, missing = _pictures(df, plots)
     return Report(
         name=one_line(name),
@@ -127,7 +129,7 @@ def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
         warnings=_warnings(df, run, summary),
         summary=summary,
         categories=categories,
-        positions=tables.position_frame(df, steps),
+        positions=frames.position_frame(df, steps),
         pictures=pictures,
         missing=missing,
         method=_method(df, run),
@@ -554,7 +556,7 @@ def _notes(notes: Sequence[str]) -> _Html:
 
 _LONG = 40  # characters of a name from which on it may take several lines
 _LONG_TABLE = 16  # rows up to which a table is shown without being asked for
-_STEP_HEADINGS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *tables.PARTS}
+_STEP_HEADINGS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *frames.PARTS}
 _Cell = Callable[[int, int], _Html | None]
 """What to put for the cell of a row and a column of a sheet instead of its text; ``None`` for the text."""
 
@@ -603,7 +605,7 @@ def _sort_value(value: Any) -> str | None:
 
 def _speed_table(title: str, frame: pd.DataFrame, sheet: tables.Sheet) -> _Html:
     """The summary but for what is told of the steps: speedups first, each drawn beside its figure."""
-    rows = tables.records(frame)
+    rows = frames.records(frame)
     scale = _Scale(rows)
     place = {heading: i for i, heading in enumerate(sheet.headings)}
     first = [place[heading] for heading in ("configuration", "speedup", "verdict") if heading in place]
@@ -667,7 +669,7 @@ def _category_table(title: str, frame: pd.DataFrame) -> _Html:
     """The matrix of categories, marked where a speedup can be told from 1."""
     sheet = tables.sheet_of(frame)
     configs, categories = (list(dict.fromkeys(frame[name])) for name in ("config", "category"))
-    verdicts = {(row["config"], row["category"]): row["verdict"] for row in tables.records(frame)}
+    verdicts = {(row["config"], row["category"]): row["verdict"] for row in frames.records(frame)}
 
     def cell(number: int, i: int) -> _Html | None:
         verdict = verdicts.get((configs[number], categories[i - 1])) if i else None

@@ -17,8 +17,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from specbench._version import __version__
+from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.errors import UsageError
-from specbench.records import FinishReason, Prefill, Step
 from specbench.shapes import count, misfit, number
 from specbench.textsafe import terminal_safe, visible
 

@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from specbench.attention import FOLDED
-from specbench.caches import make_cache
-from specbench.drafters.choices import Choice
+from specbench.backends.torch.caches import make_cache
+from specbench.backends.torch.kernels.attention import FOLDED
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.clocks import Clock, clock_for
+from specbench.decoding.metrics import expected_speedup
+from specbench.decoding.sampling import Greedy, Randomness
 from specbench.drafters.layers import SelfForm, cheaper_form, skippable_layers
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import SelfDrafter
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
-from specbench.measure import Clock, clock_for
-from specbench.metrics import expected_speedup
-from specbench.sampling import Greedy, Randomness
-from specbench.scorer import Scorer
+from specbench.models.choices import Choice
 
 if TYPE_CHECKING:
-    from specbench.loading import Target
+    from specbench.models.prepare import Target
     from specbench.progress import Progress
 
 __all__ = ["Agreement", "Calibration", "CalibrationSettings", "Candidate", "PassCosts", "calibrate"]

@@ -2,7 +2,7 @@
 
 Rounding depends on the order of sums, and kernels choose that by the shape of a pass. Where it is the same for every
 width, plain decoding (one token in a pass) and verification (γ + 1) see the same logits in any dtype. What it takes:
-``specbench.attention`` and ``specbench.packing``; this module tries it out on the loaded model.
+``kernels.attention`` and ``kernels.linear``; this module tries it out on the loaded model.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.attention import KEY_BLOCK
-from specbench.caches import PreallocatedKVCache
+from specbench.backends.torch.caches import PreallocatedKVCache
+from specbench.backends.torch.kernels.attention import KEY_BLOCK
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from specbench.scorer import Scorer
+    from specbench.backends.torch.scorer import Scorer
 
 __all__ = ["require_bit_exact", "why_not_bit_exact"]
 

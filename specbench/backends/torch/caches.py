@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from specbench.attention import KEY_BLOCK, LONGEST_PASS, is_folded
+from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
         kind: ``dynamic`` grows by concatenation (``transformers``' DynamicCache), ``preallocated`` writes by index into
             buffers that double when full, ``static`` does so in passes of fixed shapes, ``compiled`` in compiled ones,
             ``none`` recomputes everything (the reference in tests).
-        config: The model's. If its attention is ``specbench.attention``'s, a preallocated cache hands keys and values
+        config: The model's. If its attention is ``kernels.attention``'s, a preallocated cache hands keys and values
             out in whole blocks, which that attention masks.
 
     Raises:
@@ -502,7 +502,7 @@ class _StaticLayer(CacheLayerMixin):
 
 
 class StaticKVCache:
-    """A cache whose passes have the same shapes whatever it holds (see ``specbench.static_passes``).
+    """A cache whose passes have the same shapes whatever it holds (see ``specbench.backends.torch.kernels.graphs``).
 
     Every pass is handed the whole buffers and a mask. The number of tokens held is kept here and not by the layers, and
     changes nothing on the device.

@@ -9,8 +9,8 @@ from itertools import zip_longest
 
 import torch
 
-from specbench.sampling import Sampling
-from specbench.scorer import Scorer
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.sampling import Sampling
 
 __all__ = [
     "Difference",

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 
-from specbench.attention import LONGEST_PASS
-from specbench.caches import CacheKind, KVCache, StaticKVCache, make_cache
+from specbench.backends.torch.caches import CacheKind, KVCache, StaticKVCache, make_cache
+from specbench.backends.torch.kernels.attention import LONGEST_PASS
+from specbench.backends.torch.kernels.graphs import PassInputs, StaticPasses, compiled, cuda_capture
+from specbench.backends.torch.kernels.linear import Hooks, float32_sample, rounds_to_int8
+from specbench.backends.torch.kernels.llama_layers import short_pass
+from specbench.decoding.protocols import Sibling
+from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
-from specbench.packing import Hooks, float32_sample, rounds_to_int8
-from specbench.short_passes import short_pass
-from specbench.siblings import Sibling, tree_mask, tree_positions
-from specbench.static_passes import PassInputs, StaticPasses, compiled, cuda_capture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

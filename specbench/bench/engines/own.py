@@ -9,21 +9,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specbench.drafters import drafter_word, model_part, split_cascade
+from specbench.bench.grid import LOOKUP_TOKENS, Config
+from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.grid import LOOKUP_TOKENS, Config
-from specbench.records import Step
+from specbench.specs.drafters import drafter_word, model_part, split_cascade
 
 if TYPE_CHECKING:
-    from specbench.caches import CacheKind
-    from specbench.drafters.base import Drafter
-    from specbench.lengths import LengthPolicy
-    from specbench.loading import Target
-    from specbench.measure import Clock
-    from specbench.models import LanguageModel, LoadOptions
-    from specbench.parity import Difference
+    from specbench.backends.torch.caches import CacheKind
+    from specbench.backends.torch.parity import Difference
+    from specbench.bench.prompts import Prompt
+    from specbench.decoding.clocks import Clock
+    from specbench.decoding.protocols import Drafter, LengthPolicy
+    from specbench.models.load import LanguageModel, LoadOptions
+    from specbench.models.prepare import Target
     from specbench.progress import Progress
-    from specbench.prompts import Prompt
 
 __all__ = [
     "Costs",
@@ -167,7 +166,7 @@ class ModelEngine:
         fingerprints: Of the drafter models' weights, by the names of the drafters.
         costs: What ``auto`` goes by, as ``specbench.lengths.parse_costs`` takes it; ``None`` lets it measure.
         keep_policy_state: Let the draft-length rule of a configuration carry what it learns from one call to the next.
-        model_defaults: Apply the target's own settings of generation, see ``specbench.model_defaults``.
+        model_defaults: Apply the target's own settings of generation, see ``specbench.decoding.model_defaults``.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class ModelEngine:
         keep_policy_state: bool = False,
         model_defaults: bool = True,
     ) -> None:
-        from specbench.measure import clock_for
+        from specbench.decoding.clocks import clock_for
 
         self.target, self.drafters = target, dict(drafters)
         self.reference, self.assistants = reference, dict(assistants or {})
@@ -238,8 +237,8 @@ class ModelEngine:
     def generate(
         self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
     ) -> Outcome:
-        from specbench.environment import reset_peak_memory
-        from specbench.measure import peak_memory
+        from specbench.bench.environment import reset_peak_memory
+        from specbench.decoding.clocks import peak_memory
 
         decode = self._decode if config.kind in ("plain", "speculative") else self._decode_with_transformers
         reset_peak_memory(self._device)
@@ -270,9 +269,9 @@ class ModelEngine:
     def _decode(
         self, config: Config, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool, seed: int
     ) -> Outcome:
+        from specbench.decoding.metrics import time_split
+        from specbench.decoding.sampling import Sampling
         from specbench.generate import GenerationRun
-        from specbench.metrics import time_split
-        from specbench.sampling import Sampling
 
         run = GenerationRun(
             prompt,
@@ -386,9 +385,9 @@ class ModelEngine:
         return assistant.model
 
     def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:
+        from specbench.decoding.sampling import Greedy, Randomness
         from specbench.drafters.cascade import CascadeDrafter
         from specbench.lengths import FixedLength
-        from specbench.sampling import Greedy, Randomness
 
         scorer, clock = self.target.scorer, self._clock
         room = scorer.context_limit or _COST_CONTEXT + max(widths)
@@ -442,8 +441,8 @@ class ModelEngine:
     def difference(
         self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
     ) -> Difference | None:
-        from specbench.parity import find_difference
-        from specbench.sampling import Greedy
+        from specbench.backends.torch.parity import find_difference
+        from specbench.decoding.sampling import Greedy
 
         target = self.target
         transforms = Greedy().with_defaults(target.language_model.defaults, target.vocab_size)
@@ -540,8 +539,8 @@ def check_engine(options: EngineOptions, progress: Progress | None = None) -> No
         UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8
             target beside transformers, which would decode with the unquantised one.
     """
-    from specbench.loading import check_drafter, refuse_keep
-    from specbench.models import check_options
+    from specbench.models.load import check_options
+    from specbench.models.prepare import check_drafter, refuse_keep
 
     for load_options in (options.target_options, options.drafter_options):
         if load_options is not None:
@@ -564,10 +563,10 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         UsageError: What cannot be (see ``check_engine``), or a drafter that does not fit the target.
         RunError: The target could not be loaded.
     """
-    from specbench.bitexact import require_bit_exact
+    from specbench.backends.torch.bitexact import require_bit_exact
     from specbench.drafters.model import ModelDrafter
-    from specbench.loading import join_cascade, load_drafter, load_target, wrap_drafter
-    from specbench.models import LoadOptions, load_model, parse_model_spec
+    from specbench.models.load import LoadOptions, load_model, parse_model_spec
+    from specbench.models.prepare import join_cascade, load_drafter, load_target, wrap_drafter
 
     check_engine(options, progress)
     pickled = options.allow_pickle

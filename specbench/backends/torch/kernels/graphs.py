@@ -1,6 +1,6 @@
 """Passes of fixed shapes, which a CUDA device can replay: one launch in place of some hundred.
 
-Over a static cache (``specbench.caches.StaticKVCache``) a pass of n tokens is the same sequence of kernels every time:
+Over a static cache (``StaticKVCache``) a pass of n tokens is the same sequence of kernels every time:
 it writes keys and values at given slots of buffers that stay where they are, and attends to all of them under a mask.
 On a CUDA device each width is captured once as a graph and replayed from then on. Elsewhere the same passes run one
 operator at a time, which is how the tests see them. Compiled passes (``torch.compile``) are made of fewer, larger
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specbench.caches import StaticKVCache
+from specbench.backends.torch.caches import StaticKVCache
+from specbench.backends.torch.kernels.linear import Hooks
 from specbench.errors import RunError, UsageError
-from specbench.packing import Hooks
 
 __all__ = ["COMPILERS", "PassInputs", "StaticPasses", "compiled", "cuda_capture"]
 

@@ -25,8 +25,8 @@ from torch.nn.modules import module as all_modules
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
+from specbench.backends.torch.kernels.huge_pages import give_back_free_memory, in_huge_pages
 from specbench.errors import UsageError
-from specbench.huge_pages import give_back_free_memory, in_huge_pages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,9 +23,15 @@ from torch import nn
 from torch.nn.functional import silu
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from specbench.attention import LONGEST_PASS, OncePerPass, folded_attention, is_folded
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, OncePerPass, folded_attention, is_folded
+from specbench.backends.torch.kernels.linear import (
+    Hooks,
+    Int8Linear,
+    JoinedLinear,
+    PackedLinear,
+    first_layers,
+)
 from specbench.errors import UsageError
-from specbench.packing import Hooks, Int8Linear, JoinedLinear, PackedLinear, first_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,0 +1,1 @@
+"""Passes of ``transformers`` models on torch: scorer, caches and trials."""

@@ -1,0 +1,1 @@
+"""Quicker ways through a model than ``transformers`` takes."""

@@ -1,0 +1,1 @@
+"""Sweeps: what is compared, in which order, and carrying it out."""

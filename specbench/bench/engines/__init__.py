@@ -1,0 +1,1 @@
+"""Decoders that a sweep can measure."""

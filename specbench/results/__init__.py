@@ -1,0 +1,1 @@
+"""Runs on disk, their figures, and what is doubtful about them."""

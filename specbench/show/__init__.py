@@ -1,0 +1,1 @@
+"""Renderers: tables, plots, traces, reports. They read records or data frames, never torch."""

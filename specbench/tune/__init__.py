@@ -1,0 +1,1 @@
+"""Finding settings for a target on this machine."""
