@@ -1,7 +1,9 @@
-"""What is handed out: a source distribution that can be tested, and a wheel made of it."""
+"""What is handed out: a source distribution that can be tested, and a wheel made of it that runs elsewhere."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,19 +14,28 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from synthetic_runs import DRAFTERS, write_run
+from tiny import save_tiny
+
+from specbench.bench.prompts import prompt_sets
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "docs", "prompts", "specbench", "tests")
 FILES = (".ci/run", "CHANGELOG.md", "LICENSE", "README.md", "constraints.txt", "pyproject.toml")
 
 
+def output(command: list[str], cwd: Path, **more: str) -> str:
+    child = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False, env=os.environ | more
+    )
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
 def build(kind: str, tree: Path, out: Path) -> Path:
     """What the build backend makes of a tree, without pip and its network."""
-    program = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
-    command = [sys.executable, "-c", program, str(out)]
-    child = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300, check=False)
-    assert child.returncode == 0, child.stderr
-    return out / child.stdout.splitlines()[-1]
+    program = f"import sys; from hatchling import build; print(build.build_{kind}(sys.argv[1]))"
+    return out / output([sys.executable, "-c", program, str(out)], tree).splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked source distribution."""
     folder = tmp_path_factory.mktemp("packaging")
     left_out = shutil.ignore_patterns(
-        ".git", ".venv", ".*_cache", ".hypothesis", "*.egg-info", "__pycache__", "build", "dist", "*.jsonl"
+        ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "dist", "site", "*.jsonl"
     )
     shutil.copytree(ROOT, folder / "tree", ignore=left_out)
     shutil.copytree(ROOT / "prompts", folder / "tree" / "prompts", dirs_exist_ok=True)
@@ -40,6 +51,20 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(folder / "source", filter="data")
     (unpacked,) = (folder / "source").iterdir()
     return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    return build("wheel", source, source.parent)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """A folder with the wheel installed in it."""
+    folder = wheel.parent.with_name("installed")
+    options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(folder)]
+    output([sys.executable, "-m", "pip", "install", *options, str(wheel)], wheel.parent)
+    return folder
 
 
 def files_under(folder: Path) -> set[str]:
@@ -59,20 +84,74 @@ def test_the_source_distribution_holds_what_its_tests_need(source: Path) -> None
         assert (source / link).exists(), link
 
 
-def test_a_wheel_of_it_holds_the_package_and_nothing_else(source: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(build("wheel", source, tmp_path)) as wheel:
-        information = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+def test_a_wheel_of_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        information = next(name for name in names if name.endswith(".dist-info/METADATA"))
         folder = information.partition("/")[0]
-        metadata = message_from_bytes(wheel.read(information))
-        commands = wheel.read(f"{folder}/entry_points.txt").decode()
-        held = {name for name in wheel.namelist() if not name.startswith(f"{folder}/")}
-        assert f"{folder}/licenses/LICENSE" in wheel.namelist()
+        metadata = message_from_bytes(archive.read(information))
+        commands = archive.read(f"{folder}/entry_points.txt").decode()
+        held = {name: archive.read(name) for name in names if not name.startswith(f"{folder}/")}
+    assert f"{folder}/licenses/LICENSE" in names
     prompts = {f"specbench/_prompts/{name}" for name in files_under(ROOT / "prompts")}
-    assert held == {f"specbench/{name}" for name in files_under(ROOT / "specbench")} | prompts
+    assert held.keys() == {f"specbench/{name}" for name in files_under(ROOT / "specbench")} | prompts
     assert len(prompts) > 9
+    for name in prompts:
+        assert held[name] == (ROOT / "prompts" / Path(name).name).read_bytes()
     assert "specbench = specbench.cli:main" in commands
     assert metadata["Name"] == "specbench-llm"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata["Summary"]
     assert not [name for name in metadata.get_all("Classifier") if name.startswith("License")]
+
+
+LIST_SETS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import specbench, specbench.bench.prompts as prompts
+assert specbench.__file__.startswith(sys.argv[1]), specbench.__file__
+assert len(prompts.load_prompts(["all"])) == sum(prompts.prompt_sets().values())
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+print(json.dumps(prompts.prompt_sets()))
+"""
+
+
+def sets_seen_from(folder: Path, cwd: Path) -> dict[str, int]:
+    """``prompt_sets()`` in a fresh interpreter that imports specbench from ``folder``."""
+    return dict(json.loads(output([sys.executable, "-c", LIST_SETS, str(folder)], cwd)))
+
+
+def test_the_prompts_are_found_in_a_checkout_and_in_a_wheel_zipped_and_installed(
+    wheel: Path, installed: Path, tmp_path: Path
+) -> None:
+    for folder in (ROOT, wheel, installed):
+        assert sets_seen_from(folder, tmp_path) == prompt_sets()
+
+
+def test_an_editable_installation_is_the_checkout(source: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(build("editable", source, tmp_path)) as archive:
+        (link,) = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert archive.read(link).decode().strip() == str(source)
+    assert sets_seen_from(source, tmp_path) == prompt_sets()
+
+
+def test_an_installed_wheel_generates_and_reports_from_another_folder(
+    installed: Path, tmp_path: Path
+) -> None:
+    specbench = [sys.executable, str(installed / "bin" / "specbench")]
+    model, run = (
+        save_tiny(tmp_path / "model"),
+        write_run(tmp_path / "run", drafters=DRAFTERS[:1], gammas=(1, 2), tokens=8, prompts_per_category=1),
+    )
+
+    def told(*words: str) -> str:
+        return output([*specbench, *words], tmp_path, PYTHONPATH=str(installed))
+
+    program = [sys.executable, "-c", "import specbench; print(specbench.__file__)"]
+    assert output(program, tmp_path, PYTHONPATH=str(installed)).startswith(str(installed))
+    words = ["--target", str(model), "--drafter", "lookup", "-n", "8", "--ignore-eos", "--json"]
+    assert len(json.loads(told("generate", "the thing", *words))["token_ids"]) == 8
+    pages = [Path(line) for line in told("report", str(run)).splitlines()]
+    page = next(tmp_path / path for path in pages if path.suffix == ".html").read_text(encoding="utf-8")
+    assert all(part in page for part in ("<style", "<script", "<svg"))

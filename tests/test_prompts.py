@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tomllib
-import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -117,74 +114,6 @@ def test_the_python_in_the_prompts_is_valid() -> None:
 def test_the_readme_names_every_set() -> None:
     readme = (ROOT / "prompts" / "README.md").read_text(encoding="utf-8")
     assert [name for name in prompt_sets() if f"`{name}`" not in readme] == []
-
-
-# Where the sets are found
-
-
-def test_the_packages_of_the_build_are_all_there_are() -> None:
-    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
-        "packages"
-    ]
-    found = {
-        ".".join(path.relative_to(ROOT).parent.parts)
-        for path in (ROOT / "specbench").rglob("*.py")
-        if not path.is_relative_to(ROOT / "specbench" / "_prompts")
-    }
-    assert set(built) == found | {"specbench._prompts"}
-
-
-LIST_SETS = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import specbench, specbench.bench.prompts as prompts
-assert specbench.__file__.startswith(sys.argv[1]), specbench.__file__
-assert len(prompts.load_prompts(["all"])) == sum(prompts.prompt_sets().values())
-assert not {"torch", "transformers", "numpy"} & set(sys.modules)
-print(json.dumps(prompts.prompt_sets()))
-"""
-
-
-def sets_seen_from(folder: Path, cwd: Path) -> dict[str, int]:
-    """``prompt_sets()`` in a fresh interpreter that imports specbench from ``folder``."""
-    command = [sys.executable, "-c", LIST_SETS, str(folder)]
-    answer = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stderr
-    return dict(json.loads(answer.stdout))
-
-
-def test_a_checkout_finds_the_sets_from_any_folder_without_importing_torch(tmp_path: Path) -> None:
-    assert sets_seen_from(ROOT, tmp_path) == prompt_sets()
-
-
-def test_a_wheel_carries_the_sets_zipped_and_unpacked(tmp_path: Path) -> None:
-    # Its version is read, not imported: torch may have loaded the standard library's distutils into this process.
-    try:
-        version = importlib.metadata.version("setuptools")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the build needs setuptools")
-    if int(version.split(".")[0]) < 77:
-        pytest.skip("the build needs setuptools 77")
-    source, unpacked = tmp_path / "source", tmp_path / "unpacked"
-    for folder in ("specbench", "prompts"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", source)
-    for name in ("README.md", "LICENSE"):
-        (source / name).write_text("", encoding="utf-8")
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True, timeout=300
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        archive.extractall(unpacked)
-    assert [name for name in names if name.startswith("prompts/")] == []
-    assert "specbench/py.typed" in names
-    for path in (ROOT / "prompts").iterdir():
-        assert (unpacked / "specbench" / "_prompts" / path.name).read_bytes() == path.read_bytes()
-    assert sets_seen_from(unpacked, tmp_path) == prompt_sets()
-    assert sets_seen_from(wheel, tmp_path) == prompt_sets()
 
 
 def test_an_installation_without_the_sets_says_so(tmp_path: Path) -> None:
