@@ -512,7 +512,9 @@ def test_one_part_of_a_gguf(tmp_path):
 )
 def test_ggufs_that_are_refused_unread(tmp_path, cache, monkeypatch, architecture, says):
     path = write_gguf(tmp_path / "model.gguf", architecture=architecture)
-    monkeypatch.setattr(gguf_files.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(
+        gguf_files.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
+    )
     assert says in refusal(load_model, str(path), CPU, kind=UsageError)
     assert left_in(cache) == []
 
