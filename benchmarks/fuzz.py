@@ -44,7 +44,7 @@ from specbench.decoding.sampling import Sampling
 from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.lengths import build_policy
-from specbench.models.load import LoadOptions, wrap_model
+from specbench.models.load import wrap_model
 from specbench.models.prepare import (
     Target,
     join_cascade,
@@ -53,6 +53,7 @@ from specbench.models.prepare import (
     wrap_drafter,
     wrap_target,
 )
+from specbench.options import LoadOptions
 from specbench.progress import quiet_transformers
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")

@@ -22,8 +22,9 @@ from specbench.bench.prompts import load_prompts
 from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.lengths import FixedLength
-from specbench.models.load import LoadOptions, load_model
+from specbench.models.load import load_model
 from specbench.models.prepare import load_drafter, load_target
+from specbench.options import LoadOptions
 
 DRAFTERS = ["none", "lookup", "ngram:top-k=2", "self:int8", "self:layers=10", "smollm2-135m"]
 

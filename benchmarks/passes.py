@@ -27,7 +27,8 @@ from torch import nn
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
 from specbench.backends.torch.scorer import Scorer
-from specbench.models.prepare import LoadOptions, load_target
+from specbench.models.prepare import load_target
+from specbench.options import LoadOptions
 
 SHARE, GROWTH = 0.70, 1.25
 BUFFER_BYTES = 1 << 30

@@ -41,8 +41,9 @@ from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.lengths import build_policy, check_policy
-from specbench.models.load import LoadOptions, load_model
+from specbench.models.load import load_model
 from specbench.models.prepare import Target, load_drafter, load_target
+from specbench.options import LoadOptions
 from specbench.progress import quiet_transformers
 from specbench.results import stats
 from specbench.show.tables import ratio_text

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from specbench.errors import RunError, SpecbenchError, UsageError
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.lengths import FixedLength
-    from specbench.models.load import LoadOptions
     from specbench.models.prepare import Target, load_drafter, load_target, wrap_drafter, wrap_target
+    from specbench.options import LoadOptions
     from specbench.results.store import load_results
 
 _HOMES = {
@@ -35,7 +35,7 @@ _HOMES = {
     "lengths": ("FixedLength",),
     "models.prepare": ("Target", "load_drafter", "load_target", "wrap_drafter", "wrap_target"),
     "decoding.metrics": ("summary",),
-    "models.load": ("LoadOptions",),
+    "options": ("LoadOptions",),
     "decoding.records": ("Generation", "Prefill", "Step"),
     "decoding.sampling": ("Greedy", "Multinomial", "Nucleus", "Sampling", "TopK", "TopKNucleus"),
     "results.store": ("load_results",),

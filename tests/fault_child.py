@@ -92,7 +92,7 @@ def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -
     from specbench.bench.manifest import describe_run
     from specbench.bench.prompts import load_prompts
     from specbench.bench.runner import run_sweep
-    from specbench.models.load import LoadOptions
+    from specbench.options import LoadOptions
     from specbench.results.store import RunStore
 
     engine = load_engine(EngineOptions(str(model), ("lookup",), target_options=LoadOptions("float32", "cpu")))

@@ -10,7 +10,8 @@ import json
 import sys
 
 from specbench.errors import SpecbenchError
-from specbench.models.load import LoadOptions, load_model
+from specbench.models.load import load_model
+from specbench.options import LoadOptions
 
 
 def main() -> None:

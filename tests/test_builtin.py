@@ -27,7 +27,8 @@ from specbench.models import builtin, checkpoints
 from specbench.models import gguf as gguf_files
 from specbench.models.builtin import BUILTIN_MODELS, BuiltinModel, cache_folder, prepare_builtin, prepare_gguf
 from specbench.models.gguf import read_gguf_header
-from specbench.models.load import LoadOptions, load_config, load_model
+from specbench.models.load import load_config, load_model
+from specbench.options import LoadOptions
 
 CPU = LoadOptions(device="cpu")
 

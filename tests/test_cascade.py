@@ -34,8 +34,8 @@ from specbench.lengths import (
     build_policy,
     policy_names,
 )
-from specbench.models.load import LoadOptions
 from specbench.models.prepare import check_drafter, join_cascade, load_drafter, wrap_drafter, wrap_target
+from specbench.options import LoadOptions
 from specbench.specs.drafters import CASCADE, drafter_word, model_part, split_cascade
 
 VOCAB = 12

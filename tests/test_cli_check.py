@@ -438,7 +438,7 @@ def outputs(check: Check, tmp_path: Path) -> Callable[..., Path]:
 def own(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """The target's own greedy output behind "the thing"."""
     from specbench import autoregressive_generate, load_target
-    from specbench.models.load import LoadOptions
+    from specbench.options import LoadOptions
 
     target = load_target(str(folder), LoadOptions(dtype="float32"))
     return list(autoregressive_generate("the thing", target, max_new_tokens=12).token_ids)

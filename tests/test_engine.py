@@ -13,8 +13,8 @@ from specbench.bench.grid import Config, SweepOptions, build_configs
 from specbench.bench.prompts import Prompt
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate
-from specbench.models.load import LoadOptions
 from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
+from specbench.options import LoadOptions
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 

@@ -18,6 +18,7 @@ FOLDERS = (
     "_version errors progress textsafe shapes",
     "files",
     "specs",
+    "options",
     "decoding",
     "lengths",
     "backends",

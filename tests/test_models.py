@@ -38,7 +38,6 @@ from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import checkpoints, load
 from specbench.models.load import (
-    LoadOptions,
     ModelSpec,
     check_compatible,
     check_options,
@@ -49,6 +48,7 @@ from specbench.models.load import (
     wrap_model,
 )
 from specbench.models.prepare import wrap_drafter, wrap_target
+from specbench.options import LoadOptions
 
 CPU = LoadOptions(device="cpu")
 

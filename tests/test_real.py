@@ -13,8 +13,9 @@ from specbench.bench.prompts import load_prompts
 from specbench.decoding.sampling import Multinomial
 from specbench.generate import GenerationRun, encode_prompt, speculative_generate
 from specbench.lengths import FixedLength
-from specbench.models.load import LoadOptions, load_model
+from specbench.models.load import load_model
 from specbench.models.prepare import Target, load_drafter, load_target
+from specbench.options import LoadOptions
 
 pytestmark = pytest.mark.real
 

@@ -36,8 +36,9 @@ from specbench.generate import autoregressive_generate, encode_prompt
 from specbench.models.builtin import prepare_gguf
 from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names
 from specbench.models.gguf import read_gguf_header
-from specbench.models.load import LoadOptions, load_model
+from specbench.models.load import load_model
 from specbench.models.prepare import load_target
+from specbench.options import LoadOptions
 from specbench.results.store import load_results, write_csv
 from specbench.show.trace import read_trace
 

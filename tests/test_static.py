@@ -130,8 +130,8 @@ def test_siblings_are_verified_in_it(captured: bool) -> None:
 
 @pytest.mark.real
 def test_the_built_in_model_takes_it_in_bfloat16() -> None:
-    from specbench.models.load import LoadOptions
     from specbench.models.prepare import load_target
+    from specbench.options import LoadOptions
 
     target = load_target("smollm2-135m", LoadOptions(dtype="bfloat16", device="cpu"), cache="static")
     plain = load_target("smollm2-135m", LoadOptions(dtype="float32", device="cpu"), cache="static")

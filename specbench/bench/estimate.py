@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from specbench.bench.engines.own import EngineOptions
-    from specbench.models.load import LoadOptions
+    from specbench.options import LoadOptions
     from specbench.progress import Progress
 
 __all__ = ["MemoryNeed", "TimeNeed", "drafter_label", "estimate_memory", "estimate_time", "slowdown"]
@@ -242,7 +242,8 @@ def _size(spec: str, progress: Progress | None) -> _Size:
 def _weights(size: _Size, options: LoadOptions | None, *, int8: bool = False) -> tuple[tuple[int, int], int]:
     """Bytes of a model's weights in the end and at most while loading, and bytes of a number outside int8 layers."""
     from specbench.models.checkpoints import weight_memory
-    from specbench.models.load import LoadOptions, resolve_device, resolve_dtype
+    from specbench.models.load import resolve_device, resolve_dtype
+    from specbench.options import LoadOptions
 
     options = options or LoadOptions()
     loaded = resolve_dtype(options, size.config, Counter())

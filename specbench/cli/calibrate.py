@@ -97,8 +97,8 @@ def calibrate(
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
         from specbench.models.choices import write_choice
-        from specbench.models.load import LoadOptions
         from specbench.models.prepare import choice_key, load_target
+        from specbench.options import LoadOptions
         from specbench.progress import quiet_transformers
         from specbench.tune.calibrate import CalibrationSettings
         from specbench.tune.calibrate import calibrate as search

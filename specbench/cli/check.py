@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from specbench.check.run import DecodingCheck
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.sampling import Sampling
-    from specbench.models.load import LanguageModel, LoadOptions
+    from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
+    from specbench.options import LoadOptions
     from specbench.progress import Progress
 
 __all__ = ["check"]
@@ -203,7 +204,7 @@ def check(
         progress.update("starting", 0, None)
         from specbench.bench.grid import parse_gammas
         from specbench.decoding.sampling import Sampling
-        from specbench.models.load import LoadOptions
+        from specbench.options import LoadOptions
 
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         options = LoadOptions(dtype, device, device_map)

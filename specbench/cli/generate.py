@@ -184,8 +184,9 @@ def generate(
             from specbench.cli.rule import LengthRule
             from specbench.decoding.sampling import Sampling
             from specbench.lengths import check_policy
-            from specbench.models.load import LoadOptions, check_options
+            from specbench.models.load import check_options
             from specbench.models.prepare import check_drafter, load_drafter, load_target, refuse_keep
+            from specbench.options import LoadOptions
 
             stack.enter_context(quiet_transformers())
             sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)

@@ -246,7 +246,7 @@ def sweep(
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
     from specbench.errors import UsageError
-    from specbench.models.load import LoadOptions
+    from specbench.options import LoadOptions
     from specbench.results.store import RunStore
 
     if not resume and (accept_changes or retry_failed):

@@ -39,12 +39,12 @@ from specbench.models.checkpoints import (
     weight_memory,
 )
 from specbench.models.hub import HubModel
+from specbench.options import LoadOptions
 from specbench.progress import Progress, one_line, quiet_transformers
 
 __all__ = [
     "DTYPES",
     "LanguageModel",
-    "LoadOptions",
     "ModelSpec",
     "Progress",
     "check_compatible",
@@ -83,24 +83,6 @@ class ModelSpec:
         if self.kind in ("folder", "gguf"):
             return os.path.basename(os.path.abspath(self.source)) or "model"  # noqa: PTH100, PTH119
         return self.source if self.revision is None else f"{self.source}@{self.revision}"
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a model is loaded.
-
-    Attributes:
-        dtype: One of `DTYPES`. "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a
-            half-precision checkpoint if the processor computes in it, otherwise float32. "int8" loads as
-            "auto" does and asks the caller to quantise.
-        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
-        device_map: One of accelerate's strategies, or the path of a JSON file from module names to devices;
-            excludes ``device``.
-    """
-
-    dtype: str = "auto"
-    device: str = "auto"
-    device_map: str | None = None
 
 
 @dataclass(repr=False)

@@ -34,7 +34,6 @@ from specbench.models.builtin import BUILTIN_MODELS
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
 from specbench.models.load import (
     LanguageModel,
-    LoadOptions,
     Progress,
     check_compatible,
     check_options,
@@ -43,6 +42,7 @@ from specbench.models.load import (
     parse_model_spec,
     wrap_model,
 )
+from specbench.options import LoadOptions
 from specbench.specs.drafters import DRAFTER_WORDS, drafter_word, split_cascade
 from specbench.specs.notation import Options, split_spec
 

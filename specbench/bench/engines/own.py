@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.decoding.clocks import Clock
     from specbench.decoding.protocols import Drafter, LengthPolicy
-    from specbench.models.load import LanguageModel, LoadOptions
+    from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
+    from specbench.options import LoadOptions
     from specbench.progress import Progress
 
 __all__ = [
@@ -565,8 +566,9 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
     """
     from specbench.backends.torch.bitexact import require_bit_exact
     from specbench.drafters.model import ModelDrafter
-    from specbench.models.load import LoadOptions, load_model, parse_model_spec
+    from specbench.models.load import load_model, parse_model_spec
     from specbench.models.prepare import join_cascade, load_drafter, load_target, wrap_drafter
+    from specbench.options import LoadOptions
 
     check_engine(options, progress)
     pickled = options.allow_pickle

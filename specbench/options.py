@@ -1,0 +1,286 @@
+"""The options of the command line in groups: type, flags, help and default of each stand here and nowhere else.
+
+A group is a frozen dataclass, and so are the values of a command: what needs several of them takes the group.
+``specbench.cli.options.unfolded`` makes single options of it. Options of one command alone stand in that command.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+__all__ = [
+    "DECODING",
+    "LENGTH",
+    "MODELS",
+    "OUTPUT",
+    "PROMPT",
+    "SAMPLING",
+    "CacheName",
+    "DecodeOptions",
+    "DtypeName",
+    "LengthOptions",
+    "LoadOptions",
+    "ModelOptions",
+    "SamplingOptions",
+]
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+CacheName = Literal["dynamic", "preallocated", "static", "none"]
+
+PROMPT, MODELS, LENGTH, DECODING = "Prompt", "Models", "Draft length", "Decoding"
+SAMPLING, OUTPUT = "Sampling", "Output"
+"""Headings of the help."""
+
+_LARGEST_SEED = 2**64 - 1
+
+
+def _check_seed(seed: int) -> int:
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise typer.BadParameter("it should be from 0 to 2**64 - 1.")
+    return seed
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How one model is loaded.
+
+    Attributes:
+        dtype: "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a half-precision checkpoint if the
+            processor computes in it, otherwise float32. "int8" loads as "auto" does and asks the caller to quantise.
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
+        device_map: One of accelerate's strategies, or the path of a JSON file from module names to devices;
+            excludes ``device``.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+
+
+_model = partial(typer.Option, rich_help_panel=MODELS)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How the target and the drafters' models are loaded."""
+
+    dtype: Annotated[
+        DtypeName,
+        _model("--dtype", metavar="DTYPE", help="The target's: auto, float32, bfloat16, float16 or int8."),
+    ] = "auto"
+    device: Annotated[
+        str, _model("--device", metavar="DEVICE", help="The target's: auto, cpu, cuda, cuda:N or mps.")
+    ] = "auto"
+    device_map: Annotated[
+        str | None,
+        _model(
+            "--device-map",
+            metavar="MAP",
+            help="Instead of --device: accelerate's auto, balanced, balanced_low_0 or sequential, or a JSON file.",
+        ),
+    ] = None
+    drafter_dtype: Annotated[
+        DtypeName,
+        _model("--drafter-dtype", metavar="DTYPE", help="A drafter model's; auto is int8 on a CPU."),
+    ] = "auto"
+    drafter_device: Annotated[
+        str, _model("--drafter-device", metavar="DEVICE", help="A drafter model's device.")
+    ] = "auto"
+    drafter_device_map: Annotated[
+        str | None, _model("--drafter-device-map", metavar="MAP", help="A drafter model's device map.")
+    ] = None
+    allow_pickle: Annotated[
+        bool, _model("--allow-pickle", help="Load pickled weights where there are no safetensors.")
+    ] = False
+
+    @property
+    def target(self) -> LoadOptions:
+        """The target's share."""
+        return LoadOptions(self.dtype, self.device, self.device_map)
+
+    @property
+    def drafter(self) -> LoadOptions:
+        """The share of a drafter that is a model of its own."""
+        return LoadOptions(self.drafter_dtype, self.drafter_device, self.drafter_device_map)
+
+
+_length = partial(typer.Option, rich_help_panel=LENGTH)
+
+
+@dataclass(frozen=True)
+class LengthOptions:
+    """Options of draft-length rules, by the names of ``specbench.lengths.POLICY_WORDS``; each has some of them."""
+
+    gamma_min: Annotated[
+        int | None,
+        _length("--gamma-min", min=1, metavar="N", help="Shortest draft of egag and heuristic (1)."),
+    ] = None
+    gamma_max: Annotated[
+        int | None,
+        _length(
+            "--gamma-max",
+            min=1,
+            metavar="N",
+            help="Longest draft: of egag (8), auto (16), confidence, entropy-bound (20), svip, heuristic (40).",
+        ),
+    ] = None
+    egag_ema_beta: Annotated[
+        float | None,
+        _length(
+            "--egag-ema-beta",
+            metavar="B",
+            help="egag: weight of the past in the average of the entropy, 0 (none) to below 1 (0).",
+        ),
+    ] = None
+    egag_scale: Annotated[
+        float | None,
+        _length(
+            "--egag-scale",
+            metavar="H",
+            help="egag: normalised entropy at which γ has come down to the shortest (0.3).",
+        ),
+    ] = None
+    confidence: Annotated[
+        float | None, _length("--confidence", metavar="P", help="confidence: the threshold (0.4).")
+    ] = None
+    adapt_confidence: Annotated[
+        bool, _length("--adapt-confidence", help="confidence: move the threshold by what was accepted.")
+    ] = False
+    entropy_lambda: Annotated[
+        float | None,
+        _length("--entropy-lambda", metavar="L", help="entropy-bound: λ at the beginning (0.6)."),
+    ] = None
+    svip_threshold: Annotated[
+        float | None, _length("--svip-threshold", metavar="H", help="svip: the threshold (0.3).")
+    ] = None
+    siblings: Annotated[
+        int | None,
+        _length(
+            "--siblings",
+            min=0,
+            metavar="N",
+            help="Most alternatives that are verified beside a draft in greedy decoding (auto: 8, other rules: 0).",
+        ),
+    ] = None
+    costs: Annotated[
+        Path | None,
+        _length(
+            "--costs",
+            metavar="FILE",
+            help="auto: times of passes to go by, from a JSON file of an earlier run, instead of measuring them.",
+        ),
+    ] = None
+
+
+_decoding = partial(typer.Option, rich_help_panel=DECODING)
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How long an output gets, and in which passes it is decoded."""
+
+    max_new_tokens: Annotated[
+        int,
+        _decoding("--max-new-tokens", "-n", min=1, metavar="N", help="The output never gets longer."),
+    ] = 256
+    stop: Annotated[
+        tuple[str, ...],
+        _decoding("--stop", metavar="TEXT", help="Text or special token that ends the output; repeatable."),
+    ] = ()
+    ignore_eos: Annotated[bool, _decoding("--ignore-eos", help="Go on behind end tokens.")] = False
+    cache: Annotated[
+        CacheName,
+        _decoding(
+            "--cache",
+            metavar="KIND",
+            help="Key/value cache: dynamic (grown), preallocated (written by index; the default of an int8 target),"
+            " static (fixed shapes; CUDA graphs on a GPU), or none (all is recomputed).",
+        ),
+    ] = "dynamic"
+    bit_exact: Annotated[
+        bool,
+        _decoding(
+            "--bit-exact",
+            help="Logits bitwise equal in every pass, so that greedy outputs cannot part at ties in any dtype;"
+            " refused where it cannot be had. Uses the preallocated cache.",
+        ),
+    ] = False
+    compiled: Annotated[
+        bool,
+        _decoding(
+            "--compile",
+            help="Compile passes of fixed shapes for a GPU (torch.compile); uses the static cache. Every width is"
+            " compiled when it is first met, which takes a while.",
+        ),
+    ] = False
+    first_target: Annotated[
+        bool,
+        _decoding(
+            "--first-target/--no-first-target",
+            help="Let the target emit the first token before anything is drafted.",
+        ),
+    ] = True
+    no_residual_adjustment: Annotated[
+        bool,
+        _decoding(
+            "--no-residual-adjustment",
+            help="NOT LOSSLESS, for demonstration: draw corrected tokens from p instead of the residual.",
+        ),
+    ] = False
+    model_defaults: Annotated[
+        bool,
+        _decoding(
+            "--model-defaults/--no-model-defaults",
+            help="Apply what the model's generation_config.json asks for beside sampling, such as suppressed tokens.",
+        ),
+    ] = True
+
+
+_sampling = partial(typer.Option, rich_help_panel=SAMPLING)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a token is chosen, see ``specbench.decoding.sampling.Sampling``."""
+
+    temperature: Annotated[
+        float, _sampling("--temperature", "-t", min=0.0, metavar="X", help="0 for greedy decoding.")
+    ] = 0.0
+    top_k: Annotated[
+        int, _sampling("--top-k", min=0, metavar="K", help="Keep the K most probable tokens, 0 for all.")
+    ] = 0
+    top_p: Annotated[
+        float,
+        _sampling(
+            "--top-p",
+            metavar="P",
+            help="Keep the most probable tokens that together reach P; above 0 and at most 1.",
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        _sampling(
+            "--min-p",
+            min=0.0,
+            max=1.0,
+            metavar="P",
+            help="Drop tokens less probable than P times the most probable one.",
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, _sampling("--repetition-penalty", metavar="X", help="Above 0; 1 for none.")
+    ] = 1.0
+    seed: Annotated[
+        int,
+        _sampling(
+            "--seed",
+            metavar="N",
+            callback=_check_seed,
+            help="Of the one generator that every random draw comes from.",
+        ),
+    ] = 0
