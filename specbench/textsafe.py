@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["one_line", "terminal_safe", "visible"]
+__all__ = ["counted", "one_line", "terminal_safe", "visible"]
 
 _MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
 _ASCII_MARKS = {" ": "_", "\n": "\\n", "\t": "\\t"}
@@ -61,6 +61,18 @@ def terminal_safe(text: str, encoding: str = "utf-8") -> str:
 def one_line(text: object) -> str:
     """Text of whatever origin as one printable line."""
     return " ".join(terminal_safe(str(text)).split())
+
+
+def counted(number: int, noun: str, plural: str | None = None, *, form: str = "") -> str:
+    """A number with its noun: ``1 token``, ``2 tokens``.
+
+    Args:
+        number: How many.
+        noun: Of one.
+        plural: Of several; ``None`` for the noun with an s.
+        form: Of the number, as ``format`` takes it.
+    """
+    return f"{number:{form}} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _is_unicode(encoding: str) -> bool:

@@ -476,7 +476,7 @@ def test_long_tables_are_folded_without_a_script(
     written: tuple[Path, Report], page: Page, tmp_path: Path
 ) -> None:
     report = written[1]
-    assert len(report.positions) <= 16 < len(report.summary) * 4
+    assert len(report.positions) <= 16 < len(report.positions) * 4
     assert not page.all("details")
     long = dataclasses.replace(report, positions=pd.concat([report.positions] * 4, ignore_index=True))
     long.positions.attrs = report.positions.attrs

@@ -15,7 +15,7 @@ from rich.console import Console
 from synthetic_runs import CATEGORIES, DRAFTERS, PASS_S, Drafter, write_run
 
 from specbench.decoding import metrics
-from specbench.decoding.records import Step, StepTimes
+from specbench.decoding.records import PARTS, Step, StepTimes
 from specbench.errors import UsageError
 from specbench.results import frames, stats
 from specbench.results.store import load_results
@@ -142,7 +142,7 @@ class TestSummary:
         assert figures["mean_gamma"] == pytest.approx(4 / 3)
         total = 2 * 1.0 + 0.5
         assert figures["ms_per_token"] == pytest.approx(1000 * total / 5)
-        shares = [figures[f"share_{part}"] for part in frames.PARTS]
+        shares = [figures[f"share_{part}"] for part in PARTS]
         assert shares == pytest.approx([0.4 / total, 1.6 / total, 0.3 / total, 0.1 / total, 0.1 / total])
         assert figures["share_draft_prefill"] == pytest.approx(0.2 / total)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from specbench.check.greedy import verdict_of
 from specbench.check.results import CheckResult, OutputsResult, Piece, worst
-from specbench.textsafe import terminal_safe, visible
+from specbench.textsafe import counted, terminal_safe, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -327,5 +328,4 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2g}%"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+_count = functools.partial(counted, form=",")

@@ -12,6 +12,7 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.rule import LengthRule, left_out, length_rules
+from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -558,8 +559,8 @@ class _DecodingJob:
                 "Choose shorter prompts.",
             )
         if left_out := len(encoded) - len(fitting):
-            verb = "prompt leaves" if left_out == 1 else "prompts leave"
-            self.request.note(f"{left_out} {verb} no room for an answer in the target's context: left out.")
+            who = counted(left_out, "prompt leaves", "prompts leave")
+            self.request.note(f"{who} no room for an answer in the target's context: left out.")
         return fitting
 
     def _references(
@@ -818,6 +819,5 @@ def _fitting(
     if refused:
         listed = ", ".join(str(each.line) for each in refused[:5])
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
-        plural = "line" if len(refused) == 1 else "lines"
-        request.note(f"{len(refused)} {plural} cannot be checked ({listed}{more}); the others are.")
+        request.note(f"{counted(len(refused), 'line')} cannot be checked ({listed}{more}); the others are.")
     return fitting, sorted(refused, key=lambda each: each.line)

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
+from specbench.decoding.records import PARTS
+from specbench.textsafe import counted, terminal_safe, visible
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -22,7 +25,6 @@ _ENDS = {
     "context-limit": "the context is full",
     None: "interrupted",
 }
-_PARTS = ("draft", "verify", "accept", "rollback", "other")
 _ASCII = str.maketrans({"γ": "gamma", "×": "x", "–": "-"})
 
 
@@ -117,8 +119,6 @@ def _line(console: Console, label: str, text: str, style: str = "", *, wrap: boo
     """A label and its text; on a terminal the text is wrapped to stay in its column, unless it is to be copied."""
     from rich.text import Text
 
-    from specbench.textsafe import terminal_safe
-
     encoding = console.encoding
     if not encoding.startswith("utf"):
         text = text.translate(_ASCII)
@@ -138,13 +138,13 @@ def _lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     if figures["drafter"] != "none":
         model += f", γ {figures['options']['gamma']}"
     lines = [("model", model)]
-    lines.append(("output", f"{_count(figures['new_tokens'], 'token')}, {_ENDS[figures['finish_reason']]}"))
+    lines.append(("output", f"{counted(figures['new_tokens'], 'token')}, {_ENDS[figures['finish_reason']]}"))
     first = f"the first token after {time['ttft_s']:.2f} s"
     lines.append(("speed", first if speed is None else f"{speed:.1f} tokens/s, {first}"))
     if figures["steps"]:
-        steps = f"{figures['tokens_per_step']:.2f} tokens per step in {_count(figures['steps'], 'step')}"
+        steps = f"{figures['tokens_per_step']:.2f} tokens per step in {counted(figures['steps'], 'step')}"
         if figures["drafted"]:
-            accepted = f"{figures['accepted']} of {_count(figures['drafted'], 'draft')} accepted"
+            accepted = f"{figures['accepted']} of {counted(figures['drafted'], 'draft')} accepted"
             steps += f", {accepted} ({figures['acceptance_rate']:.0%})"
             if gained := figures["gained_by_siblings"]:
                 steps += f", {gained} more by siblings"
@@ -152,7 +152,7 @@ def _lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
             steps += ", nothing drafted"
         lines.append(("steps", steps))
     if time["decode_s"]:
-        shares = ", ".join(f"{part} {time[f'{part}_s'] / time['decode_s']:.0%}" for part in _PARTS)
+        shares = ", ".join(f"{part} {time[f'{part}_s'] / time['decode_s']:.0%}" for part in PARTS)
         lines.append(("time", f"decoding {time['decode_s']:.2f} s: {shares}"))
     if "plain" in figures:
         lines += _comparison(figures)
@@ -167,7 +167,7 @@ def _comparison(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         speeds = [rate for each in repeats if (rate := each["plain"]["tokens_per_second"])]
         plain = f"{geometric_mean(speeds):.1f} tokens/s without a drafter, {speedup:.2f}×"
         if interval is None:
-            plain += f" with it in {_count(len(repeats), 'repeat')} of this prompt: too few to say how sure that is"
+            plain += f" with it in {counted(len(repeats), 'repeat')} of this prompt: too few to say how sure that is"
         else:
             low, high = interval
             plain += (
@@ -187,8 +187,6 @@ def _comparison(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _difference(difference: Mapping[str, Any]) -> str:
-    from specbench.textsafe import visible
-
     ours, plain = ("(end)" if text is None else f"'{visible(text)}'" for text in difference["texts"])
     verdict = "a numerical tie" if difference["numerical_tie"] else "NO numerical tie: please report it"
     units = f"{difference['gap_units']:.1f} rounding units of {difference['rounding']}"
@@ -196,7 +194,3 @@ def _difference(difference: Mapping[str, Any]) -> str:
         f"part from plain decoding's at {difference['position']}, {ours} against {plain}, where the two tokens' logits"
         f" are {difference['gap']:.3g} apart ({units}): {verdict}"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

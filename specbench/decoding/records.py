@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from specbench.decoding.origins import Origin, as_html
+from specbench.textsafe import counted
 
 __all__ = [
     "LONGEST_DRAFT",
+    "PARTS",
     "SCHEMA_VERSION",
     "Closing",
     "DraftVerdict",
@@ -30,6 +32,9 @@ SCHEMA_VERSION = 1
 
 LONGEST_DRAFT = 256
 """Tokens that may be drafted in a step."""
+
+PARTS = ("draft", "verify", "accept", "rollback", "other")
+"""Of a step's time, in its order."""
 
 _SHOWN = 60  # characters of a text in the repr of its generation
 
@@ -175,7 +180,7 @@ class Step:
 
     def __repr__(self) -> str:
         parts = [f"{self.accepted} of {self.gamma} drafts accepted"] if self.drafted else []
-        parts += [f"{len(self.tokens)} tokens" if len(self.tokens) != 1 else "1 token"]
+        parts += [counted(len(self.tokens), "token")]
         parts += [self.closing] if self.closing else []
         return f"Step({self.index}: {', '.join(parts)}, {1000 * self.times.total_s:.1f} ms)"
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from specbench.textsafe import counted
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -197,7 +199,7 @@ def few_prompts(prompts: int) -> RunWarning | None:
     return RunWarning(
         "few-prompts",
         "warning",
-        f"{prompts} {'prompt says' if prompts == 1 else 'prompts say'} little about others.",
+        f"{counted(prompts, 'prompt says', 'prompts say')} little about others.",
         f"Measure at least {FEW_PROMPTS} prompts, of several categories: raise --limit or name more --prompts.",
         {"prompts": prompts},
     )

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from specbench.decoding.records import PARTS
 from specbench.errors import UsageError
 from specbench.results import stats
 from specbench.textsafe import one_line
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     pass
 
 __all__ = [
-    "PARTS",
     "Steps",
     "accepted_frame",
     "category_frame",
@@ -37,9 +37,6 @@ __all__ = [
     "summary_frame",
     "winners",
 ]
-
-PARTS = ("draft", "verify", "accept", "rollback", "other")
-"""Of a step's time, in its order."""
 
 _WITH_INTERVAL = (
     "tokens_per_second", "speedup", "speedup_total", "pooled_speedup", "tokens_per_step", "acceptance_rate",

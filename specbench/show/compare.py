@@ -17,7 +17,7 @@ from specbench.errors import UsageError
 from specbench.results import stats
 from specbench.results.frames import disturbance, paired_runs
 from specbench.show.tables import decimals, markdown_row, markdown_text, ratio_text, spelled_out
-from specbench.textsafe import one_line
+from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -383,11 +383,11 @@ def _common_prompts(df_a: pd.DataFrame, df_b: pd.DataFrame) -> tuple[set[str], l
     notes = []
     if other:
         notes.append(
-            f"{_count(len(other), 'prompt')} left out: of one name, but with another text in each run."
+            f"{counted(len(other), 'prompt')} left out: of one name, but with another text in each run."
         )
     alone = len(ids[0] ^ ids[1])
     if alone:
-        notes.append(f"{_count(alone, 'prompt')} left out: measured in one of the runs only.")
+        notes.append(f"{counted(alone, 'prompt')} left out: measured in one of the runs only.")
     return both - other, notes
 
 
@@ -507,10 +507,6 @@ def _shown(value: Any) -> str:
 def _listed(names: Sequence[str], most: int = 8) -> str:
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 # --- Text -----------------------------------------------------------------------------------------

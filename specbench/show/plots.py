@@ -28,11 +28,12 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
+from specbench.decoding.records import PARTS
 from specbench.errors import RunError, UsageError
 from specbench.files import write_bytes
 from specbench.results import frames
 from specbench.show.tables import decimals
-from specbench.textsafe import terminal_safe
+from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -251,15 +252,15 @@ class _Run:
             pd.unique(self.df[name].to_numpy()[finished]).size for name in ("prompt", "repeat")
         )
         temperatures = sorted(self.summary["temperature"].dropna().unique())
-        dtype = f" ({_clean(target['dtype'])})" if target.get("dtype") else ""
+        dtype = f" ({one_line(target['dtype'])})" if target.get("dtype") else ""
         most = "" if options.get("ignore_eos") else "≤ "
         tokens = f" × {most}{options['max_new_tokens']} tokens" if options.get("max_new_tokens") else ""
         parts = [
             _machine(self.run.get("environment") or {}, str(target.get("device", "cpu"))),
             f"target {_short(target.get('name') or 'unknown', 48)}{dtype}",
-            f"{_counted(prompts, 'prompt')}{tokens} × {_counted(repeats, 'repeat')}",
+            f"{counted(prompts, 'prompt')}{tokens} × {counted(repeats, 'repeat')}",
             "greedy" if temperatures == [0.0] else f"temperature {', '.join(f'{t:g}' for t in temperatures)}",
-            f"specbench {_clean(self.run.get('specbench') or '')}".strip(),
+            f"specbench {one_line(self.run.get('specbench') or '')}".strip(),
         ]
         return [part for part in parts if part]
 
@@ -321,28 +322,20 @@ def _row_names(rows: Sequence[dict[str, Any]], run: _Run) -> list[str]:
 
 def _machine(environment: dict[str, Any], device: str) -> str:
     """What the target ran on."""
-    devices = Counter(map(_clean, environment.get("devices") or []))
+    devices = Counter(map(one_line, environment.get("devices") or []))
     if device != "cpu" and devices:
         return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in devices.items())
     threads = environment.get("threads")
     return ", ".join(
         part
-        for part in (_clean(environment.get("cpu") or ""), _counted(threads, "thread") if threads else "")
+        for part in (one_line(environment.get("cpu") or ""), counted(threads, "thread") if threads else "")
         if part
     )
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _clean(text: object) -> str:
-    return " ".join(terminal_safe(str(text)).split())
-
-
 def _short(text: object, limit: int) -> str:
     """A name shortened in its middle: the ends of models' names say most."""
-    name = _clean(text)
+    name = one_line(text)
     if len(name) <= limit:
         return name
     head = (limit - 1) // 2
@@ -811,7 +804,7 @@ def _time(run: _Run) -> Figure:
     total, read = (
         np.array([row[name] for row in rows], dtype=float) for name in ("ms_per_token", "share_draft_prefill")
     )
-    for part in frames.PARTS:
+    for part in PARTS:
         wide = total * np.array([row[f"share_{part}"] for row in rows], dtype=float)
         color = _PART_COLORS[part]
         axes.barh(places, wide, 0.78, left=left, color=color, label=part, edgecolor="white", linewidth=0.3)
@@ -1173,7 +1166,7 @@ def _one_generation(run: _Run) -> dict[str, Any]:
 
 def _notes(policy: Any, steps: int) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
     """What the rule noted in every step."""
-    found = {_clean(name): np.asarray(values, dtype=float) for name, values in (policy or {}).items()}
+    found = {one_line(name): np.asarray(values, dtype=float) for name, values in (policy or {}).items()}
     return {name: values for name, values in found.items() if steps and len(values) == steps}
 
 

@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbench.decoding.records import PARTS
 from specbench.errors import RunError, UsageError
 from specbench.files import refuse_link, write_text
 from specbench.results import frames, stats
@@ -27,7 +28,7 @@ from specbench.show import tables
 from specbench.show.answer import Answer, answer_markdown, find_answers
 from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
 from specbench.show.tables import markdown_row, markdown_text
-from specbench.textsafe import one_line
+from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -205,8 +206,8 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "Measured",
-            f"{_count(done['prompt'].nunique(), 'prompt')} of {_count(len(categories), 'category', 'categories')}"
-            f" ({', '.join(categories)}), {_count(configs, 'configuration')}, {_count(repeats, 'repeat')}; answers of"
+            f"{counted(done['prompt'].nunique(), 'prompt')} of {counted(len(categories), 'category', 'categories')}"
+            f" ({', '.join(categories)}), {counted(configs, 'configuration')}, {counted(repeats, 'repeat')}; answers of"
             f" {length}; "
             + (
                 "greedy."
@@ -218,7 +219,8 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
             "Interleaving",
             "In every repeat all configurations decode the same prompt back to back, in a fresh random order"
             f" (seed {run.get('seed')}), so that drift of the machine hits all alike. Models stay loaded;"
-            f" {_count(warmups, 'warm-up generation')} per configuration {'does' if warmups == 1 else 'do'} not count.",
+            f" {counted(warmups, 'warm-up generation')} per configuration"
+            f" {'does' if warmups == 1 else 'do'} not count.",
         ),
         (
             "Baseline",
@@ -257,7 +259,7 @@ def _costs(run: Mapping[str, Any]) -> list[list[str]]:
     passes = {int(n): float(s) for n, s in (costs.get("target_pass_s") or {}).items()}
     if 1 not in passes:
         return []
-    lines = [(f"target, {_count(n, 'token')}", seconds, f"v({n})") for n, seconds in sorted(passes.items())]
+    lines = [(f"target, {counted(n, 'token')}", seconds, f"v({n})") for n, seconds in sorted(passes.items())]
     lines += [
         (f"drafter {one_line(name)}, 1 token", float(seconds), "c")
         for name, seconds in (costs.get("drafter_pass_s") or {}).items()
@@ -309,10 +311,6 @@ def _shown(value: Any) -> str:
 
 def _share(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
-
-
-def _count(number: int, what: str, plural: str | None = None) -> str:
-    return f"{number} {what if number == 1 else plural or what + 's'}"
 
 
 def _sentence(text: str) -> str:
@@ -556,7 +554,7 @@ def _notes(notes: Sequence[str]) -> _Html:
 
 _LONG = 40  # characters of a name from which on it may take several lines
 _LONG_TABLE = 16  # rows up to which a table is shown without being asked for
-_STEP_HEADINGS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *frames.PARTS}
+_STEP_HEADINGS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *PARTS}
 _Cell = Callable[[int, int], _Html | None]
 """What to put for the cell of a row and a column of a sheet instead of its text; ``None`` for the text."""
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
+from specbench.decoding.records import PARTS
 from specbench.results import stats
-from specbench.results.frames import PARTS, records, winners
-from specbench.textsafe import one_line, terminal_safe
+from specbench.results.frames import records, winners
+from specbench.textsafe import counted, one_line, terminal_safe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,8 +107,9 @@ def notes(frame: pd.DataFrame) -> list[str]:
         out.append(label + identity_text(rows, frame.attrs.get("dtype")))
     for row in records(frame):
         if row["failures"]:
-            runs = "generation" if row["failures"] == 1 else "generations"
-            out.append(f"{row['label']}: {row['failures']} {runs} failed and count nowhere else.")
+            out.append(
+                f"{row['label']}: {counted(row['failures'], 'generation')} failed and count nowhere else."
+            )
     without = frame[(frame["kind"] != "plain") & frame["speedup"].isna()]
     out += [f"{label}: no generation of its baseline to compare with." for label in without["label"]]
     return [one_line(note) for note in out]

@@ -17,7 +17,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from specbench._version import __version__
-from specbench.decoding.records import FinishReason, Prefill, Step
+from specbench.decoding.records import PARTS, FinishReason, Prefill, Step
 from specbench.errors import UsageError
 from specbench.shapes import count, misfit, number
 from specbench.textsafe import terminal_safe, visible
@@ -315,8 +315,6 @@ _ROOMY = 72  # cells from which the table of drafts starts in the column of the 
 _TOKEN_CELLS = (6, 30)  # least and most for a token in the table of drafts
 _TAIL_CHARACTERS, _TAIL_LINES = 600, 8  # of the text so far
 
-_PARTS = ("draft", "verify", "accept", "rollback", "other")  # of a step's time
-
 _STYLES = {
     "accepted": "green",
     "rejected": "red",
@@ -445,7 +443,7 @@ class TraceView:
 
     def _step(self, event: Event) -> None:
         gamma, accepted, times = event["gamma"], event["accepted"], event["times"]
-        total = sum(times[f"{part}_s"] for part in _PARTS)
+        total = sum(times[f"{part}_s"] for part in PARTS)
         self._rule(
             f"step {event['index'] + 1}",
             f"position {event['position']}",
@@ -541,7 +539,7 @@ class TraceView:
         items = [f"draft {_milliseconds(times['draft_s'] - prefill)}"]
         if prefill:
             items.insert(0, f"draft prefill {_milliseconds(prefill)}")
-        items += (f"{part} {_milliseconds(times[f'{part}_s'])}" for part in _PARTS[1:])
+        items += (f"{part} {_milliseconds(times[f'{part}_s'])}" for part in PARTS[1:])
         items[-1] += " ms"
         self._items("time", items)
 

@@ -37,6 +37,7 @@ from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.models.choices import Choice
+from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from specbench.models.prepare import Target
@@ -500,14 +501,12 @@ class _Search:
         tried = []
         for done, layer in enumerate(left):
             if self._progress is not None:
-                self._progress.update(f"trying to leave out {_layers(len(skip) + 1)}", done, len(left))
+                self._progress.update(
+                    f"trying to leave out {counted(len(skip) + 1, 'layer')}", done, len(left)
+                )
             if self._clock.now() >= self._end:
                 return None
             candidate = self._judged(SelfForm(int8=self._kinds[0], skip=tuple(sorted((*skip, layer)))))
             last_tried[layer] = candidate.agreement.overlap
             tried.append(candidate)
         return max(tried, key=lambda candidate: candidate.agreement.overlap)
-
-
-def _layers(count: int) -> str:
-    return "1 layer" if count == 1 else f"{count} layers"
