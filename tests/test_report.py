@@ -293,7 +293,7 @@ class TestWarnings:
         summary = frames.summary_frame(df)
         alone = review(df)
         assert "wide-intervals" in [each.id for each in alone]
-        monkeypatch.setattr(tables, "summary_frame", lambda _: pytest.fail("there is a summary"))
+        monkeypatch.setattr(frames, "summary_frame", lambda _: pytest.fail("there is a summary"))
         assert review(df, summary) == alone
 
     def test_intervals_that_say_nothing_are_not_told_as_wide(self, tmp_path: Path) -> None:
