@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from parts import Parts, busy_core
 
-from specbench.bench.engines.own import Costs, Engine, EngineOptions, ModelEngine, Outcome, load_engine
+from specbench.bench.engines.own import Engine, EngineOptions, ModelEngine, Outcome, load_engine
 from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Config, Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
+from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.errors import RunError
@@ -107,7 +108,7 @@ class WithoutCosts:
             config, prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed
         )
 
-    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:  # noqa: ARG002
+    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> PassTimes:  # noqa: ARG002
         raise RunError("No single passes are timed here.")
 
     def difference(

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.bench.engines.own import Costs, Outcome
+from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
 from specbench.bench.manifest import describe_run
+from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt
 from specbench.decoding.records import Step, StepTimes
 from specbench.results.store import RunStore
@@ -85,9 +86,9 @@ class ScriptedEngine:
             peak_memory_bytes=1000,
         )
 
-    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:
+    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> PassTimes:
         self.cost_calls.append(tuple(widths))
-        return Costs(
+        return PassTimes(
             {n: [0.3, round(0.1 + n / 1000, 9), 0.01] for n in widths}, {"d": [0.02, 0.01, 0.03]}, 256
         )
 

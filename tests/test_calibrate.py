@@ -19,8 +19,8 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from specbench.backends.torch.kernels.attention import FOLDED
 from specbench.backends.torch.scorer import Scorer
 from specbench.cli import run
-from specbench.decoding.metrics import expected_speedup
 from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.theory import PassCosts, expected_tokens, predicted_speedup
 from specbench.drafters.layers import SelfForm, cheaper_form
 from specbench.drafters.model import SelfDrafter
 from specbench.errors import RunError, UsageError
@@ -33,7 +33,7 @@ from specbench.tune.calibrate import (
     Agreement,
     CalibrationSettings,
     Candidate,
-    PassCosts,
+    FormCosts,
     calibrate,
 )
 
@@ -186,19 +186,26 @@ def test_answers_that_end_at_once_are_left_out() -> None:
 # -- what passes cost ----------------------------------------------------------------------------------
 
 
-COSTS = PassCosts(
+def form_costs(target_s: dict[int, float], forms: dict[tuple[int, bool], float]) -> FormCosts:
+    """``forms``: seconds by layers and int8."""
+    names = {kind: str(kind) for kind in forms}
+    passes = PassCosts(target_s, {names[kind]: seconds for kind, seconds in forms.items()})
+    return FormCosts(passes, {(names[layers, int8], int8): layers for layers, int8 in forms})
+
+
+COSTS = form_costs(
     {1: 2.0, 2: 2.0, 5: 2.6, 9: 5.0}, {(10, True): 1.0, (6, True): 0.7, (10, False): 2.0, (4, False): 0.8}
 )
 
 
 def test_costs_between_what_was_timed() -> None:
-    assert [COSTS.v(n) for n in (1, 2, 4, 7)] == pytest.approx([1.0, 1.0, 1.2, 1.9])
+    assert [COSTS.passes.v(n) for n in (1, 2, 4, 7)] == pytest.approx([1.0, 1.0, 1.2, 1.9])
     assert [COSTS.c(n, True) for n in (10, 6, 8, 2)] == pytest.approx([0.5, 0.35, 0.425, 0.2])
     assert COSTS.c(7, False) == pytest.approx(0.7)
 
 
 def test_fewer_layers_never_cost_more() -> None:
-    disturbed = PassCosts({1: 1.0}, {(10, True): 0.5, (6, True): 0.6})
+    disturbed = form_costs({1: 1.0}, {(10, True): 0.5, (6, True): 0.6})
     assert disturbed.c(3, True) == disturbed.c(10, True) == 0.5
 
 
@@ -206,9 +213,12 @@ def test_passes_are_timed_in_turn() -> None:
     target = target_of(layers=6)
     forms = calibration._Forms(target, (True, False))
     costs = calibration._time_passes(target, forms, [1, 2, 3], (1, 2, 3, 4, 5), Ticking(), None)
-    assert list(costs.target_s) == [1, 2, 3, 5, 7, 9]
-    assert set(costs.drafter_s) == {(6, True), (6, False), (3, True), (3, False)}
-    assert set(costs.target_s.values()) == {1.0}
+    assert list(costs.passes.target_s) == [1, 2, 3, 5, 7, 9]
+    assert costs.layers == {
+        ("self:int8", True): 6, ("self:int8,skip=1-3-5", True): 3, ("self", False): 6, ("self:skip=1-3-5", False): 3
+    }  # fmt: skip
+    assert {*costs.passes.target_s.values(), *costs.passes.drafter_s.values()} == {1.0}
+    assert costs.passes.drafter_s.keys() == {name for name, _ in costs.layers}
     assert target.scorer.cache.length == 0
 
 
@@ -318,7 +328,9 @@ def test_a_calibration_of_a_tiny_model() -> None:
     assert {c.agreement.tested for c in found.path} == {20}
     # On this clock every pass takes a second, whatever it does.
     assert choice.cost == 1.0
-    assert choice.speedup == pytest.approx(expected_speedup(choice.accepted, choice.gamma, 1.0, 1.0))
+    assert choice.speedup == pytest.approx(
+        predicted_speedup(expected_tokens(choice.accepted, choice.gamma), choice.gamma, 1.0, 1.0)
+    )
     stages = dict.fromkeys(stage for stage, _, _ in progress.stages)
     assert list(stages)[:3] == ["answering the prompts", "timing passes", "trying to leave out 1 layer"]
     assert all(total is not None and done < total for _, done, total in progress.stages)

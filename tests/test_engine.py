@@ -179,7 +179,7 @@ def test_costs_are_times_of_single_passes(engine: ModelEngine) -> None:
     assert {n: set(times) for n, times in costs.target.items()} == {1: {1.0}, 2: {1.0}, 5: {1.0}}
     assert {len(times) for times in (*costs.target.values(), *costs.drafters.values())} == {2}
     assert costs.context == 256
-    assert costs.medians()["target_pass_s"] == {"1": 1.0, "2": 1.0, "5": 1.0}
+    assert costs.medians().target_s == {1: 1.0, 2: 1.0, 5: 1.0}
     assert len(costs.rows()) == 6
     # Nothing is left behind.
     assert (

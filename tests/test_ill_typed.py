@@ -18,8 +18,8 @@ from test_trace import REJECTION, SUMMARY, event, header, prefill
 from tiny import save_tiny
 
 import specbench.show.report
-from specbench.bench.engines.own import Costs
 from specbench.bench.manifest import changes, merge_runs
+from specbench.bench.passes import PassTimes
 from specbench.bench.runner import run_sweep
 from specbench.errors import SpecbenchError
 from specbench.generate import autoregressive_generate
@@ -120,7 +120,7 @@ class Stored:
     def read(self) -> None:
         load_results(self.folder)
         with RunStore.open(self.folder) as store:
-            Costs.of_rows(store.costs()).medians()
+            PassTimes.of_rows(store.costs()).medians()
             changes(store.run, describe(SWEEP))
             merge_runs(store.run, describe(SWEEP), [])
 

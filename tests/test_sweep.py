@@ -15,9 +15,9 @@ import pytest
 from killed_sweep import sweep as killed_sweep
 from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts
 
-from specbench.bench.engines.own import Costs, cost_widths
 from specbench.bench.grid import Config, SweepOptions, build_configs, parse_gammas, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
+from specbench.bench.passes import PassTimes, cost_widths
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, TimeLeft, run_sweep
 from specbench.errors import RunError, UsageError
@@ -215,8 +215,8 @@ def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path: Pa
 
 def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path: Path) -> None:
     class Dearer(ScriptedEngine):
-        def measure_costs(self, prompt: Any, widths: Any) -> Costs:
-            return Costs({1: [9.0]}, {"e": [7.0]}, 100)
+        def measure_costs(self, prompt: Any, widths: Any) -> PassTimes:
+            return PassTimes({1: [9.0]}, {"e": [7.0]}, 100)
 
     few, many = make_sweep(prompts(1), repeats=1), make_sweep(prompts(1), repeats=2)
     with new_store(tmp_path, few) as store:

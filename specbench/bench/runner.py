@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from specbench.bench.engines.own import Costs, Engine, Outcome, cost_widths
+from specbench.bench.engines.own import Engine, Outcome
 from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Sweep
 from specbench.bench.manifest import now
+from specbench.bench.passes import PassTimes, cost_widths
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
 from specbench.results.advice import RunWarning, during, review
@@ -89,7 +90,7 @@ class CellDone:
 class CostsDone:
     """Single passes have been timed once more; ``costs`` is ``None`` and ``error`` says why if they could not be."""
 
-    costs: Costs | None
+    costs: PassTimes | None
     error: str | None = None
 
 
@@ -288,7 +289,7 @@ class _Runner:
             self.costs_work = False
             return CostsDone(None, _message(error))
         self._store.append_costs(costs.rows())
-        self._store.update(costs=Costs.of_rows(self._store.costs()).medians())
+        self._store.update(costs=PassTimes.of_rows(self._store.costs()).medians().to_json())
         return CostsDone(costs)
 
 

@@ -1,7 +1,7 @@
 """Which form of itself should a target draft with? Found out on a few prompts, in minutes, for one machine.
 
 The predicted speedup of a form follows from how often its one-token drafts are the target's own choice and from what
-its passes cost (``metrics.expected_speedup``). The search leaves out one decoder layer after the other, each time the
+its passes cost (``theory.predicted_speedup``). The search leaves out one decoder layer after the other, each time the
 one without which the distributions stay closest to the target's, until the predicted speedup falls. Skipping whole
 layers without training is the idea of self-speculative decoding (Zhang et al. 2023, arXiv 2309.08168); the greedy
 search replaces their Bayesian one.
@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +26,9 @@ from transformers.cache_utils import DynamicCache
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.kernels.attention import FOLDED
 from specbench.backends.torch.scorer import Scorer
+from specbench.bench.passes import time_passes
 from specbench.decoding.clocks import Clock, clock_for
-from specbench.decoding.metrics import expected_speedup
-from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.theory import PassCosts, best_length, expected_tokens, predicted_speedup
 from specbench.drafters.layers import SelfForm, cheaper_form, skippable_layers
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import SelfDrafter
@@ -43,12 +42,11 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.progress import Progress
 
-__all__ = ["Agreement", "Calibration", "CalibrationSettings", "Candidate", "PassCosts", "calibrate"]
+__all__ = ["Agreement", "Calibration", "CalibrationSettings", "Candidate", "FormCosts", "calibrate"]
 
 _LONGEST_DRAFT = 8
 _WIDTHS = (1, 2, 3, 5, 7, 9)
 _TIMED = 7  # passes of each kind; the median counts
-_TIMED_CONTEXT = 256
 _HELD_OUT = 3  # every third prompt has no part in the search
 _PATIENCE = 2  # removals in a row that may lower the predicted speedup
 _TRIED = 8  # removals tried in later rounds, the best of earlier ones
@@ -100,34 +98,24 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class PassCosts:
-    """Median times of single passes.
+class FormCosts:
+    """What passes of the target cost, and of its forms by the number of their layers.
 
     Attributes:
-        target_s: Seconds of a target's pass by its number of tokens, ascending, from 1 on.
-        drafter_s: Seconds of drafting one token, by (layers used, int8).
+        passes: Of the target, and of two forms of each precision by their names.
+        layers: Of these forms, how many they use, by (name, int8).
     """
 
-    target_s: dict[int, float]
-    drafter_s: dict[tuple[int, bool], float]
-
-    def v(self, n: int) -> float:
-        """Time of a target's pass with ``n`` tokens over that of one with 1, along a line where it was not timed."""
-        seconds = self.target_s.get(n)
-        if seconds is None:
-            (a, at_a), (b, at_b) = next(
-                (low, high) for low, high in pairwise(self.target_s.items()) if low[0] < n < high[0]
-            )
-            seconds = at_a + (at_b - at_a) * (n - a) / (b - a)
-        return seconds / self.target_s[1]
+    passes: PassCosts
+    layers: dict[tuple[str, bool], int]
 
     def c(self, layers: int, int8: bool) -> float:
         """Time of a drafter's pass over that of a target's with 1 token: linear in the number of its layers."""
         (few, at_few), (all_, at_all) = sorted(
-            (count, seconds) for (count, kind), seconds in self.drafter_s.items() if kind == int8
+            (count, self.passes.c(name)) for (name, kind), count in self.layers.items() if kind == int8
         )
         per_layer = max(0.0, (at_all - at_few) / (all_ - few))
-        return max(at_all - per_layer * (all_ - layers), 0.0) / self.target_s[1]
+        return max(at_all - per_layer * (all_ - layers), 0.0)
 
 
 @dataclass(frozen=True)
@@ -200,15 +188,14 @@ def calibrate(
     searched = [text for text in texts if text not in held_out]
     forms = _Forms(target, kinds)
     costs = _time_passes(target, forms, texts[0].tokens, skippable, clock, progress)
+    v = [costs.passes.v(n) for n in range(_LONGEST_DRAFT + 2)]
 
     def judged(form: SelfForm, texts: Sequence[_Text] = searched) -> Candidate:
         agreement = _agreement(forms.model(form), texts)
         c = costs.c(forms.layers - len(form.skip), form.int8)
-        speedup, gamma = max(
-            (expected_speedup(agreement.accepted, gamma, c, costs.v(gamma + 1)), -gamma)
-            for gamma in range(1, _LONGEST_DRAFT + 1)
-        )
-        return Candidate(form, agreement, c, -gamma, speedup)
+        tokens = [expected_tokens(agreement.accepted, gamma) for gamma in range(_LONGEST_DRAFT + 1)]
+        gamma = best_length(tokens, c, v, least=1)
+        return Candidate(form, agreement, c, gamma, predicted_speedup(tokens[gamma], gamma, c, v[gamma + 1]))
 
     cheapest_first = sorted(kinds, key=lambda int8: costs.c(forms.layers, int8))
     search = _Search(judged, cheapest_first, skippable, clock, clock.now() + settings.seconds, progress)
@@ -393,47 +380,14 @@ def _time_passes(
     skippable: Sequence[int],
     clock: Clock,
     progress: Progress | None,
-) -> PassCosts:
+) -> FormCosts:
     """Time passes of the target, and one-token drafts of forms with all layers and with two thirds of them, in turn."""
-    scorer = target.scorer
-    room = scorer.context_limit or _TIMED_CONTEXT + max(_WIDTHS)
-    length = max(1, min(_TIMED_CONTEXT, room - max(_WIDTHS)))
-    context = (list(text) * (length // len(text) + 1))[:length]
     fewer = skippable[:: max(1, round(len(skippable) / max(1, forms.layers // 3)))]
-    drafters = {
-        (forms.layers - len(skip), int8): forms.drafter(SelfForm(int8=int8, skip=tuple(skip)))
-        for int8 in forms.kinds
-        for skip in ((), fewer)
-    }
-
-    def target_pass(n: int) -> float:
-        drafted = [context[i % length] for i in range(n - 1)]
-        began = clock.now()
-        scorer.logits(context, drafted)
-        took = clock.now() - began
-        scorer.rollback(length - 1)
-        return took
-
-    def drafter_pass(drafter: SelfDrafter) -> float:
-        began = clock.now()
-        drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, str(scorer.device)))
-        return clock.now() - began
-
-    jobs: dict[Any, Callable[[], float]] = {n: lambda n=n: target_pass(n) for n in _WIDTHS}  # type: ignore[misc]
-    jobs |= {kind: lambda d=drafter: drafter_pass(d) for kind, drafter in drafters.items()}  # type: ignore[misc]
-    times: dict[Any, list[float]] = {name: [] for name in jobs}
-    scorer.begin()
-    target_pass(1)  # reads the context
-    for measure in jobs.values():
-        measure()  # so that every shape of pass has met the machine before
-    for done in range(_TIMED):
-        if progress is not None:
-            progress.update("timing passes", done, _TIMED)
-        for name, measure in jobs.items():
-            times[name].append(measure())
-    scorer.begin()
-    medians = {name: statistics.median(samples) for name, samples in times.items()}
-    return PassCosts({n: medians[n] for n in _WIDTHS}, {kind: medians[kind] for kind in drafters})
+    timed = [SelfForm(int8=int8, skip=tuple(skip)) for int8 in forms.kinds for skip in ((), fewer)]
+    drafters = {form.name: forms.drafter(form) for form in timed}
+    times = time_passes(target.scorer, drafters, text, _WIDTHS, clock, _TIMED, Random(0), progress)
+    layers = {(form.name, form.int8): forms.layers - len(form.skip) for form in timed}
+    return FormCosts(times.medians(), layers)
 
 
 # -- the search --------------------------------------------------------------------------------------

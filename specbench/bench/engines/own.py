@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.bench.grid import LOOKUP_TOKENS, Config
+from specbench.bench.passes import PassTimes, time_passes
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.specs.drafters import drafter_word, model_part, split_cascade
@@ -26,18 +26,15 @@ if TYPE_CHECKING:
     from specbench.progress import Progress
 
 __all__ = [
-    "Costs",
     "Engine",
     "EngineOptions",
     "ModelEngine",
     "Outcome",
     "check_engine",
-    "cost_widths",
     "load_engine",
 ]
 
-_COST_CONTEXT = 256  # tokens of context at which single passes are timed
-_COST_PASSES = 2  # of each kind that count, every time
+_COST_PASSES = 2  # of each kind, every time they are timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,54 +64,6 @@ class Outcome:
     peak_memory_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Times of single passes in seconds, as measured one by one.
-
-    Attributes:
-        target: By number of tokens in the pass.
-        drafters: Of drafting one token, by drafter.
-        context: Tokens of context they were measured at.
-    """
-
-    target: Mapping[int, Sequence[float]]
-    drafters: Mapping[str, Sequence[float]]
-    context: int
-
-    @classmethod
-    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> Costs:
-        """All that the lines of ``costs.jsonl`` hold."""
-        target: dict[int, list[float]] = {}
-        drafters: dict[str, list[float]] = {}
-        context = 0
-        for row in rows:
-            context = row["context_tokens"]
-            if row["kind"] == "target":
-                target.setdefault(row["tokens"], []).extend(row["seconds"])
-            else:
-                drafters.setdefault(row["drafter"], []).extend(row["seconds"])
-        return cls(dict(sorted(target.items())), drafters, context)
-
-    def medians(self) -> dict[str, Any]:
-        """The field ``costs`` of ``run.json``."""
-        return {
-            "target_pass_s": {str(n): statistics.median(times) for n, times in self.target.items()},
-            "drafter_pass_s": {name: statistics.median(times) for name, times in self.drafters.items()},
-            "context_tokens": self.context,
-        }
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The lines of ``costs.jsonl``."""
-        target: list[dict[str, Any]] = [
-            {"kind": "target", "tokens": n, "seconds": list(times)} for n, times in self.target.items()
-        ]
-        drafters: list[dict[str, Any]] = [
-            {"kind": "drafter", "drafter": name, "seconds": list(times)}
-            for name, times in self.drafters.items()
-        ]
-        return [{**row, "context_tokens": self.context} for row in (*target, *drafters)]
-
-
 class Engine(Protocol):
     """Carries out what a sweep asks for. Its models stay loaded, and nothing is left over from one call to the next."""
 
@@ -133,7 +82,7 @@ class Engine(Protocol):
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
-    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:
+    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> PassTimes:
         """Time single passes: of the target with each number of tokens in ``widths``, and of the drafters.
 
         A sweep asks for this again and again, so that a disturbance spoils a few of the times and not their median.
@@ -145,15 +94,6 @@ class Engine(Protocol):
     ) -> Difference | None:
         """Where two greedy outputs part, and whether rounding explains it; ``None`` if they do not, or nobody knows."""
         ...
-
-
-def cost_widths(gammas: Sequence[int]) -> list[int]:
-    """Widths of target passes to time: one token, γ + 1 for every γ, and all in between as far as that is cheap.
-
-    Without any γ, where rules decide alone, they are those of drafts of up to 16 tokens.
-    """
-    longest = max(gammas, default=16) + 1
-    return sorted({*range(1, min(longest, 17) + 1), *(gamma + 1 for gamma in gammas)})
 
 
 class ModelEngine:
@@ -385,59 +325,16 @@ class ModelEngine:
         assistant.model.generation_config = GenerationConfig()
         return assistant.model
 
-    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> Costs:
-        from specbench.decoding.sampling import Greedy, Randomness
+    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> PassTimes:
         from specbench.drafters.cascade import CascadeDrafter
-        from specbench.lengths import FixedLength
 
-        scorer, clock = self.target.scorer, self._clock
-        room = scorer.context_limit or _COST_CONTEXT + max(widths)
-        length = max(1, min(_COST_CONTEXT, room - max(widths)))
-        context = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
         # Of a cascade a pass of its model: its other tokens cost none.
         usable: dict[str, Drafter] = {
             name: drafter.model if isinstance(drafter, CascadeDrafter) else drafter
             for name, drafter in self.drafters.items()
             if not isinstance(drafter, SpecbenchError)
         }
-
-        def target_pass(n: int) -> float:
-            drafted = [context[i % length] for i in range(n - 1)]
-            began = clock.now()
-            scorer.logits(context, drafted)
-            took = clock.now() - began
-            scorer.rollback(length - 1)
-            return took
-
-        def drafter_pass(drafter: Drafter) -> float:
-            began = clock.now()
-            drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, self._device))
-            took = clock.now() - began
-            drafter.rollback(length - 1)
-            return took
-
-        scorer.begin()
-        target_pass(1)  # reads the context
-        for drafter in usable.values():
-            drafter.begin(context)
-            drafter_pass(drafter)  # reads it too, if it keeps anything
-        jobs: list[tuple[tuple[str, Any], Callable[[], float]]] = [
-            *((("target", n), lambda n=n: target_pass(n)) for n in widths),
-            *((("drafter", name), lambda d=drafter: drafter_pass(d)) for name, drafter in usable.items()),
-        ]
-        times: dict[tuple[str, Any], list[float]] = {name: [] for name, _ in jobs}
-        for _, measure in jobs:
-            measure()  # so that every shape of pass has met the machine before
-        for _ in range(_COST_PASSES):
-            self._order.shuffle(jobs)
-            for name, measure in jobs:
-                times[name].append(round(measure(), 9))
-        scorer.begin()
-        return Costs(
-            target={n: times["target", n] for n in widths},
-            drafters={name: times["drafter", name] for name in usable},
-            context=length,
-        )
+        return time_passes(self.target.scorer, usable, prompt, widths, self._clock, _COST_PASSES, self._order)
 
     def difference(
         self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]

@@ -1,0 +1,162 @@
+"""Times of single passes: of the target by the number of its tokens, and of drafters for one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specbench.decoding.theory import PassCosts
+
+if TYPE_CHECKING:
+    from specbench.backends.torch.scorer import Scorer
+    from specbench.decoding.clocks import Clock
+    from specbench.decoding.protocols import Drafter
+    from specbench.progress import Progress
+
+__all__ = ["PassTimes", "cost_widths", "time_in_turn", "time_passes"]
+
+_CONTEXT = 256  # tokens of context at which passes are timed
+
+Name = TypeVar("Name")
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Times of single passes in seconds, as measured one by one.
+
+    Attributes:
+        target: By number of tokens in the pass.
+        drafters: Of drafting one token, by drafter.
+        context: Tokens of context they were measured at.
+    """
+
+    target: Mapping[int, Sequence[float]]
+    drafters: Mapping[str, Sequence[float]]
+    context: int
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> PassTimes:
+        """All that the lines of ``costs.jsonl`` hold."""
+        target: dict[int, list[float]] = {}
+        drafters: dict[str, list[float]] = {}
+        context = 0
+        for row in rows:
+            context = row["context_tokens"]
+            if row["kind"] == "target":
+                target.setdefault(row["tokens"], []).extend(row["seconds"])
+            else:
+                drafters.setdefault(row["drafter"], []).extend(row["seconds"])
+        return cls(dict(sorted(target.items())), drafters, context)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of ``costs.jsonl``."""
+        target: list[dict[str, Any]] = [
+            {"kind": "target", "tokens": n, "seconds": list(times)} for n, times in self.target.items()
+        ]
+        drafters: list[dict[str, Any]] = [
+            {"kind": "drafter", "drafter": name, "seconds": list(times)}
+            for name, times in self.drafters.items()
+        ]
+        return [{**row, "context_tokens": self.context} for row in (*target, *drafters)]
+
+    def medians(self) -> PassCosts:
+        """What a pass usually takes."""
+        return PassCosts(
+            {n: median(times) for n, times in self.target.items()},
+            {name: median(times) for name, times in self.drafters.items()},
+            self.context,
+        )
+
+
+def cost_widths(gammas: Sequence[int]) -> list[int]:
+    """Widths of target passes to time: one token, γ + 1 for every γ, and all in between as far as that is cheap.
+
+    Without any γ, where rules decide alone, they are those of drafts of up to 16 tokens.
+    """
+    longest = max(gammas, default=16) + 1
+    return sorted({*range(1, min(longest, 17) + 1), *(gamma + 1 for gamma in gammas)})
+
+
+def time_passes(
+    scorer: Scorer,
+    drafters: Mapping[str, Drafter],
+    prompt: Sequence[int],
+    widths: Sequence[int],
+    clock: Clock,
+    rounds: int,
+    order: Random,
+    progress: Progress | None = None,
+) -> PassTimes:
+    """Time passes of a target and one-token drafts in turn, behind the same context. The target's cache is left empty.
+
+    Args:
+        scorer: The target's.
+        drafters: By name.
+        prompt: Tokens, repeated to fill the context.
+        widths: Numbers of tokens in the target's passes.
+        clock: For the target's device.
+        rounds: How many passes of each kind are timed.
+        order: Shuffles them.
+        progress: Told how many rounds are done.
+    """
+    from specbench.decoding.sampling import Greedy, Randomness
+    from specbench.lengths import FixedLength
+
+    room = scorer.context_limit or _CONTEXT + max(widths)
+    length = max(1, min(_CONTEXT, room - max(widths)))
+    context = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
+    device = str(scorer.device)
+
+    def target_pass(n: int) -> float:
+        drafted = [context[i % length] for i in range(n - 1)]
+        began = clock.now()
+        scorer.logits(context, drafted)
+        took = clock.now() - began
+        scorer.rollback(length - 1)
+        return took
+
+    def drafter_pass(drafter: Drafter) -> float:
+        began = clock.now()
+        drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, device))
+        took = clock.now() - began
+        drafter.rollback(length - 1)
+        return took
+
+    scorer.begin()
+    target_pass(1)  # reads the context
+    for drafter in drafters.values():
+        drafter.begin(context)
+        drafter_pass(drafter)  # reads it too, if it keeps anything
+    jobs: dict[int | str, Callable[[], float]] = {
+        **{n: lambda n=n: target_pass(n) for n in widths},  # type: ignore[misc]
+        **{name: lambda d=drafter: drafter_pass(d) for name, drafter in drafters.items()},  # type: ignore[misc]
+    }
+    times = time_in_turn(jobs, rounds, order, progress)
+    scorer.begin()
+    return PassTimes({n: times[n] for n in widths}, {name: times[name] for name in drafters}, length)
+
+
+def time_in_turn(
+    jobs: Mapping[Name, Callable[[], float]],
+    rounds: int,
+    order: Random,
+    progress: Progress | None = None,
+) -> dict[Name, list[float]]:
+    """What measurements that each return seconds come to, to the nanosecond, in rounds of all in a fresh random order.
+
+    A disturbance then spoils a few times of each and not the median of one.
+    """
+    for measure in jobs.values():
+        measure()  # so that every shape of pass has met the machine before
+    times: dict[Name, list[float]] = {name: [] for name in jobs}
+    names = list(jobs)
+    for done in range(rounds):
+        if progress is not None:
+            progress.update("timing passes", done, rounds)
+        order.shuffle(names)
+        for name in names:
+            times[name].append(round(jobs[name](), 9))
+    return times
