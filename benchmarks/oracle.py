@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from specbench.decoding.theory import PassCosts, never_falling
 from specbench.errors import SpecbenchError, UsageError
 from specbench.results.store import load_results
 
@@ -104,8 +105,8 @@ def tested_positions(rows: Iterable[Row], output: Sequence[int]) -> list[bool | 
 def step_costs(rows: Iterable[Row], widest: int) -> StepCosts:
     """Medians over the steps of plain decoding and of one drafter.
 
-    No pass is taken to be longer than one with more tokens; between the widths seen lies a straight line, and beyond
-    the last it goes on as between the last two.
+    No pass is taken to be longer than one with more tokens; between the widths seen and beyond them it goes as in
+    ``PassCosts.target_pass_s``.
     """
     draft, rest = [], defaultdict(list)
     for row in rows:
@@ -115,24 +116,8 @@ def step_costs(rows: Iterable[Row], widest: int) -> StepCosts:
                 draft.append((step["draft_s"] - step["draft_prefill_s"]) / passes)
             parts = ("verify_s", "accept_s", "rollback_s", "other_s")
             rest[int(step["drafted"]) + 1].append(sum(step[part] for part in parts))
-    medians: dict[int, float] = {}
-    least = math.inf
-    for n in sorted(rest, reverse=True):
-        medians[n] = least = min(least, median(rest[n]))
-    seen = sorted(medians)
-    seconds = [0.0]
-    for n in range(1, widest + 1):
-        below = max((m for m in seen if m <= n), default=seen[0])
-        above = min((m for m in seen if m >= n), default=None)
-        if above is None:
-            *_, last = seen
-            before = seen[-2] if len(seen) > 1 else last
-            slope = (medians[last] - medians[before]) / max(1, last - before)
-            seconds.append(medians[last] + slope * (n - last))
-        else:
-            share = (n - below) / (above - below) if above > below else 0.0
-            seconds.append(medians[below] + share * (medians[above] - medians[below]))
-    return StepCosts(median(draft) if draft else 0.0, seconds)
+    medians = PassCosts(never_falling({n: median(seconds) for n, seconds in rest.items()}))
+    return StepCosts(median(draft) if draft else 0.0, [medians.target_pass_s(n) for n in range(widest + 1)])
 
 
 def best_course(

@@ -22,6 +22,7 @@ from specbench.decoding.protocols import Draft, LengthPolicy
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
+from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -65,7 +66,7 @@ class UnsteadyClock:
 
 
 def costs(c: float, slope: float = 0.02) -> GivenCosts:
-    return GivenCosts(c, {1: 1.0, 17: 1.0 + 16 * slope})
+    return GivenCosts(c, PassCosts({1: 1.0, 17: 1.0 + 16 * slope}))
 
 
 # Options under which these small models make every rule draft longer here and shorter there.
@@ -721,14 +722,14 @@ def timed(gamma: int, draft: float, verify: float, *, index: int = 1, prefill: f
 
 
 def test_given_costs_are_interpolated() -> None:
-    given = GivenCosts(0.2, {5: 1.4, 1: 1.0, 9: 2.2})
+    given = parse_costs({"drafter_pass_s": 0.2, "target_pass_s": {"5": 1.4, "1": 1.0, "9": 2.2}})
     assert list(given.verify_s(11))[1:] == pytest.approx(
         [1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6]
     )
     given.observe(timed(3, 9.0, 9.0), caught_up=True)
     assert given.draft_s == 0.2
-    assert list(GivenCosts(0.2, {3: 1.0}).verify_s(4))[1:] == pytest.approx([1.0, 1.0, 1.0, 1.02])
-    assert list(GivenCosts(0.2, {1: 2.0, 3: 1.0}).verify_s(4))[3:] == [1.0, 1.0], (
+    assert list(GivenCosts(0.2, PassCosts({3: 1.0})).verify_s(4))[1:] == pytest.approx([1.0, 1.0, 1.0, 1.02])
+    assert list(GivenCosts(0.2, PassCosts({1: 2.0, 3: 1.0})).verify_s(4))[3:] == [1.0, 1.0], (
         "never falls beyond what is known"
     )
 
@@ -932,7 +933,7 @@ def best_fixed(alpha: float, c: float, v: Sequence[float]) -> float:
 def test_auto_comes_within_two_percent_of_the_best_fixed_length(
     alpha: float, c: float, v: list[float], given: bool
 ) -> None:
-    policy = AutoLength(costs=GivenCosts(c, dict(enumerate(v[1:], 1))) if given else None)
+    policy = AutoLength(costs=GivenCosts(c, PassCosts(dict(enumerate(v[1:], 1)))) if given else None)
     reached = []
     for seed in range(3):
         gammas = simulate(policy, [alpha] * 500, c, v, seed=seed)[200:]
@@ -972,7 +973,7 @@ def test_auto_stops_drafting_where_nothing_is_accepted_and_finds_back() -> None:
 def test_auto_looks_beyond_a_jump_in_the_targets_time() -> None:
     v = [0.0, 1.0, 1.4, *[1.4] * 30]  # the first draft alone does not pay, several do
     alpha, c = 0.85, 0.05
-    given = GivenCosts(c, dict(enumerate(v[1:], 1)))
+    given = GivenCosts(c, PassCosts(dict(enumerate(v[1:], 1))))
     gammas = simulate(AutoLength(costs=given), [alpha] * 200, c, v)[50:]
     assert rate(gammas, alpha, c, v) >= 0.98 * best_fixed(alpha, c, v)
     assert min(gammas) >= 2
@@ -1201,7 +1202,7 @@ def test_auto_counts_passes_and_not_tokens() -> None:
 
 
 def test_auto_takes_free_tokens_where_the_model_does_not_pay() -> None:
-    policy = AutoLength(8, GivenCosts(0.9, {1: 1.0, 9: 1.05}))
+    policy = AutoLength(8, GivenCosts(0.9, PassCosts({1: 1.0, 9: 1.05})))
     for index in range(60):
         limit = policy.begin(20)
         made = mixed("")
@@ -1219,7 +1220,7 @@ def test_auto_takes_free_tokens_where_the_model_does_not_pay() -> None:
 
 def test_auto_tells_matches_from_probabilities() -> None:
     """Matches that are always right, and a model that is always wrong with the same certainty."""
-    policy = AutoLength(8, GivenCosts(0.2, {1: 1.0, 9: 1.05}))
+    policy = AutoLength(8, GivenCosts(0.2, PassCosts({1: 1.0, 9: 1.05})))
     for index in range(40):
         policy.begin(20)
         kinds = "f" if index % 2 else "m"
@@ -1253,7 +1254,7 @@ def step_of(kinds: str, accepted: int, index: int) -> tuple[Draft, Step]:
 def test_auto_lets_the_model_draft_where_a_match_is_doubtful(
     draft_s: float, free_is_right: float, model_is_right: float, rather: bool
 ) -> None:
-    policy = AutoLength(8, GivenCosts(draft_s, {1: 1.0, 9: 1.05}))
+    policy = AutoLength(8, GivenCosts(draft_s, PassCosts({1: 1.0, 9: 1.05})))
     chances = random.Random(0)
     for index in range(120):
         kind = "f" if index % 2 else "m"
@@ -1270,7 +1271,7 @@ def test_auto_lets_the_model_draft_where_a_match_is_doubtful(
 
 
 def test_auto_looks_again_with_one_pass_and_all_free_tokens() -> None:
-    policy = AutoLength(8, GivenCosts(0.9, {1: 1.0, 9: 1.05}))
+    policy = AutoLength(8, GivenCosts(0.9, PassCosts({1: 1.0, 9: 1.05})))
     probes = 0
     for index in range(300):
         assert policy.begin(20) == 8
@@ -1290,7 +1291,7 @@ def test_auto_looks_again_with_one_pass_and_all_free_tokens() -> None:
 
 
 def test_a_probe_that_took_no_pass_is_not_paid_for() -> None:
-    policy = AutoLength(8, GivenCosts(0.9, {1: 1.0, 9: 1.05}))
+    policy = AutoLength(8, GivenCosts(0.9, PassCosts({1: 1.0, 9: 1.05})))
     index = 0
     while index < 1000:
         policy.begin(20)

@@ -11,8 +11,6 @@ from specbench.decoding.metrics import (
     PositionRate,
     acceptance_by_position,
     acceptance_rate,
-    expected_speedup,
-    expected_tokens_per_step,
     mean_expected_acceptance,
     summary,
     time_split,
@@ -107,32 +105,6 @@ def test_alpha_is_the_mean_over_tested_positions_of_all_steps() -> None:
     assert mean_expected_acceptance(steps) == pytest.approx((0.9 + 0.6 + 0.3) / 3)
     assert mean_expected_acceptance([step(0, 0)]) is None
     assert mean_expected_acceptance([]) is None
-
-
-# -- what theory predicts -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("alpha", "accepted"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
-def test_expected_tokens_of_the_literature(alpha: float, accepted: float) -> None:
-    """Accepted tokens per step for four drafts: one less than the tokens emitted."""
-    assert round(expected_tokens_per_step(alpha, 4) - 1, 2) == accepted
-
-
-@pytest.mark.parametrize("gamma", [0, 1, 4, 9])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 0.999, 1.0])
-def test_expected_tokens_are_the_sum_of_the_chances(alpha: float, gamma: int) -> None:
-    assert expected_tokens_per_step(alpha, gamma) == pytest.approx(sum(alpha**k for k in range(gamma + 1)))
-
-
-def test_rounding_may_push_alpha_above_1() -> None:
-    assert expected_tokens_per_step(1.0000001, 3) == 4
-
-
-def test_expected_speedup() -> None:
-    assert expected_speedup(0.5, 1, c=0.5) == pytest.approx(1.5 / 1.5)
-    assert expected_speedup(1.0, 4, c=0.25, v=1.5) == pytest.approx(5 / 2.5)
-    assert expected_speedup(0.0, 3, c=0.1) == pytest.approx(1 / 1.3)
-    assert expected_speedup(0.8, 0, c=0.7) == 1
 
 
 # -- time -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -13,21 +12,16 @@ from hypothesis import strategies as st
 from scipy import optimize
 from scipy import stats as distributions
 
-from specbench.decoding import metrics
 from specbench.results import stats
 from specbench.results.stats import (
     Estimate,
     compare,
-    expected_tokens,
-    expected_tokens_by_position,
     geometric_mean,
     mean_interval,
     nested_means,
     pooled_rate,
     pooled_speedup,
-    predicted_speedup,
     verdict,
-    verification_cost,
 )
 
 SKEWED = np.array([0.1, 0.15, 0.2, 0.22, 0.3, 0.9, 1.7])
@@ -308,84 +302,6 @@ class TestCompare:
             ratios = np.exp(0.1 * rng.standard_normal(24))
             wrong += verdict(geometric_mean(ratios, prompts, repeats)) != "cannot tell"
         assert wrong <= 0.07 * 400
-
-
-class TestExpectedTokens:
-    @pytest.mark.parametrize(("alpha", "accepted"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
-    def test_published_values(self, alpha: float, accepted: float) -> None:
-        assert expected_tokens(alpha, 4).item() - 1 == pytest.approx(accepted, abs=0.005)
-
-    @given(st.floats(0.0, 1.0), st.integers(0, 30))
-    def test_both_forms_and_the_scalar_one_agree(self, alpha: float, gamma: int) -> None:
-        scalar = metrics.expected_tokens_per_step(alpha, gamma)
-        assert expected_tokens(alpha, [gamma]).item() == pytest.approx(scalar)
-        assert expected_tokens_by_position([alpha] * max(gamma, 1), [gamma]).item() == pytest.approx(scalar)
-
-    def test_by_position_equals_enumeration(self) -> None:
-        rates = [0.9, 0.5, 0.7]
-        expected = 0.0
-        for passes in itertools.product((True, False), repeat=3):
-            chance = math.prod(r if p else 1 - r for r, p in zip(rates, passes, strict=True))
-            accepted = next((i for i, p in enumerate(passes) if not p), 3)
-            expected += chance * (accepted + 1)
-        assert expected_tokens_by_position(rates, [3]).item() == pytest.approx(expected)
-        assert expected_tokens_by_position(rates, [0, 1, 2]).tolist() == pytest.approx([1.0, 1.9, 2.35])
-
-    def test_a_position_that_was_never_tested_adds_nothing(self) -> None:
-        assert expected_tokens_by_position([0.0, math.nan], [2]).item() == 1.0
-
-    def test_measured_rates_give_back_the_measured_tokens_per_step(self) -> None:
-        """With one γ throughout the product telescopes: accepted at i is what is tested at i + 1."""
-        rng = np.random.default_rng(0)
-        accepted = np.cumprod(rng.random((500, 4)) < [0.9, 0.6, 0.8, 0.7], axis=1).sum(axis=1)
-        counts = [(accepted >= i).sum() for i in range(1, 5)]
-        tested = [500, *counts[:3]]
-        rates = np.array(counts) / np.array(tested)
-        assert expected_tokens_by_position(rates, [4]).item() == pytest.approx(accepted.mean() + 1)
-
-
-class TestPrediction:
-    PASS_S = {1: 0.1, 5: 0.11, 9: 0.15}  # noqa: RUF012
-
-    def test_cost_is_interpolated_and_goes_on(self) -> None:
-        v = verification_cost(self.PASS_S, [1, 3, 5, 7, 9, 13])
-        assert v.tolist() == pytest.approx([1.0, 1.05, 1.1, 1.3, 1.5, 1.9])
-
-    def test_one_measured_width_is_all_that_is_known(self) -> None:
-        assert verification_cost({1: 0.2}, [1, 4]).tolist() == [1.0, 1.0]
-
-    def test_a_narrower_pass_that_measured_slower_is_not_prolonged_downwards(self) -> None:
-        assert verification_cost({1: 0.1, 2: 0.2, 3: 0.15}, [10]).item() == pytest.approx(1.5)
-
-    @given(st.floats(0.0, 0.99), st.integers(1, 8), st.floats(0.0, 1.0))
-    def test_one_gamma_gives_the_formula_of_the_papers(self, alpha: float, gamma: int, c: float) -> None:
-        v = verification_cost(self.PASS_S, gamma + 1).item()
-        gammas = [gamma] * 7
-        predicted = predicted_speedup(expected_tokens(alpha, gammas), gammas, [gamma + 1] * 7, c, self.PASS_S)
-        assert predicted == pytest.approx(metrics.expected_speedup(alpha, gamma, c, v))
-
-    def test_steps_that_draft_nothing_cost_a_plain_pass(self) -> None:
-        assert predicted_speedup([1.0, 1.0], [0, 0], [1, 1], 0.3, self.PASS_S) == pytest.approx(1.0)
-
-    def test_steps_are_weighed_by_their_time(self) -> None:
-        gammas = [0, 4]
-        tokens = [1.0, 3.0]
-        assert predicted_speedup(tokens, gammas, [1, 5], 0.25, self.PASS_S) == pytest.approx(
-            4.0 / (1.0 + 1.0 + 1.1)
-        )
-
-    def test_no_steps(self) -> None:
-        assert math.isnan(predicted_speedup([], [], [], 0.1, self.PASS_S))
-
-    def test_a_simulated_decoder_runs_as_predicted(self) -> None:
-        """Tokens and seconds counted step by step meet the formula."""
-        rng, alpha, gamma, c = np.random.default_rng(2), 0.8, 5, 0.2
-        accepted = np.cumprod(rng.random((20_000, gamma)) < alpha, axis=1).sum(axis=1)
-        v = verification_cost(self.PASS_S, gamma + 1).item()
-        measured = (accepted + 1).sum() / (len(accepted) * (gamma * c + v))
-        gammas = np.full(len(accepted), gamma)
-        predicted = predicted_speedup(expected_tokens(alpha, gammas), gammas, gammas + 1, c, self.PASS_S)
-        assert measured == pytest.approx(predicted, rel=0.02)
 
 
 def test_confidence_is_what_the_documents_say() -> None:

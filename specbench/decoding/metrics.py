@@ -14,8 +14,6 @@ __all__ = [
     "TimeSplit",
     "acceptance_by_position",
     "acceptance_rate",
-    "expected_speedup",
-    "expected_tokens_per_step",
     "mean_expected_acceptance",
     "summary",
     "time_split",
@@ -79,23 +77,6 @@ def mean_expected_acceptance(steps: Sequence[Step]) -> float | None:
     """α: the mean of ``sum_x min(p, q)`` over all tested positions; ``None`` if none was tested."""
     values = [value for step in steps for value in step.expected_acceptance]
     return _ratio(math.fsum(values), len(values))
-
-
-def expected_tokens_per_step(alpha: float, gamma: int) -> float:
-    """``(1 - α^(γ+1)) / (1 - α)``, for tests that pass independently with chance α (Leviathan et al. 2023, eq. 1)."""
-    return float(gamma + 1) if alpha >= 1.0 else (1.0 - alpha ** (gamma + 1)) / (1.0 - alpha)
-
-
-def expected_speedup(alpha: float, gamma: int, c: float, v: float = 1.0) -> float:
-    """``E / (γ·c + v)``, with E the expected tokens per step.
-
-    Args:
-        alpha: Expected acceptance.
-        gamma: Draft length.
-        c: Time of a drafter pass over the time of a target pass with one token.
-        v: Time of a target pass with γ + 1 tokens over one with one token (1 in Leviathan et al. 2023, Theorem 3.8).
-    """
-    return expected_tokens_per_step(alpha, gamma) / (gamma * c + v)
 
 
 @dataclass(frozen=True, slots=True)

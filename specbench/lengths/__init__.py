@@ -2,7 +2,7 @@
 
 from specbench.lengths.auto import AutoLength
 from specbench.lengths.base import FixedLength, KeptState
-from specbench.lengths.costs import Costs, check_costs, load_costs, parse_costs, read_costs
+from specbench.lengths.costs import CostSource, check_costs, load_costs, parse_costs, read_costs
 from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
 from specbench.lengths.words import (
@@ -22,7 +22,7 @@ __all__ = [
     "POLICY_WORDS",
     "AutoLength",
     "ConfidenceLength",
-    "Costs",
+    "CostSource",
     "EntropyBoundLength",
     "EntropyGuidedLength",
     "FixedLength",

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from specbench.decoding.theory import best_length, expected_tokens_by_position
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
 from specbench.lengths.base import Rule, confidence, is_free, written
-from specbench.lengths.costs import Costs, MeasuredCosts
+from specbench.lengths.costs import CostSource, MeasuredCosts
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Draft
@@ -60,7 +61,7 @@ class AutoLength(Rule):
         UsageError: ``gamma_max`` is below 1.
     """
 
-    def __init__(self, gamma_max: int = 16, costs: Costs | None = None) -> None:
+    def __init__(self, gamma_max: int = 16, costs: CostSource | None = None) -> None:
         super().__init__(gamma_max)
         self._costs = costs or MeasuredCosts()
         # Chance that a draft is accepted: of its own log-odds with the drafter, and of those of the draft before it.
@@ -227,16 +228,11 @@ class AutoLength(Rule):
         d = self._draft_s = self._costs.draft_s
         v = self._verify_s = self._costs.verify_s(max(self.gamma_max + 2, *self._widths, 0))
         self._probe_s = d + v[2] - v[1]
-        chance = self._upcoming.chance(self._last)
-        survival = tokens = 1.0
-        expected, seconds = 1.0, v[1]
-        for gamma in range(1, self.gamma_max + 1):
-            survival *= chance
-            tokens += survival
-            if tokens * seconds > expected * (gamma * d + v[gamma + 1]):
-                expected, seconds = tokens, gamma * d + v[gamma + 1]
+        tokens = expected_tokens_by_position([self._upcoming.chance(self._last)] * self.gamma_max)
+        gamma = best_length(tokens, d, v)
         spent = self._passes * d + sum(count * v[n] for n, count in self._widths.items())
-        reached = (self._tokens + _PRIOR_STEPS * expected) / (spent + _PRIOR_STEPS * seconds)
+        seconds = gamma * d + v[gamma + 1]
+        reached = (self._tokens + _PRIOR_STEPS * tokens[gamma]) / (spent + _PRIOR_STEPS * seconds)
         self._rate = max(_ASKED * reached, 1.0 / v[1])  # plain decoding is always there
 
     def notes(self) -> Mapping[str, float]:

@@ -10,12 +10,21 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Protocol
 
+from specbench.decoding.theory import SLOPE, PassCosts, interpolate, never_falling
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
-__all__ = ["Costs", "GivenCosts", "MeasuredCosts", "check_costs", "load_costs", "parse_costs", "read_costs"]
+__all__ = [
+    "CostSource",
+    "GivenCosts",
+    "MeasuredCosts",
+    "check_costs",
+    "load_costs",
+    "parse_costs",
+    "read_costs",
+]
 
 COST_NOTES = ("drafter_pass_s", "rest_s")
 """Under these names the results of a sweep keep, step by step, the two samples that ``MeasuredCosts`` takes from it."""
@@ -29,9 +38,6 @@ _STEPS = 9
 _C = 0.2
 """Cost ratio assumed before a drafter's pass was measured."""
 
-_SLOPE = 0.02
-"""By how much of v(1) another token is assumed to lengthen a target pass, before anything is known."""
-
 _FAR = 4
 """The assumption about the slope counts as much as one step with one token and one with so many more."""
 
@@ -42,8 +48,8 @@ _INSTANT = 1e-9
 """No step takes less, whatever a coarse clock says."""
 
 
-class Costs(Protocol):
-    """Seconds of the two kinds of passes; only their ratios matter to a rule."""
+class CostSource(Protocol):
+    """Where a rule has the seconds of the two kinds of passes from; only their ratios matter to it."""
 
     @property
     def draft_s(self) -> float:
@@ -93,26 +99,19 @@ class GivenCosts:
 
     Args:
         draft_s: Seconds of a drafter's pass.
-        verify_s: Seconds of a target's pass by its number of tokens. What lies between two is interpolated, and what
-            lies beyond the last goes on as from the last but one.
+        passes: The target's, see ``PassCosts.target_pass_s``.
     """
 
     timings = reach = math.inf
 
-    def __init__(self, draft_s: float, verify_s: Mapping[int, float]) -> None:
-        self.draft_s = draft_s
-        self.points = dict(sorted(verify_s.items()))
+    def __init__(self, draft_s: float, passes: PassCosts) -> None:
+        self.draft_s, self._passes = draft_s, passes
 
     def samples(self, n: int) -> float:  # noqa: ARG002
         return math.inf
 
     def verify_s(self, widest: int) -> Sequence[float]:
-        *_, last = self.points
-        slope = _SLOPE * self.points[last]
-        if len(self.points) > 1:
-            *_, before, _ = self.points
-            slope = max(0.0, (self.points[last] - self.points[before]) / (last - before))
-        return [_interpolate(self.points, n) + slope * max(0, n - last) for n in range(widest + 1)]
+        return [self._passes.target_pass_s(n) for n in range(widest + 1)]
 
     def reset(self) -> None:
         """Nothing was measured."""
@@ -121,10 +120,7 @@ class GivenCosts:
         """Nothing is measured."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "drafter_pass_s": self.draft_s,
-            "target_pass_s": {str(n): seconds for n, seconds in self.points.items()},
-        }
+        return _to_dict(self.draft_s, self._passes.target_s)
 
 
 class MeasuredCosts:
@@ -148,7 +144,7 @@ class MeasuredCosts:
         self._samples: list[tuple[float | None, float | None]] = []
         self._drafts: deque[float] = deque(maxlen=_PASSES)
         self._steps: dict[int, deque[float]] = {}
-        self._line = (1.0, _SLOPE)
+        self._line = (1.0, SLOPE)
         self._off_line: dict[int, float] = {}
         self._least = 1.0
 
@@ -170,7 +166,7 @@ class MeasuredCosts:
     def verify_s(self, widest: int) -> Sequence[float]:
         first, slope = self._line
         return [
-            max(first + slope * (n - 1) + _interpolate(self._off_line, n), self._least)
+            max(first + slope * (n - 1) + interpolate(self._off_line, n), self._least)
             for n in range(widest + 1)
         ]
 
@@ -201,18 +197,13 @@ class MeasuredCosts:
 
     def _fit(self) -> None:
         """Lay a line through the medians, weighted by their samples, and keep what they lie off it."""
-        medians: dict[int, float] = {}
-        least = math.inf
-        for n in sorted(self._steps, reverse=True):
-            # Fewer tokens never take longer; if they seem to, they were disturbed (as first steps often are).
-            medians[n] = least = min(median_low(self._steps[n]), least)
-        medians = dict(sorted(medians.items()))
+        medians = never_falling({n: median_low(samples) for n, samples in self._steps.items()})
         weights = {n: float(len(self._steps[n])) for n in medians}
-        level = sum(w * medians[n] / (1 + _SLOPE * (n - 1)) for n, w in weights.items()) / sum(
+        level = sum(w * medians[n] / (1 + SLOPE * (n - 1)) for n, w in weights.items()) / sum(
             weights.values()
         )
         points = [(n - 1.0, medians[n], w) for n, w in weights.items()]
-        points += [(0.0, level, 1.0), (float(_FAR), level * (1 + _SLOPE * _FAR), 1.0)]
+        points += [(0.0, level, 1.0), (float(_FAR), level * (1 + SLOPE * _FAR), 1.0)]
         # n tokens never cost more together than one by one.
         self._least = max(min(seconds / n for n, seconds in medians.items()), _INSTANT)
         total = sum(w for _, _, w in points)
@@ -229,31 +220,21 @@ class MeasuredCosts:
 
     def to_dict(self) -> dict[str, Any]:
         seconds = self.verify_s(max(self._steps, default=0))
+        draft_s = self.draft_s if self._drafts else None
         return {
-            "drafter_pass_s": self.draft_s if self._drafts else None,
-            "target_pass_s": {str(n): seconds[n] for n in sorted(self._steps)},
+            **_to_dict(draft_s, {n: seconds[n] for n in sorted(self._steps)}),
             "steps": [list(sample) for sample in self._samples],
         }
 
 
-def _interpolate(points: Mapping[int, float], n: int) -> float:
-    """The value at ``n``, straight between neighbours and level beyond the ends; 0 without points. Keys ascend."""
-    below, above = None, None
-    for width, value in points.items():
-        if width == n:
-            return value
-        if width < n:
-            below = (width, value)
-        else:
-            above = (width, value)
-            break
-    if below is None or above is None:
-        known = below or above
-        return known[1] if known else 0.0
-    return below[1] + (above[1] - below[1]) * (n - below[0]) / (above[0] - below[0])
+def _to_dict(draft_s: float | None, target_s: Mapping[int, float]) -> dict[str, Any]:
+    return {
+        "drafter_pass_s": draft_s,
+        "target_pass_s": {str(n): seconds for n, seconds in target_s.items()},
+    }
 
 
-def read_costs(path: str | Path, drafter: str | None = None) -> Costs:
+def read_costs(path: str | Path, drafter: str | None = None) -> CostSource:
     """Costs from a JSON file, for one drafter: see ``load_costs`` and ``parse_costs``.
 
     Raises:
@@ -302,7 +283,7 @@ def check_costs(data: object) -> None:
         parse_costs(data, drafter)
 
 
-def parse_costs(data: object, drafter: str | None = None) -> Costs:
+def parse_costs(data: object, drafter: str | None = None) -> CostSource:
     """Costs as ``to_dict`` gives them, or as a sweep measures them.
 
     Args:
@@ -319,17 +300,15 @@ def parse_costs(data: object, drafter: str | None = None) -> Costs:
     target = data.get("target_pass_s")
     if not isinstance(target, Mapping):
         raise _bad("target_pass_s does not map numbers of tokens to seconds")
-    widths: dict[int, float] = {}
     for n, seconds in target.items():
         if not (str(n).isdecimal() and int(n) > 0 and _is_time(seconds) and seconds > 0):
             raise _bad(f"target_pass_s has {n!r}: {seconds!r}")
-        widths[int(n)] = float(seconds)
     steps = data.get("steps")
     if steps is not None:
         if isinstance(steps, str) or not isinstance(steps, Sequence) or not all(map(_is_sample, steps)):
             raise _bad("steps is no list of pairs of seconds")
         return MeasuredCosts(steps)
-    if not widths:
+    if not target:
         raise _bad("target_pass_s is empty")
     drafters = data.get("drafter_pass_s")
     if isinstance(drafters, Mapping):
@@ -344,7 +323,8 @@ def parse_costs(data: object, drafter: str | None = None) -> Costs:
             )
     if not _is_time(drafters):
         raise _bad(f"drafter_pass_s is {drafters!r}")
-    return GivenCosts(float(drafters), widths)  # type: ignore[arg-type]
+    passes = PassCosts.from_json({"target_pass_s": target})
+    return GivenCosts(float(drafters), passes)  # type: ignore[arg-type]
 
 
 def _is_time(value: object) -> bool:

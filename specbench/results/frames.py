@@ -17,6 +17,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from specbench.decoding.records import PARTS
+from specbench.decoding.theory import (
+    PassCosts,
+    expected_tokens,
+    expected_tokens_by_position,
+    predicted_speedup,
+)
 from specbench.errors import UsageError
 from specbench.results import stats
 from specbench.textsafe import one_line
@@ -563,32 +569,28 @@ def _predictions(
     steps: Steps, fields: Mapping[str, Any], costs: Mapping[str, Any] | None
 ) -> dict[str, float]:
     """What theory makes of each prompt's acceptance and the run's costs, as a geometric mean over prompts."""
-    pass_s = {int(n): float(s) for n, s in ((costs or {}).get("target_pass_s") or {}).items()}
-    drafted = steps.drafted.sum()
-    timed = (costs or {}).get("drafter_pass_s") or {}
-    if 1 not in pass_s or not drafted or not (steps.passes.any() or fields["drafter"] in timed):
+    timed, drafter = PassCosts.from_json(costs or {}), fields["drafter"]
+    if 1 not in timed.target_s or not steps.drafted.any():
         return {}
-    measured = timed.get(fields["drafter"])
-    # A drafter that was not timed apart: what a drafted token took here.
-    draft_s = (
-        _ratio((steps.draft_s - steps.draft_prefill_s).sum(), steps.passes.sum())
-        if measured is None
-        else float(measured)
-    )
-    c = draft_s / pass_s[1]
+    if drafter in timed.drafter_s:
+        c = timed.c(drafter)
+    elif steps.passes.any():  # it was not timed apart: what a drafted token took here
+        c = (steps.draft_s - steps.draft_prefill_s).sum() / steps.passes.sum() / timed.target_s[1]
+    else:
+        return {}
+    widest = int((steps.drafted + steps.siblings).max()) + 1
+    v = np.array([timed.v(n) for n in range(widest + 1)])
     by_position, iid, prompts = [], [], []
     for prompt, mine in steps.split(steps.prompt).items():
-        if not mine.drafted.any():
-            tokens = tokens_iid = np.ones(len(mine))
-        else:
-            tokens = stats.expected_tokens_by_position(mine.rates(int(mine.drafted.max())), mine.drafted)
-            tokens_iid = stats.expected_tokens(_ratio(mine.alpha_sum.sum(), mine.tested.sum()), mine.drafted)
-        gained = np.maximum(
-            mine.emitted - mine.accepted - 1, 0
-        ).mean()  # by siblings; no acceptance tells that
-        cost = (mine.passes, mine.drafted + mine.siblings + 1, c, pass_s)
-        by_position.append(stats.predicted_speedup(tokens + gained, *cost))
-        iid.append(stats.predicted_speedup(tokens_iid + gained, *cost))
+        longest = int(mine.drafted.max())
+        alpha = _ratio(mine.alpha_sum.sum(), mine.tested.sum())
+        by_length = expected_tokens_by_position(mine.rates(longest))
+        by_length_iid = [1.0, *(expected_tokens(alpha, gamma) for gamma in range(1, longest + 1))]
+        # Of siblings no acceptance tells.
+        gained = np.maximum(mine.emitted - mine.accepted - 1, 0).sum()
+        cost = (mine.passes.sum(), c, v[mine.drafted + mine.siblings + 1].sum())
+        by_position.append(predicted_speedup(np.array(by_length)[mine.drafted].sum() + gained, *cost))
+        iid.append(predicted_speedup(np.array(by_length_iid)[mine.drafted].sum() + gained, *cost))
         prompts.append(prompt)
     return {
         "c": c,

@@ -7,7 +7,7 @@ first, on the log scale, so that more repeats sharpen a prompt but never count a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -22,16 +22,12 @@ __all__ = [
     "Estimate",
     "Verdict",
     "compare",
-    "expected_tokens",
-    "expected_tokens_by_position",
     "geometric_mean",
     "mean_interval",
     "nested_means",
     "pooled_rate",
     "pooled_speedup",
-    "predicted_speedup",
     "verdict",
-    "verification_cost",
 ]
 
 CONFIDENCE = 0.95
@@ -296,66 +292,3 @@ def compare(
         interval = mean_interval(differences, confidence)
         ratio = _exponential(float(differences.mean()), interval, len(common), "prompts")
     return Comparison(ratio, verdict(ratio))
-
-
-# --- Prediction -----------------------------------------------------------------------------------
-
-
-def expected_tokens(alpha: float, gammas: ArrayLike) -> Floats:
-    """``(1 - α^(γ+1)) / (1 - α)`` for every γ: tokens of a step if tests pass independently with chance α.
-
-    Leviathan et al. 2023, equation 1.
-    """
-    gamma = np.asarray(gammas, dtype=np.float64)
-    return gamma + 1.0 if alpha >= 1.0 else np.asarray((1.0 - alpha ** (gamma + 1.0)) / (1.0 - alpha))
-
-
-def expected_tokens_by_position(rates: ArrayLike, gammas: ArrayLike) -> Floats:
-    """``1 + Σ_{k≤γ} Π_{i≤k} a_i`` for every γ, with a_i the acceptance of position i among the steps that tested it.
-
-    Args:
-        rates: a_1, a_2, ..., at least as many as the largest γ. NaN (never tested) counts as 0.
-        gammas: Draft lengths.
-    """
-    survival = np.cumprod(np.nan_to_num(np.asarray(rates, dtype=np.float64)))
-    tokens = 1.0 + np.concatenate(([0.0], np.cumsum(survival)))
-    return np.asarray(tokens[np.asarray(gammas, dtype=np.intp)])
-
-
-def verification_cost(pass_s: Mapping[int, float], widths: ArrayLike) -> Floats:
-    """v(n): time of a target pass with n tokens over that of one with a single token.
-
-    Args:
-        pass_s: Measured seconds by number of tokens, among them 1.
-        widths: The n asked for. Between two measured widths v is linear; beyond the widest it goes on along the line
-            of the last two.
-    """
-    known = np.array(sorted(pass_s), dtype=np.float64)
-    cost = np.array([pass_s[int(n)] for n in known]) / pass_s[1]
-    n = np.asarray(widths, dtype=np.float64)
-    v = np.interp(n, known, cost)
-    if len(known) > 1:
-        slope = max(0.0, (cost[-1] - cost[-2]) / (known[-1] - known[-2]))
-        v = np.where(n > known[-1], cost[-1] + slope * (n - known[-1]), v)
-    return np.asarray(v)
-
-
-def predicted_speedup(
-    tokens: ArrayLike, passes: ArrayLike, widths: ArrayLike, c: float, pass_s: Mapping[int, float]
-) -> float:
-    """``Σ E / Σ (k·c + v(n))`` over the steps of a run; with k = γ and n = γ + 1 throughout the formula of the papers.
-
-    Leviathan et al. 2023, theorem 3.8, with v in place of their assumption that a wide pass costs as much as a narrow.
-
-    Args:
-        tokens: Expected tokens of every step, from ``expected_tokens`` or ``expected_tokens_by_position``.
-        passes: Passes of the drafter in every step, 0 for a plain one.
-        widths: Tokens that the target verified in it: 1, the drafts and their siblings.
-        c: Time of one drafter pass over that of a target pass with one token.
-        pass_s: Target passes as for ``verification_cost``.
-
-    Returns:
-        The speedup over plain decoding that the costs of the passes alone would allow; NaN without steps.
-    """
-    cost = np.asarray(passes, dtype=np.float64) * c + verification_cost(pass_s, widths)
-    return float(np.sum(np.asarray(tokens, dtype=np.float64)) / np.sum(cost)) if len(cost) else math.nan

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.records import PARTS
+from specbench.decoding.theory import PassCosts
 from specbench.errors import RunError, UsageError
 from specbench.files import refuse_link, write_text
 from specbench.results import frames, stats
@@ -255,17 +256,12 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _costs(run: Mapping[str, Any]) -> list[list[str]]:
     """Lines of a table of single passes: what, milliseconds, in target passes with one token."""
-    costs = run.get("costs") or {}
-    passes = {int(n): float(s) for n, s in (costs.get("target_pass_s") or {}).items()}
-    if 1 not in passes:
+    costs = PassCosts.from_json(run.get("costs") or {})
+    if 1 not in costs.target_s:
         return []
-    lines = [(f"target, {counted(n, 'token')}", seconds, f"v({n})") for n, seconds in sorted(passes.items())]
-    lines += [
-        (f"drafter {one_line(name)}, 1 token", float(seconds), "c")
-        for name, seconds in (costs.get("drafter_pass_s") or {}).items()
-        if seconds is not None
-    ]
-    return [[what, f"{1000 * s:.2f}", f"{sign} = {_share(s / passes[1])}"] for what, s, sign in lines]
+    lines = [(f"target, {counted(n, 'token')}", s, f"v({n})") for n, s in costs.target_s.items()]
+    lines += [(f"drafter {one_line(name)}, 1 token", s, "c") for name, s in costs.drafter_s.items()]
+    return [[what, f"{1000 * s:.2f}", f"{sign} = {_share(s / costs.target_s[1])}"] for what, s, sign in lines]
 
 
 _MACHINE = {
