@@ -37,8 +37,8 @@ from transformers import GenerationConfig
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from tiny import tiny_tokenizer
 
-from specbench.backends.torch.bitexact import why_not_bit_exact
 from specbench.backends.torch.parity import find_difference
+from specbench.backends.torch.trials import why_not_bit_exact
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Sampling
 from specbench.errors import SpecbenchError

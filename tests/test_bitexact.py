@@ -9,11 +9,11 @@ import torch
 from tiny import tiny_llama
 from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from specbench.backends.torch.bitexact import require_bit_exact, why_not_bit_exact
 from specbench.backends.torch.kernels import attention, linear, llama_layers
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.trials import require_bit_exact, why_not_bit_exact
 from specbench.errors import UsageError
 from specbench.models.load import wrap_model
 from specbench.models.prepare import Target, _prepare_target, default_cache, wrap_target

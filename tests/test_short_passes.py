@@ -13,8 +13,8 @@ import torch
 import transformers as hf
 from tiny import tiny_language_model, tiny_llama
 
-import specbench.backends.torch.scorer
-from specbench.backends.torch.bitexact import require_bit_exact
+from specbench.backends.torch import passes as ways
+from specbench.backends.torch import trials
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels import llama_layers
 from specbench.backends.torch.kernels.attention import fold_attention
@@ -26,8 +26,9 @@ from specbench.backends.torch.kernels.linear import (
     pack_linears,
     quantise_linears,
 )
-from specbench.backends.torch.kernels.llama_layers import quicken_layers, short_pass, shorten_layers
+from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.trials import require_bit_exact
 from specbench.decoding.protocols import Drafter, Sibling
 from specbench.errors import UsageError
 from specbench.generate import speculative_generate
@@ -324,7 +325,7 @@ def test_a_short_pass_is_the_model_s_own_to_the_bit(
     model = build(kind, torch.bfloat16 if can_pack(torch.bfloat16, "cpu") else torch.float32)
     assert shorten_layers(model)
     found, tree = passes(model, cache), trees(Scorer(model, cache))
-    monkeypatch.setattr(specbench.backends.torch.scorer, "short_pass", lambda _: None)
+    monkeypatch.setattr(trials, "_short_is_right", lambda _: False)
     assert identical(found, passes(model, cache))
     assert torch.equal(tree, trees(Scorer(model, cache)))
 
@@ -347,27 +348,31 @@ def test_what_is_loaded_finds_the_short_pass() -> None:
     target = wrap_target(tiny_llama(), None, name="tiny")
     drafters: list[Any] = [wrap_drafter(tiny_language_model(1), target), load_drafter("self:int8", target)]
     for scorer in (target.scorer, *(drafter.scorer for drafter in drafters)):
-        assert scorer._short is not None
+        assert isinstance(scorer._pass, ways.ShortPass)
+
+
+def takes_short_passes(model: Any) -> bool:
+    return isinstance(Scorer(model)._pass, ways.ShortPass)
 
 
 def test_models_that_are_otherwise_have_no_short_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     long_layers = build("Llama")
-    assert short_pass(long_layers) is None
+    assert not takes_short_passes(long_layers)
     windows = build("Mistral")
     assert shorten_layers(windows)
-    assert short_pass(windows) is None
+    assert not takes_short_passes(windows)
     wrapped = build("Llama")
     assert shorten_layers(wrapped)
     wrapped.model.forward = wrapped.model.forward  # as a device map leaves it
-    assert short_pass(wrapped) is None
+    assert not takes_short_passes(wrapped)
     broken = build("Llama")
     assert shorten_layers(broken)
     monkeypatch.setattr(
-        llama_layers,
+        ways,
         "_behind",
         lambda tokens, keys, dtype: torch.zeros(tokens, keys, dtype=dtype),
     )
-    assert short_pass(broken) is None, "tokens that see what follows"
+    assert not takes_short_passes(broken), "tokens that see what follows"
 
 
 # --- Models that were changed ---------------------------------------------------------------------
@@ -486,14 +491,14 @@ def test_short_passes_are_taken_again_when_a_hook_is_gone() -> None:
     scorer = Scorer(model)
     scorer.begin()
     scorer.logits(CONTEXT)
-    assert scorer._short is not None
-    assert scorer._short.is_open()
+    assert isinstance(scorer._pass, ways.ShortPass)
+    assert scorer._pass.is_open()
     handle = turn_output(model.model.layers[2].mlp)
-    assert not scorer._short.is_open()
-    assert short_pass(model) is None
+    assert not scorer._pass.is_open()
+    assert not takes_short_passes(model)
     handle.remove()
-    assert scorer._short.is_open()
-    assert short_pass(model) is not None
+    assert scorer._pass.is_open()
+    assert takes_short_passes(model)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static", "none"])

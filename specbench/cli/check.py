@@ -418,8 +418,8 @@ class _DecodingJob:
         The target is loaded once: ``transformers`` decodes with it before its layers are packed.
         """
 
-        from specbench.backends.torch.bitexact import require_bit_exact
         from specbench.backends.torch.caches import make_cache
+        from specbench.backends.torch.trials import require_bit_exact
         from specbench.check.observe import DecodingSetup
         from specbench.check.run import Case, DecodingCheck
         from specbench.lengths import applies

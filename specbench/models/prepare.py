@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.backends.torch.bitexact import why_not_bit_exact
 from specbench.backends.torch.caches import CacheKind, make_cache
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import (
@@ -22,6 +21,7 @@ from specbench.backends.torch.kernels.linear import (
 )
 from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.trials import why_not_bit_exact
 from specbench.decoding.protocols import Drafter, FreeDrafter
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.layers import SelfForm, cheaper_form
@@ -181,16 +181,15 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
     model, dtype = language_model.model, language_model.dtype
     if pack:
         fold_attention(model)
-    # Before the layers change, for it can refuse: a cache that cannot hold the model's layers.
-    scorer = Scorer(model, cache, context_limit=language_model.context_limit)
+    make_cache(cache, model.config)  # can refuse, before the layers change
     if language_model.quantise_int8:
         quantise_linears(model)
     elif pack:
         pack_linears(model)
     if holds(model, Int8Linear):
         dtype = "int8"
-    if shorten_layers(model):
-        scorer.find_short_pass()
+    shorten_layers(model)
+    scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     tried = scorer.rounding == torch.int8
     widths_differ = why_not_bit_exact(scorer) if tried else None
     return Target(
@@ -320,6 +319,15 @@ def wrap_drafter(
     check_compatible(target.language_model, language_model)
     model = language_model.model
     fold_attention(model)
+    make_cache(cache, model.config)  # can refuse, before the layers change
+    dtype = language_model.dtype
+    if language_model.quantise_int8 or (int8 and model.device.type == "cpu"):
+        quantise_linears(model, alike=False)
+        dtype = "int8"
+    else:
+        pack_linears(model)
+    if shorten_layers(model):
+        quicken_layers(model)
     scorer = Scorer(
         model,
         cache,
@@ -327,15 +335,6 @@ def wrap_drafter(
         context_limit=language_model.context_limit,
         output_device=target.scorer.device,
     )
-    dtype = language_model.dtype
-    if language_model.quantise_int8 or (int8 and scorer.device.type == "cpu"):
-        quantise_linears(model, alike=False)
-        dtype = "int8"
-    else:
-        pack_linears(model)
-    if shorten_layers(model):
-        quicken_layers(model)
-        scorer.find_short_pass()
     return ModelDrafter(scorer, f"{language_model.name} ({dtype})")
 
 

@@ -27,7 +27,7 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["CACHE_KINDS", "CacheKind", "KVCache", "make_cache", "prune_legacy"]
+__all__ = ["CACHE_KINDS", "CacheKind", "KVCache", "change_of_rotation", "make_cache", "prune_legacy"]
 
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
 CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none")
@@ -73,7 +73,7 @@ class KVCache(Protocol):
         """The keyword arguments that hand this cache to a ``transformers`` model."""
         ...
 
-    def fed(self) -> None:
+    def after_pass(self) -> None:
         """A pass has just been made on this cache."""
         ...
 
@@ -112,6 +112,21 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
     raise UsageError(f"There is no cache kind {kind!r}.", f"Choose one of {', '.join(CACHE_KINDS)}.")
 
 
+def change_of_rotation(config: PretrainedConfig) -> int | None:
+    """The longest context with the short factors of "longrope" (Ding et al. 2024); longer ones have the long ones.
+
+    ``transformers`` chooses by the last position of a pass; its ``generate`` computes everything anew at the change.
+
+    Returns:
+        ``None`` for models whose positions are rotated alike in contexts of any length.
+    """
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    for kind in [rope, *rope.values()]:  # of all layers, or by their type
+        if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
+            return int(kind["original_max_position_embeddings"])
+    return None
+
+
 class NoKVCache:
     """No cache: every pass feeds the whole context."""
 
@@ -129,7 +144,7 @@ class NoKVCache:
     def model_arguments(self) -> dict[str, Any]:
         return {"use_cache": False}
 
-    def fed(self) -> None:
+    def after_pass(self) -> None:
         """Nothing was kept."""
 
     def rollback(self, length: int) -> None:
@@ -175,7 +190,7 @@ class DynamicKVCache:
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
 
-    def fed(self) -> None:
+    def after_pass(self) -> None:
         if self._recording:
             return
         if not self._cache.is_croppable:
@@ -431,7 +446,7 @@ class PreallocatedKVCache:
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
 
-    def fed(self) -> None:
+    def after_pass(self) -> None:
         """Every layer can always be rolled back."""
 
     def rollback(self, length: int) -> None:
@@ -502,7 +517,7 @@ class _StaticLayer(CacheLayerMixin):
 
 
 class StaticKVCache:
-    """A cache whose passes have the same shapes whatever it holds (see ``specbench.backends.torch.kernels.graphs``).
+    """A cache whose passes have the same shapes whatever it holds (see ``specbench.backends.torch.passes.GraphPass``).
 
     Every pass is handed the whole buffers and a mask. The number of tokens held is kept here and not by the layers, and
     changes nothing on the device.
@@ -516,10 +531,9 @@ class StaticKVCache:
         capacity: Tokens there is room for; doubles when it is full.
         generation: Grows by 1 whenever the buffers move.
         slots: Where the pass that runs writes, a tensor on its device.
-        tried: Whether a trial has shown that the model's passes can have fixed shapes.
 
     Raises:
-        UsageError: The model has layers that are no full attention.
+        UsageError: The model has layers that are no full attention, or rotates positions otherwise in long contexts.
     """
 
     prefill_apart = False
@@ -529,13 +543,17 @@ class StaticKVCache:
 
     def __init__(self, config: PretrainedConfig, *, compiled: bool = False) -> None:
         self.length, self.capacity, self.generation = 0, _FIRST_CAPACITY, 0
-        self.tried = False
         self.compiled = compiled
         kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
         other = next((kind for kind in kinds if kind not in ("DynamicLayer", "DummyLayer")), None)
         if other is not None:
             raise UsageError(
                 f"The static cache cannot hold layers of the kind {other}.",
+                "Use --cache dynamic for this model.",
+            )
+        if change_of_rotation(config) is not None:
+            raise UsageError(
+                "The static cache cannot hold a model whose positions are rotated otherwise in long contexts.",
                 "Use --cache dynamic for this model.",
             )
         self._cache = Cache(
@@ -564,8 +582,8 @@ class StaticKVCache:
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
 
-    def fed(self) -> None:
-        """``StaticPasses`` counts."""
+    def after_pass(self) -> None:
+        """``GraphPass`` counts."""
 
     def rollback(self, length: int) -> None:
         self.length = min(self.length, max(length, 0))

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast, overload
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, cast, overload
 
 import torch
 
-from specbench.backends.torch.caches import CacheKind, KVCache, StaticKVCache, make_cache
-from specbench.backends.torch.kernels.attention import LONGEST_PASS
-from specbench.backends.torch.kernels.graphs import PassInputs, StaticPasses, compiled, cuda_capture
-from specbench.backends.torch.kernels.linear import Hooks, float32_sample, rounds_to_int8
-from specbench.backends.torch.kernels.llama_layers import short_pass
+from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, change_of_rotation, make_cache
+from specbench.backends.torch.kernels.linear import rounds_to_int8
+from specbench.backends.torch.passes import OrdinaryPass
+from specbench.backends.torch.trials import choose_pass, trees_are_right
 from specbench.decoding.protocols import Sibling
 from specbench.decoding.tree import tree_mask, tree_positions
-from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["DeviceTokens", "Scorer"]
-
-_CLOSE = 0.05
-"""Largest distance of two rows of logits that rounding explains, over their spread: bfloat16 leaves up to 0.04."""
 
 
 class DeviceTokens(Sequence[int]):
@@ -101,45 +95,14 @@ class Scorer:
         self.output_device = output_device or self.device
         self.vocab_size = vocab_size
         self.embeddings = weight.shape[0]
-        self._change = _change_of_rotation(model)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.find_short_pass()
-        self._static: StaticPasses | None = None
-        if isinstance(self.cache, StaticKVCache):
-            quick = compiled(model.forward, self.device) if self.cache.compiled else None
-            if self._change is not None:
-                raise UsageError(
-                    "The static cache cannot hold a model whose positions are rotated otherwise in long contexts.",
-                    "Use --cache dynamic for this model.",
-                )
-            capture = cuda_capture if self.device.type == "cuda" else None
-            self._static = StaticPasses(self._static_forward, self.cache, self.device, None)
-            # A drafter that shares the target's cache is made of the same layers.
-            if not self.cache.tried and weight.dtype != torch.float32:
-                # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
-                sample = float32_sample(model)
-                self.cache.tried = sample is not None
-                if sample is not None:
-                    Scorer(sample, "static")  # raises
-            self.cache.tried = self.cache.tried or self._static_is_right(self._static)
-            if not self.cache.tried:
-                raise UsageError(
-                    "This model's passes cannot have fixed shapes: it goes by more than positions and masks.",
-                    "Use --cache dynamic for this model.",
-                )
-            short = partial(self._static_forward, forward=quick) if quick else None
-            hooks = Hooks(model.modules())
-            self._static = StaticPasses(self._static_forward, self.cache, self.device, capture, short, hooks)
-
-    def find_short_pass(self) -> None:
-        """Look for a quick way through the model; to be called again where its layers have been replaced."""
-        self._short = short_pass(self.model) if self.cache.takes_trees else None
+        self._change = change_of_rotation(model.config)
+        self._pass = choose_pass(model, self.cache, shared=not isinstance(cache, str))
+        self._uncached_pass = OrdinaryPass(model, NoKVCache())
 
     def begin(self) -> None:
         """Start on a new context. Whoever changed the model did so before."""
         self.epoch += 1
         self.cache.reset()
-        self.find_short_pass()
 
     @cached_property
     def rounding(self) -> torch.dtype:
@@ -155,7 +118,7 @@ class Scorer:
         Never by an int8 target: a sibling's row sums its keys in another order, and bytes make much of that.
         """
         trees = self.cache.takes_trees and self._change is None and self.rounding != torch.int8
-        return trees and self._trees_are_right()
+        return trees and trees_are_right(self)
 
     def logits(
         self,
@@ -236,26 +199,6 @@ class Scorer:
             position_ids=tree_positions(*shape, self.device),
         )
 
-    def _trees_are_right(self) -> bool:
-        """Try it out on a few tokens; the context in the cache is lost."""
-        context, draft = [token % self.embeddings for token in (1, 2, 3, 5, 8, 13)], [3, 4]
-        siblings = (Sibling(1, 6), Sibling(0, 7))
-        try:
-            self.begin()
-            self.logits(context)
-            self.rollback(len(context) - 1)
-            found = self.logits(context, draft, siblings=siblings).float()
-            apart = []
-            for branch in ([3, 6], [7]):
-                self.begin()
-                self.logits(context)
-                apart.append(self.logits(context, branch, rows=1)[0].float())
-            self.begin()
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            self.begin()
-            return False
-        return _close(found[-len(siblings) :], torch.stack(apart))
-
     def move(self, source: int, to: int) -> None:
         """Put a cached position in the place of another: a sibling that was right in that of the draft."""
         self.cache.move(source, to)
@@ -271,54 +214,8 @@ class Scorer:
         self, tokens: Sequence[int] | torch.Tensor, rows: int, *, cached: bool = True, **extra: torch.Tensor
     ) -> torch.Tensor:
         ids = tokens[None] if isinstance(tokens, torch.Tensor) else torch.tensor([tokens], device=self.device)
-        if self._static is not None and cached:
-            return self._static.run(ids, rows, extra.get("position_ids"), extra.get("attention_mask"))
-        arguments: dict[str, Any] = self.cache.model_arguments() if cached else {"use_cache": False}
-        logits: torch.Tensor
-        if cached and ids.shape[1] <= LONGEST_PASS and self._short is not None and self._short.is_open():
-            keys = self.cache.keys(ids.shape[1])
-            logits = self._short.logits(ids, arguments["past_key_values"], keys, rows, **extra)
-        else:
-            arguments |= extra
-            if self._keeps_logits:
-                arguments["logits_to_keep"] = rows
-            logits = self.model(input_ids=ids, **arguments).logits[0, -rows:].to(self.output_device)
-        if cached:
-            self.cache.fed()
-        return self._fit(logits)
-
-    @torch.inference_mode()
-    def _static_forward(
-        self, inputs: PassInputs, rows: int, forward: Callable[..., Any] | None = None
-    ) -> torch.Tensor:
-        """A pass that reads and writes nothing but its inputs and the buffers of the cache."""
-        assert isinstance(self.cache, StaticKVCache)
-        self.cache.slots = inputs.slots
-        keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
-        output = (forward or self.model)(
-            input_ids=inputs.ids,
-            position_ids=inputs.positions,
-            attention_mask=inputs.mask,
-            **self.cache.model_arguments(),
-            **keep,
-        )
-        return self._fit(output.logits[0, -rows:].to(self.output_device))
-
-    def _static_is_right(self, passes: StaticPasses) -> bool:
-        """Try it out on a few tokens; what is in the cache is lost."""
-        tokens = [token % self.embeddings for token in (1, 2, 3, 5, 8, 13)]
-        expected = self._forward(tokens, len(tokens), cached=False).float()
-        self.begin()
-        try:
-            parts = [
-                passes.run(torch.tensor([part], device=self.device), len(part))
-                for part in (tokens[:4], tokens[4:5], tokens[5:])
-            ]
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            return False
-        finally:
-            self.begin()
-        return _close(torch.cat(parts).float(), expected)
+        forward = self._pass if cached else self._uncached_pass
+        return self._fit(forward(ids, rows, **extra).to(self.output_device))
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         width = logits.shape[-1]
@@ -327,24 +224,3 @@ class Scorer:
         if width > self.vocab_size:
             return logits[..., : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
-
-
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether every row of logits is another's up to rounding."""
-    known = expected.isfinite()
-    found, expected = found.where(known, 0.0), expected.where(known, 0.0)
-    apart = (found - expected).norm(dim=-1)
-    size = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    return bool((apart <= _CLOSE * size).all())
-
-
-def _change_of_rotation(model: PreTrainedModel) -> int | None:
-    """The longest context with the short factors of "longrope" (Ding et al. 2024); longer ones have the long ones.
-
-    ``transformers`` chooses by the last position of a pass; its ``generate`` computes everything anew at the change.
-    """
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    for kind in [rope, *rope.values()]:  # of all layers, or by their type
-        if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
-            return int(kind["original_max_position_embeddings"])
-    return None

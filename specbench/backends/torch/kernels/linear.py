@@ -462,23 +462,35 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 def float32_sample(model: PreTrainedModel) -> PreTrainedModel | None:
     """The model's first two decoder layers with copies of their weights in float32, where rounding hides nothing.
 
+    Int8 layers stay what they are.
+
     Returns:
-        ``None`` if its layers were not found, or hold weights that are no parameters (packed or int8 ones).
+        ``None`` if its layers were not found.
     """
-    if any(isinstance(module, PackedLinear | Int8Linear | JoinedLinear) for module in model.modules()):
-        return None
     try:
         clone = first_layers(model, min(2, model.config.get_text_config(decoder=True).num_hidden_layers))
     except (ValueError, UsageError):
         return None
-    made: dict[int, nn.Parameter] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in clone.modules():
+        for name, child in module.named_children():
+            if isinstance(child, PackedLinear) or _is_part_of_packed(child):
+                module._modules[name] = _unpacked(child)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(parameter.detach().float(), requires_grad=False)
-                module._parameters[name] = made[id(parameter)]
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+                module._parameters[name] = made[parameter]
     return clone
+
+
+def _unpacked(layer: Any) -> nn.Linear:
+    """A packed layer as an ordinary one."""
+    linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    linear.weight = nn.Parameter(layer.weight, requires_grad=False)
+    if layer.bias is not None:
+        linear.bias = nn.Parameter(layer.bias, requires_grad=False)
+    return linear
 
 
 def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -571,9 +583,12 @@ def _weights_of(module: Any) -> int:
 def _is_linear(module: nn.Module | None) -> bool:
     # Exactly nn.Linear: a subclass may compute something else, and so may a forward that was put in its place.
     return (type(module) is nn.Linear and "forward" not in vars(module)) or (
-        isinstance(module, PackedLinear)
-        or (isinstance(module, JoinedLinear) and isinstance(module.join.layer, PackedLinear))
+        isinstance(module, PackedLinear) or _is_part_of_packed(module)
     )
+
+
+def _is_part_of_packed(module: nn.Module | None) -> bool:
+    return isinstance(module, JoinedLinear) and isinstance(module.join.layer, PackedLinear)
 
 
 def _joinable(layers: Sequence[Any]) -> bool:

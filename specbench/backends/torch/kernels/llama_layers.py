@@ -6,9 +6,6 @@ operators, modules and lines of Python there are. The layers of the Llama family
 drafting and verifying: the same formulas, with the joined products read in one piece, one rotation for queries and keys
 together, norms by the length of the vector, and no modules in between. All of it is done row by row, so that a row's
 bits do not depend on the pass. Long passes go the way of ``transformers``.
-
-What a model of ``transformers`` does around its layers (masks for every case, outputs of many fields, a new list of
-layers) takes a millisecond, which ``ShortPass`` leaves out.
 """
 
 from __future__ import annotations
@@ -16,12 +13,12 @@ from __future__ import annotations
 import math
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
 from torch.nn.functional import silu
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, OncePerPass, folded_attention, is_folded
 from specbench.backends.torch.kernels.linear import (
@@ -29,20 +26,15 @@ from specbench.backends.torch.kernels.linear import (
     Int8Linear,
     JoinedLinear,
     PackedLinear,
-    first_layers,
 )
-from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ShortPass", "quicken_layers", "short_pass", "shorten_layers"]
+__all__ = ["has_short_layers", "quicken_layers", "shorten_layers"]
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Decoder layers of ``transformers`` that compute what ``_ShortPasses`` computes."""
-
-_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models of ``transformers`` that compute around their layers what ``ShortPass`` computes."""
 
 _CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 """Largest deviation of the trial, as a share of the largest element."""
@@ -337,112 +329,6 @@ def _trial(layer: Any, model: PreTrainedModel) -> torch.Tensor:
     return torch.stack(found)
 
 
-class ShortPass:
-    """A pass of a whole model over a few tokens, to the bit what its own ``forward`` gives.
-
-    Args:
-        model: One that ``short_pass`` takes.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._hooks = model, Hooks(model.modules())
-
-    def is_open(self) -> bool:
-        """Whether the model has no hooks now, some of which would be passed by."""
-        return not self._hooks.there()
-
-    def logits(
-        self,
-        ids: torch.Tensor,
-        past_key_values: Any,
-        keys: int,
-        rows: int,
-        *,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Logits behind the last ``rows`` tokens, [rows, vocab].
-
-        Args:
-            ids: [1, tokens].
-            past_key_values: The cache, whose layers keep every position.
-            keys: Positions that it hands to attention; what lies behind the last token is masked.
-            rows: At least 1.
-            position_ids: [1, tokens]; ``None`` for those that follow the cache.
-            attention_mask: [1, 1, tokens, keys], true where a token attends; ``None`` for what comes before it.
-        """
-        tokens, past = ids.shape[1], past_key_values.get_seq_length()
-        inner = self._model.model
-        x = inner.embed_tokens(ids)
-        if position_ids is None:
-            position_ids = torch.arange(past, past + tokens)[None]
-        if attention_mask is None and keys > past + 1:
-            attention_mask = torch.zeros(1, 1, tokens, keys, dtype=x.dtype)
-            attention_mask[0, 0, :, past:] = _behind(tokens, keys - past, x.dtype)
-        rotation = inner.rotary_emb(x, position_ids)
-        for layer in inner.layers._modules.values():
-            x = layer.forward(
-                x,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                use_cache=True,
-                position_embeddings=rotation,
-            )
-        logits: torch.Tensor = self._model.lm_head(inner.norm(x)[:, -rows:])[0]
-        return logits
-
-
-def _behind(tokens: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores of tokens for keys from the first of them on, [tokens, keys]."""
-    return torch.full((tokens, keys), -math.inf, dtype=dtype).triu_(1)
-
-
-_tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
-
-def short_pass(model: PreTrainedModel) -> ShortPass | None:
-    """The quick way through a model whose layers have theirs.
-
-    Returns:
-        ``None`` for models that are not known or have hooks, layers that forget, and where a trial does not come out
-        the same.
-    """
-    if not any(kind.__name__ in _MODELS for kind in type(model).__mro__) or not _is_bare(model):
-        return None
-    found = ShortPass(model)
-    if not found.is_open():
-        return None
-    if model not in _tried:
-        _tried[model] = _trial_is_same(model)
-    return found if _tried[model] else None
-
-
-def _is_bare(model: Any) -> bool:
-    """Whether all that ``ShortPass`` calls is the models' own, and the layers have a second way."""
-    if not all(hasattr(model, name) for name in ("model", "lm_head")):
-        return False
-    return all("forward" not in vars(module) for module in (model, model.model)) and all(
-        isinstance(layer, _ShortPasses) for layer in model.model.layers
-    )
-
-
-@torch.inference_mode()
-def _trial_is_same(model: PreTrainedModel) -> bool:
-    """Whether three passes through the first layers give the same, to the bit."""
-    config = model.config.get_text_config(decoder=True)
-    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers):
-        return False
-    try:
-        sample: Any = first_layers(model, min(2, config.num_hidden_layers))
-    except (ValueError, UsageError):
-        return False
-    short = ShortPass(sample)
-    own_cache, cache = DynamicCache(), DynamicCache()  # as many layers as come: some may have been left out
-    for part in ((1, 2, 3, 5), (8,), (13, 21, 34)):
-        ids = torch.tensor([part]) % sample.model.embed_tokens.num_embeddings
-        rows = len(part) - 1 or 1
-        own = sample(input_ids=ids, past_key_values=own_cache, use_cache=True, logits_to_keep=rows).logits[0]
-        keys = cache.get_seq_length() + len(part)
-        if not torch.equal(own, short.logits(ids, cache, keys, rows)):
-            return False
-    return True
+def has_short_layers(model: Any) -> bool:
+    """Whether all decoder layers of a model have their second way."""
+    return all(isinstance(layer, _ShortPasses) for layer in model.model.layers)

@@ -1,0 +1,238 @@
+"""The ways through a model: the one of ``transformers``, one in few operators, and one of fixed shapes.
+
+Each is a ``Forward``, bound to a model and its cache; ``trials.choose_pass`` tells which one a loaded model may take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from specbench.backends.torch.caches import KVCache, StaticKVCache
+from specbench.backends.torch.kernels.attention import LONGEST_PASS
+from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
+from specbench.backends.torch.kernels.linear import Hooks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Forward", "GraphPass", "OrdinaryPass", "ShortPass"]
+
+
+class Forward(Protocol):
+    """Feeds tokens behind those in a cache, which holds them afterwards."""
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        rows: int,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One pass.
+
+        Args:
+            ids: [1, tokens].
+            rows: How many positions' logits are wanted, counted from the end; at least 1.
+            position_ids: [1, tokens]; ``None`` for those that follow the cache.
+            attention_mask: Bool [1, 1, tokens, ``cache.keys(tokens)``], true where a token attends; ``None`` for what
+                comes before it, and itself.
+
+        Returns:
+            Logits, [rows, vocab]; the caller's own.
+        """
+        ...
+
+
+class OrdinaryPass:
+    """The model's own ``forward``.
+
+    Args:
+        model: A causal language model of ``transformers``.
+        cache: Its keys and values.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+        self._keeps_logits = _keeps_logits(model)
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        rows: int,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        arguments = self._cache.model_arguments()
+        if position_ids is not None:
+            arguments["position_ids"] = position_ids
+        if attention_mask is not None:
+            arguments["attention_mask"] = attention_mask
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = rows
+        logits: torch.Tensor = self._model(input_ids=ids, **arguments).logits[0, -rows:]
+        self._cache.after_pass()
+        return logits
+
+
+def _keeps_logits(model: PreTrainedModel) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+class ShortPass:
+    """A pass over a few tokens without what a model of ``transformers`` does around its layers; others are ordinary.
+
+    What it gives is, to the bit, what the model's own ``forward`` gives.
+
+    Args:
+        model: One that ``trials.choose_pass`` has tried.
+        cache: Its keys and values, in layers that keep every position.
+    """
+
+    def __init__(self, model: Any, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+        self._ordinary = OrdinaryPass(model, cache)
+        self._hooks = Hooks(model.modules())
+
+    def is_open(self) -> bool:
+        """Whether the model has no hooks now, some of which would be passed by."""
+        return not self._hooks.there()
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        rows: int,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tokens = ids.shape[1]
+        if tokens > LONGEST_PASS or not self.is_open():
+            return self._ordinary(ids, rows, position_ids, attention_mask)
+        keys = self._cache.keys(tokens)
+        held: Any = self._cache.model_arguments()["past_key_values"]
+        past = held.get_seq_length()
+        inner = self._model.model
+        x = inner.embed_tokens(ids)
+        if position_ids is None:
+            position_ids = torch.arange(past, past + tokens)[None]
+        if attention_mask is None and keys > past + 1:
+            attention_mask = torch.zeros(1, 1, tokens, keys, dtype=x.dtype)
+            attention_mask[0, 0, :, past:] = _behind(tokens, keys - past, x.dtype)
+        rotation = inner.rotary_emb(x, position_ids)
+        for layer in inner.layers._modules.values():
+            x = layer.forward(
+                x,
+                attention_mask=attention_mask,
+                past_key_values=held,
+                use_cache=True,
+                position_embeddings=rotation,
+            )
+        logits: torch.Tensor = self._model.lm_head(inner.norm(x)[:, -rows:])[0]
+        self._cache.after_pass()
+        return logits
+
+
+def _behind(tokens: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores of tokens for keys from the first of them on, [tokens, keys]."""
+    return torch.full((tokens, keys), -math.inf, dtype=dtype).triu_(1)
+
+
+class _Inputs(NamedTuple):
+    """What a pass of fixed shapes is made of.
+
+    Attributes:
+        ids: Token ids, [1, n].
+        slots: Where in the cache their keys and values go, [n].
+        positions: Of the tokens, [1, n].
+        mask: Bool [1, 1, n, capacity]: what each attends to.
+    """
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+
+
+class _Captured(NamedTuple):
+    inputs: _Inputs
+    replay: Callable[[], None]
+    output: torch.Tensor
+
+
+class GraphPass:
+    """Passes of fixed shapes over a static cache, each width captured once and replayed from then on.
+
+    Args:
+        model: A causal language model of ``transformers``.
+        cache: Its keys and values.
+        capture: How a pass is made repeatable; ``None`` runs each anew.
+        compiled: A quicker ``forward`` of the model for the passes that come again and again; ``None`` for its own.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: StaticKVCache,
+        capture: Capture | None = None,
+        compiled: Callable[..., Any] | None = None,
+    ) -> None:
+        self._model, self._cache, self._capture = model, cache, capture
+        self._compiled = compiled or model
+        self._keeps_logits = _keeps_logits(model)
+        self._hooks = Hooks(model.modules())  # a replay would leave them out
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._generation = cache.generation
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        rows: int,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        count, past, device = ids.shape[1], self._cache.length, ids.device
+        self._cache.reserve(past + count)
+        slots = torch.arange(past, past + count, device=device)
+        if attention_mask is None:
+            attention_mask = (torch.arange(self._cache.capacity, device=device) <= slots[:, None])[None, None]
+        inputs = _Inputs(ids, slots, slots[None] if position_ids is None else position_ids, attention_mask)
+        if count > WIDEST_GRAPH or self._hooks.there():
+            logits = self._run(self._model, inputs, rows)
+        elif self._capture is None:
+            logits = self._run(self._compiled, inputs, rows)
+        else:
+            logits = self._replayed(self._capture, inputs, rows)
+        self._cache.length = past + count
+        return logits
+
+    def _run(self, forward: Callable[..., Any], inputs: _Inputs, rows: int) -> torch.Tensor:
+        """A pass that reads and writes nothing but its inputs and the buffers of the cache."""
+        self._cache.slots = inputs.slots
+        keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
+        output = forward(
+            input_ids=inputs.ids,
+            position_ids=inputs.positions,
+            attention_mask=inputs.mask,
+            **self._cache.model_arguments(),
+            **keep,
+        )
+        logits: torch.Tensor = output.logits[0, -rows:]
+        return logits
+
+    def _replayed(self, capture: Capture, inputs: _Inputs, rows: int) -> torch.Tensor:
+        if self._generation != self._cache.generation:  # its buffers are elsewhere now
+            self._captured.clear()
+            self._generation = self._cache.generation
+        key = (inputs.ids.shape[1], rows)
+        if key not in self._captured:
+            own = _Inputs(*(each.clone() for each in inputs))
+            self._captured[key] = _Captured(own, *capture(lambda: self._run(self._compiled, own, rows)))
+        captured = self._captured[key]
+        for buffer, value in zip(captured.inputs, inputs, strict=True):
+            buffer.copy_(value)
+        captured.replay()
+        return captured.output.clone()  # the next pass of this width writes there again

@@ -1,0 +1,229 @@
+"""What a loaded model may do, tried out on it: after all that is done to its layers, and on its own kernels.
+
+A pass in few operators, one of fixed shapes and one over a tree have to give what ordinary passes give; and some models
+give the same bits in a pass of any width, so that greedy outputs cannot part at ties.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from specbench.backends.torch.caches import (
+    DynamicKVCache,
+    KVCache,
+    NoKVCache,
+    PreallocatedKVCache,
+    StaticKVCache,
+)
+from specbench.backends.torch.kernels.attention import KEY_BLOCK
+from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
+from specbench.backends.torch.kernels.linear import Hooks, first_layers, float32_sample
+from specbench.backends.torch.kernels.llama_layers import has_short_layers
+from specbench.backends.torch.passes import Forward, GraphPass, OrdinaryPass, ShortPass
+from specbench.decoding.protocols import Sibling
+from specbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specbench.backends.torch.scorer import Scorer
+
+__all__ = ["choose_pass", "require_bit_exact", "trees_are_right", "why_not_bit_exact"]
+
+_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Models of ``transformers`` that compute around their layers what ``ShortPass`` computes."""
+
+_TOKENS = (1, 2, 3, 5, 8, 13)
+"""What is read in trials of fixed shapes and trees, as far as the vocabulary reaches."""
+
+_CLOSE = 0.05
+"""Largest distance of two rows of logits that rounding explains, over their spread: bfloat16 leaves up to 0.04."""
+
+_NOT_POSSIBLE = (RuntimeError, TypeError, ValueError, IndexError)
+"""What models raise that cannot take a pass of this kind."""
+
+
+def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False) -> Forward:
+    """The quickest way through a model that comes out right.
+
+    Args:
+        model: As it will decode: packed, quantised, cut to some of its layers. What is changed later is noticed by the
+            pass when the next context begins.
+        cache: Its keys and values, empty.
+        shared: Whether another model of the same layers has been tried on this cache.
+
+    Raises:
+        UsageError: The cache asks for fixed shapes, which this model cannot have, or for a compiler, which is missing.
+    """
+    if isinstance(cache, StaticKVCache):
+        device = _embeddings(model).device
+        forward = compiled(model.forward, device) if cache.compiled else None
+        if not shared and not _fixed_shapes_are_right(model):
+            raise UsageError(
+                "This model's passes cannot have fixed shapes: it goes by more than positions and masks.",
+                "Use --cache dynamic for this model.",
+            )
+        return GraphPass(model, cache, cuda_capture if device.type == "cuda" else None, forward)
+    if cache.takes_trees and _short_is_right(model):
+        return ShortPass(model, cache)
+    return OrdinaryPass(model, cache)
+
+
+# -- fixed shapes ------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def _fixed_shapes_are_right(model: PreTrainedModel) -> bool:
+    """Whether passes over a static cache give what one without a cache gives."""
+    # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
+    sample = float32_sample(model) or model
+    ids = _trial_ids(sample)
+    expected = OrdinaryPass(sample, NoKVCache())(ids, len(_TOKENS))
+    forward = GraphPass(sample, StaticKVCache(sample.config))
+    try:
+        parts = [forward(part, part.shape[1]) for part in ids.split([4, 1, 1], dim=1)]
+    except _NOT_POSSIBLE:
+        return False
+    return _close(torch.cat(parts), expected)
+
+
+def _trial_ids(model: PreTrainedModel) -> torch.Tensor:
+    """Token ids, [1, 6]."""
+    embeddings = _embeddings(model)
+    return torch.tensor([_TOKENS], device=embeddings.device) % len(embeddings)
+
+
+def _embeddings(model: PreTrainedModel) -> torch.Tensor:
+    return cast("torch.Tensor", model.get_input_embeddings().weight)
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether every row of logits is another's up to rounding."""
+    known = expected.isfinite()
+    found, expected = (each.float().where(known, 0.0) for each in (found, expected))
+    apart = (found - expected).norm(dim=-1)
+    size = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    return bool((apart <= _CLOSE * size).all())
+
+
+# -- passes in few operators -------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def _short_is_right(model: Any) -> bool:
+    """Whether three passes through the first layers give the same as the model's own ``forward``, to the bit.
+
+    Never for models that are not known or have hooks, and with layers that forget.
+    """
+    known = any(kind.__name__ in _MODELS for kind in type(model).__mro__) and _is_bare(model)
+    if not known or Hooks(model.modules()).there():
+        return False
+    config = model.config.get_text_config(decoder=True)
+    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers):
+        return False
+    try:
+        sample = first_layers(model, min(2, config.num_hidden_layers))
+    except (ValueError, UsageError):
+        return False
+    ordinary = OrdinaryPass(sample, DynamicKVCache(sample.config))
+    short = ShortPass(sample, DynamicKVCache(sample.config))
+    for part in ((1, 2, 3, 5), (8,), (13, 21, 34)):
+        ids = torch.tensor([part]) % sample.model.embed_tokens.num_embeddings
+        rows = len(part) - 1 or 1
+        if not torch.equal(ordinary(ids, rows), short(ids, rows)):
+            return False
+    return True
+
+
+def _is_bare(model: Any) -> bool:
+    """Whether all that ``ShortPass`` calls is the models' own, and the layers have a second way."""
+    if not all(hasattr(model, name) for name in ("model", "lm_head")):
+        return False
+    return all("forward" not in vars(module) for module in (model, model.model)) and has_short_layers(model)
+
+
+# -- trees -------------------------------------------------------------------------------------------
+
+
+def trees_are_right(scorer: Scorer) -> bool:
+    """Whether a pass with siblings gives what separate passes give. The context in the cache is lost."""
+    context, draft = [token % scorer.embeddings for token in _TOKENS], [3, 4]
+    siblings = (Sibling(1, 6), Sibling(0, 7))
+    try:
+        scorer.begin()
+        scorer.logits(context)
+        scorer.rollback(len(context) - 1)
+        found = scorer.logits(context, draft, siblings=siblings)
+        apart = []
+        for branch in ([3, 6], [7]):
+            scorer.begin()
+            scorer.logits(context)
+            apart.append(scorer.logits(context, branch, rows=1)[0])
+    except _NOT_POSSIBLE:
+        return False
+    finally:
+        scorer.begin()
+    return _close(found[-len(siblings) :], torch.stack(apart))
+
+
+# -- passes of any width -----------------------------------------------------------------------------
+
+_READ = 40
+"""Tokens that are really read: in front of the edge they are repeated, which takes no time."""
+
+_BEFORE, _BEHIND = 3, 6
+"""How far from the edge of a block of keys single tokens begin and end."""
+
+_WIDTHS = (2, 3, 5, 9, 17, 32)
+
+
+def why_not_bit_exact(scorer: Scorer) -> str | None:
+    """Why passes of different widths may give different logits here, in a sentence; ``None`` if they do not.
+
+    Reads random tokens with passes of one token and of several over the edge of a block of keys (as far as the model's
+    context goes), and compares the logits bit by bit. The scorer's cache is empty afterwards. Takes about 15 passes.
+    """
+    if scorer.device.type != "cpu":
+        return f"Kernels on {scorer.device.type} choose the order of their sums by the shape of a pass."
+    cache = scorer.cache
+    if not isinstance(cache, PreallocatedKVCache) or cache.widest_pass is None:
+        return "It takes the preallocated cache, and a model with scaled dot-product attention and no sliding window."
+    widest, start = max(_WIDTHS), KEY_BLOCK - _BEFORE
+    if scorer.context_limit is not None:
+        start = min(start, scorer.context_limit - widest)
+    if start < 1:
+        return f"The context of {scorer.context_limit} tokens is too short to try it out."
+    choice = random.Random(0)
+    tokens = [choice.randrange(scorer.embeddings) for _ in range(start + widest)]
+
+    def read(length: int, width: int) -> torch.Tensor:
+        scorer.rollback(length)
+        return scorer.logits(tokens[: length + width], rows=width)
+
+    scorer.begin()
+    scorer.logits(tokens[: min(_READ, start)], rows=1)
+    cache.repeat(start)
+    alone = [read(start + i, 1)[0] for i in range(min(widest, KEY_BLOCK + _BEHIND - start))]
+    try:
+        for width in _WIDTHS:
+            together = read(start, width)
+            if any(not torch.equal(one, many) for one, many in zip(alone, together, strict=False)):
+                return f"On this processor, a pass of {width} tokens gives other logits than passes of one."
+    finally:
+        scorer.begin()
+    return None
+
+
+def require_bit_exact(scorer: Scorer) -> None:
+    """Refuse a model whose logits depend on the width of the pass.
+
+    Raises:
+        UsageError: They do, or nothing is known.
+    """
+    reason = why_not_bit_exact(scorer)
+    if reason is not None:
+        raise UsageError(f"Bit-exact passes cannot be had here. {reason}", "Leave --bit-exact out.")
