@@ -38,7 +38,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from tiny import tiny_tokenizer
 
 from specbench.backends.torch.parity import find_difference
-from specbench.backends.torch.trials import why_not_bit_exact
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Sampling
 from specbench.errors import SpecbenchError
@@ -341,7 +340,7 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
     """Decode what the case says and compare."""
     seen, r = Seen(), random.Random(case.number)
     exact = case.dtype == "float32"
-    if not exact and (why := why_not_bit_exact(target.scorer)) is not None:
+    if not exact and (why := target.scorer.why_not_bit_exact()) is not None:
         seen.refused[why] += 1
         return seen
     drafter = None

@@ -13,7 +13,6 @@ from specbench.backends.torch.kernels import attention, linear, llama_layers
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.trials import require_bit_exact, why_not_bit_exact
 from specbench.errors import UsageError
 from specbench.models.load import wrap_model
 from specbench.models.prepare import Target, _prepare_target, default_cache, wrap_target
@@ -45,7 +44,7 @@ def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtyp
     if not can_pack(dtype, "cpu"):
         pytest.skip("no packed layers here")
     scorer = scorer_of(tiny_llama(dtype=dtype))
-    assert why_not_bit_exact(scorer) is None
+    assert scorer.why_not_bit_exact() is None
     assert scorer.cache.length == 0
 
 
@@ -113,7 +112,7 @@ def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch: pytest.MonkeyPatch)
         return (out * (1 + 1e-6) if mask is None else out), weights
 
     monkeypatch.setattr(llama_layers, "folded_attention", unmasked)
-    reason = why_not_bit_exact(scorer_of(grouped_llama(2, torch.float32)))
+    reason = scorer_of(grouped_llama(2, torch.float32)).why_not_bit_exact()
     assert reason is not None
     assert "passes of one" in reason
 
@@ -150,7 +149,7 @@ def test_every_pass_of_a_walk_gives_the_same_bits() -> None:
 
 
 def test_what_is_not_bit_exact_says_so() -> None:
-    reason = why_not_bit_exact(scorer_of(tiny_llama(), "dynamic"))
+    reason = scorer_of(tiny_llama(), "dynamic").why_not_bit_exact()
     assert reason is not None
     assert "preallocated" in reason
     sliding = MistralConfig(
@@ -158,9 +157,9 @@ def test_what_is_not_bit_exact_says_so() -> None:
         num_key_value_heads=1, sliding_window=16,
     )  # fmt: skip
     with pytest.raises(UsageError, match="sliding window"):
-        require_bit_exact(scorer_of(MistralForCausalLM(sliding).eval()))
+        scorer_of(MistralForCausalLM(sliding).eval()).require_bit_exact()
     with pytest.raises(UsageError, match="too short"):
-        require_bit_exact(scorer_of(tiny_llama(context=32)))
+        scorer_of(tiny_llama(context=32)).require_bit_exact()
 
 
 def test_the_trial_finds_what_depends_on_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +173,6 @@ def test_the_trial_finds_what_depends_on_the_width(monkeypatch: pytest.MonkeyPat
         return out * (1 + 1e-6) if x.shape[-2] == 5 else out
 
     monkeypatch.setattr(linear.PackedLinear, "forward", shaky)
-    reason = why_not_bit_exact(scorer)
+    reason = scorer.why_not_bit_exact()
     assert reason is not None
     assert "5 tokens" in reason

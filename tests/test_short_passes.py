@@ -28,7 +28,6 @@ from specbench.backends.torch.kernels.linear import (
 )
 from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.trials import require_bit_exact
 from specbench.decoding.protocols import Drafter, Sibling
 from specbench.errors import UsageError
 from specbench.generate import speculative_generate
@@ -129,7 +128,7 @@ def test_a_row_has_the_same_bits_in_every_short_pass(kind: str, dtype: torch.dty
 
 def bit_exact(scorer: Scorer) -> bool:
     try:
-        require_bit_exact(scorer)
+        scorer.require_bit_exact()
     except UsageError:
         return False
     return True

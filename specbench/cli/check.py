@@ -419,7 +419,6 @@ class _DecodingJob:
         """
 
         from specbench.backends.torch.caches import make_cache
-        from specbench.backends.torch.trials import require_bit_exact
         from specbench.check.observe import DecodingSetup
         from specbench.check.run import Case, DecodingCheck
         from specbench.lengths import applies
@@ -465,7 +464,7 @@ class _DecodingJob:
         if target is None:
             target = wrap_target(model.model, model.tokenizer, name=model.name, cache=request.cache)
         if self.bit_exact:
-            require_bit_exact(target.scorer)
+            target.scorer.require_bit_exact()
         if target.widths_differ is not None:
             request.note(opt.widths_differ(target.widths_differ))
         proposers = self._build_drafters(target, models, progress)

@@ -215,10 +215,8 @@ def generate(
                     target_model.language_model.defaults, target_model.vocab_size
                 )
             if bit_exact:
-                from specbench.backends.torch.trials import require_bit_exact
-
                 progress.update("trying passes of several widths", 0, None)
-                require_bit_exact(target_model.scorer)
+                target_model.scorer.require_bit_exact()
             proposer = load_drafter(
                 drafter,
                 target_model,

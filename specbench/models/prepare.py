@@ -21,7 +21,6 @@ from specbench.backends.torch.kernels.linear import (
 )
 from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.trials import why_not_bit_exact
 from specbench.decoding.protocols import Drafter, FreeDrafter
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.layers import SelfForm, cheaper_form
@@ -191,7 +190,7 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
     shorten_layers(model)
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     tried = scorer.rounding == torch.int8
-    widths_differ = why_not_bit_exact(scorer) if tried else None
+    widths_differ = scorer.why_not_bit_exact() if tried else None
     return Target(
         language_model,
         scorer,

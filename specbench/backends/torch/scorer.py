@@ -11,9 +11,10 @@ import torch
 from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, change_of_rotation, make_cache
 from specbench.backends.torch.kernels.linear import rounds_to_int8
 from specbench.backends.torch.passes import OrdinaryPass
-from specbench.backends.torch.trials import choose_pass, trees_are_right
+from specbench.backends.torch.trials import choose_pass, trees_are_right, why_widths_differ
 from specbench.decoding.protocols import Sibling
 from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,7 +119,32 @@ class Scorer:
         Never by an int8 target: a sibling's row sums its keys in another order, and bytes make much of that.
         """
         trees = self.cache.takes_trees and self._change is None and self.rounding != torch.int8
-        return trees and trees_are_right(self)
+        if not trees:
+            return False
+        try:
+            return trees_are_right(self.model, self.cache, self._pass)
+        finally:
+            self.begin()
+
+    def why_not_bit_exact(self) -> str | None:
+        """Why passes of different widths may give different logits, in a sentence; ``None`` if they do not.
+
+        Tried out, so that the context in the cache is lost.
+        """
+        try:
+            return why_widths_differ(self.model, self.cache, self._pass, self.context_limit)
+        finally:
+            self.begin()
+
+    def require_bit_exact(self) -> None:
+        """Refuse a model whose logits depend on the width of the pass.
+
+        Raises:
+            UsageError: They do, or nothing is known.
+        """
+        reason = self.why_not_bit_exact()
+        if reason is not None:
+            raise UsageError(f"Bit-exact passes cannot be had here. {reason}", "Leave --bit-exact out.")
 
     def logits(
         self,

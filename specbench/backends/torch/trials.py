@@ -25,14 +25,13 @@ from specbench.backends.torch.kernels.linear import Hooks, first_layers, float32
 from specbench.backends.torch.kernels.llama_layers import has_short_layers
 from specbench.backends.torch.passes import Forward, GraphPass, OrdinaryPass, ShortPass
 from specbench.decoding.protocols import Sibling
+from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specbench.backends.torch.scorer import Scorer
-
-__all__ = ["choose_pass", "require_bit_exact", "trees_are_right", "why_not_bit_exact"]
+__all__ = ["choose_pass", "trees_are_right", "why_widths_differ"]
 
 _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models of ``transformers`` that compute around their layers what ``ShortPass`` computes."""
@@ -149,25 +148,30 @@ def _is_bare(model: Any) -> bool:
 # -- trees -------------------------------------------------------------------------------------------
 
 
-def trees_are_right(scorer: Scorer) -> bool:
-    """Whether a pass with siblings gives what separate passes give. The context in the cache is lost."""
-    context, draft = [token % scorer.embeddings for token in _TOKENS], [3, 4]
+@torch.inference_mode()
+def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) -> bool:
+    """Whether a pass with siblings gives what separate passes give. Empties the cache."""
+    ids = _trial_ids(model)
+    past = ids.shape[1] - 1
     siblings = (Sibling(1, 6), Sibling(0, 7))
     try:
-        scorer.begin()
-        scorer.logits(context)
-        scorer.rollback(len(context) - 1)
-        found = scorer.logits(context, draft, siblings=siblings)
+        cache.reset()
+        forward(ids[:, :past], 1)
+        cache.rollback(past)
+        tree = torch.cat([ids[:, past:], ids.new_tensor([[3, 4, *(each.token for each in siblings)]])], dim=1)
+        shape = (past, 1, 2, siblings)
+        mask = tree_mask(*shape, cache.keys(tree.shape[1]), ids.device)
+        found = forward(tree, len(siblings), tree_positions(*shape, ids.device), mask)
         apart = []
         for branch in ([3, 6], [7]):
-            scorer.begin()
-            scorer.logits(context)
-            apart.append(scorer.logits(context, branch, rows=1)[0])
+            cache.reset()
+            forward(ids, 1)
+            apart.append(forward(ids.new_tensor([branch]), 1))
     except _NOT_POSSIBLE:
         return False
     finally:
-        scorer.begin()
-    return _close(found[-len(siblings) :], torch.stack(apart))
+        cache.reset()
+    return _close(found, torch.cat(apart))
 
 
 # -- passes of any width -----------------------------------------------------------------------------
@@ -181,31 +185,34 @@ _BEFORE, _BEHIND = 3, 6
 _WIDTHS = (2, 3, 5, 9, 17, 32)
 
 
-def why_not_bit_exact(scorer: Scorer) -> str | None:
+@torch.inference_mode()
+def why_widths_differ(
+    model: PreTrainedModel, cache: KVCache, forward: Forward, context_limit: int | None
+) -> str | None:
     """Why passes of different widths may give different logits here, in a sentence; ``None`` if they do not.
 
     Reads random tokens with passes of one token and of several over the edge of a block of keys (as far as the model's
-    context goes), and compares the logits bit by bit. The scorer's cache is empty afterwards. Takes about 15 passes.
+    context goes), and compares the logits bit by bit. Empties the cache. Takes about 15 passes.
     """
-    if scorer.device.type != "cpu":
-        return f"Kernels on {scorer.device.type} choose the order of their sums by the shape of a pass."
-    cache = scorer.cache
+    embeddings = _embeddings(model)
+    if embeddings.device.type != "cpu":
+        return f"Kernels on {embeddings.device.type} choose the order of their sums by the shape of a pass."
     if not isinstance(cache, PreallocatedKVCache) or cache.widest_pass is None:
         return "It takes the preallocated cache, and a model with scaled dot-product attention and no sliding window."
     widest, start = max(_WIDTHS), KEY_BLOCK - _BEFORE
-    if scorer.context_limit is not None:
-        start = min(start, scorer.context_limit - widest)
+    if context_limit is not None:
+        start = min(start, context_limit - widest)
     if start < 1:
-        return f"The context of {scorer.context_limit} tokens is too short to try it out."
+        return f"The context of {context_limit} tokens is too short to try it out."
     choice = random.Random(0)
-    tokens = [choice.randrange(scorer.embeddings) for _ in range(start + widest)]
+    ids = torch.tensor([[choice.randrange(len(embeddings)) for _ in range(start + widest)]])
 
     def read(length: int, width: int) -> torch.Tensor:
-        scorer.rollback(length)
-        return scorer.logits(tokens[: length + width], rows=width)
+        cache.rollback(length)
+        return forward(ids[:, length : length + width], width)
 
-    scorer.begin()
-    scorer.logits(tokens[: min(_READ, start)], rows=1)
+    cache.reset()
+    forward(ids[:, : min(_READ, start)], 1)
     cache.repeat(start)
     alone = [read(start + i, 1)[0] for i in range(min(widest, KEY_BLOCK + _BEHIND - start))]
     try:
@@ -214,16 +221,5 @@ def why_not_bit_exact(scorer: Scorer) -> str | None:
             if any(not torch.equal(one, many) for one, many in zip(alone, together, strict=False)):
                 return f"On this processor, a pass of {width} tokens gives other logits than passes of one."
     finally:
-        scorer.begin()
+        cache.reset()
     return None
-
-
-def require_bit_exact(scorer: Scorer) -> None:
-    """Refuse a model whose logits depend on the width of the pass.
-
-    Raises:
-        UsageError: They do, or nothing is known.
-    """
-    reason = why_not_bit_exact(scorer)
-    if reason is not None:
-        raise UsageError(f"Bit-exact passes cannot be had here. {reason}", "Leave --bit-exact out.")

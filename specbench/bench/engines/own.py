@@ -461,7 +461,6 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         UsageError: What cannot be (see ``check_engine``), or a drafter that does not fit the target.
         RunError: The target could not be loaded.
     """
-    from specbench.backends.torch.trials import require_bit_exact
     from specbench.drafters.model import ModelDrafter
     from specbench.models.load import load_model, parse_model_spec
     from specbench.models.prepare import join_cascade, load_drafter, load_target, wrap_drafter
@@ -473,7 +472,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         options.target, options.target_options, cache=options.cache, progress=progress, allow_pickle=pickled
     )
     if options.bit_exact:
-        require_bit_exact(target.scorer)
+        target.scorer.require_bit_exact()
     reference = None
     if options.reference or options.assistants:
         reference = load_model(
