@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,17 +36,68 @@ def test_the_readme_names_every_command() -> None:
         assert f"specbench {name}" in README, f"the README does not show `specbench {name}`"
 
 
-def test_the_readme_names_every_file_it_links() -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
-    assert links
-    for link in links:
-        assert (ROOT / link).exists(), f"the README links {link}, which does not exist"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "prompts" / "README.md",
+    ROOT / "results" / "README.md",
+]
+
+
+UNWRAPPED = ("check", "drafters", "lengths", "metrics", "models", "results-format", "security")
+
+
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a page that are no code and no row of a table, with their numbers."""
+    code = False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            code = not code
+        elif not code and not line.startswith("|"):
+            yield number, line
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link can name behind ``#``: the headings, in small letters, with hyphens for spaces."""
+    headings = [line.lstrip("# ") for _, line in prose(page) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere_and_prose_fits_a_screen(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+    wide = [number for number, line in prose(page) if len(line) > 120]
+    assert page.stem in UNWRAPPED or not wide, "lines of more than 120 characters"
+
+
+def test_a_dead_link_is_one() -> None:
+    assert "run-the-tests" in anchors(ROOT / "docs" / "contributing.md")
+    assert "auto" in anchors(ROOT / "docs" / "lengths.md")
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """No dead link or anchor between its pages, and none that the navigation leaves out."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert child.returncode == 0, child.stderr
+    front = (tmp_path / "index.html").read_text(encoding="utf-8")
+    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "CHANGELOG.md"):
+        assert f'href="{page.stem}/"' in front, page.name
+    assert (tmp_path / "results/qwen2.5-coder-rules/report/index.html").exists()
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
     command = next(line for block in BLOCKS for line in block.splitlines() if "pytest" in line)
-    checks = command[command.index("pip install") :].replace("pip install", "pip install --quiet")
-    assert checks in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").replace(" --quiet", "")
+    install, *checks, tests = command[command.index("pip install") :].split(" && ")
+    assert len(checks) == 3
+    for step in (install, " && ".join(checks), tests):
+        assert step in script
 
 
 def small(arguments: list[str], out: Path) -> list[str] | None:

@@ -21,7 +21,7 @@ from specbench.bench.prompts import prompt_sets
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "docs", "prompts", "specbench", "tests")
-FILES = (".ci/run", "CHANGELOG.md", "LICENSE", "README.md", "constraints.txt", "pyproject.toml")
+FILES = (".ci/run", "CHANGELOG.md", "LICENSE", "README.md", "constraints.txt", "mkdocs.yml", "pyproject.toml")
 
 
 def output(command: list[str], cwd: Path, **more: str) -> str:
