@@ -1,4 +1,4 @@
-"""Shared test settings: no hub, and the helper modules of this folder importable."""
+"""Shared test settings: no hub, and the helper modules of this folder and the benchmarks importable."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault(
     "GOMP_SPINCOUNT", "1000"
 )  # the suite may share its cores; must be set before torch is loaded
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and every core has a worker
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a ``target`` and a ``small``er model of its tokenizer, which nobody changes."""
+    from tiny import save_tiny  # imports torch, which must find the settings above
+
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny(folder / "target")
+    save_tiny(folder / "small", seed=1, layers=1)
+    return folder

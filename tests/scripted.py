@@ -180,3 +180,14 @@ def _next(replay: Replay) -> list[int] | None:
 def sequences(vocab_size: int, length: int) -> Iterator[tuple[int, ...]]:
     """All sequences of exactly this length."""
     return itertools.product(range(vocab_size), repeat=length)
+
+
+class Ticking:
+    """A clock that moves by some seconds whenever somebody reads it."""
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self.time, self.seconds = 0.0, seconds
+
+    def now(self) -> float:
+        self.time += self.seconds
+        return self.time

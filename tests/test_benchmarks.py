@@ -5,24 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from scripted_engine import TARGET, ScriptedEngine
-from tiny import save_tiny, tiny_llama
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import aa
 import overhead
 import parts
 import passes
+import pytest
 import vs_transformers
+from scripted_engine import TARGET, ScriptedEngine
+from tiny import tiny_llama
 
 from specbench.backends.torch.kernels.linear import pack_linears
 from specbench.bench.engines.own import Outcome
@@ -40,22 +36,15 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a smaller model with its tokenizer."""
-    folder = tmp_path_factory.mktemp("models")
-    return save_tiny(folder / "target"), save_tiny(folder / "small", seed=1, layers=1)
-
-
 # --- Passes ---------------------------------------------------------------------------------------
 
 
 def test_passes_are_measured_against_memory(
-    models: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "BUFFER_BYTES", 1 << 16)
     code = passes.main(
-        ["--target", str(models[0]), "--dtype", "float32", "--contexts", "8", "40", "--rounds", "5"]
+        ["--target", str(models / "target"), "--dtype", "float32", "--contexts", "8", "40", "--rounds", "5"]
     )
     result = last_json(capsys)
     # Two layers of query and output, key and value, gate and up, down; and the head. Four bytes each.
@@ -206,12 +195,12 @@ def test_the_pause_is_a_share_of_the_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_aa_runs_and_goes_on_from_its_file(
-    models: tuple[Path, Path],
+    models: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    common = ["--target", str(models[0]), "--limit", "2", "--tokens", "5", "--repeats", "1",
+    common = ["--target", str(models / "target"), "--limit", "2", "--tokens", "5", "--repeats", "1",
               "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
     assert aa.main([*common, "--sweeps", "1"]) in (0, 1)
     first = last_json(capsys)
@@ -251,8 +240,8 @@ def test_overhead_measures_steps_that_accept_what_they_should(capsys: pytest.Cap
 
 
 @pytest.fixture
-def compared(models: tuple[Path, Path], tmp_path: Path) -> list[str]:
-    target, small = map(str, models)
+def compared(models: Path, tmp_path: Path) -> list[str]:
+    target, small = str(models / "target"), str(models / "small")
     return ["--target", target, "--assistant", small, "--dtype", "float32", "--limit", "2", "--tokens", "8",
            "--drafter-dtype", "float32", "--setting", f"{small}@3", "--setting", "lookup@heuristic",
            "--resume", str(tmp_path / "vs.jsonl")]  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from scripted import Ticking
 from test_caches import FAMILIES
 from test_caches import USUAL as TINY
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
@@ -47,17 +48,6 @@ def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def target_of(layers: int = 4, **options: Any) -> Target:
     return wrap_target(tiny_language_model(layers=layers).model, tiny_tokenizer(), **options)
-
-
-class Ticking:
-    """Every look takes a second."""
-
-    def __init__(self, seconds: float = 1.0) -> None:
-        self.time, self.seconds = 0.0, seconds
-
-    def now(self) -> float:
-        self.time += self.seconds
-        return self.time
 
 
 class Watching:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedScorer, fixed_script, random_table
+from scripted import ScriptedScorer, Ticking, fixed_script, random_table
 from test_caches import FAMILIES
 from test_exact import SAMPLINGS, largest_gap, loop_distribution, target_distribution
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
@@ -587,16 +587,6 @@ def test_a_free_draft_that_the_model_lacks_ends_its_part() -> None:
     scorer.embeddings = 11  # 11 is padding to it
     drafter = CascadeDrafter(free, ModelDrafter(scorer, "model"))
     assert propose(drafter, context).tokens == [11]
-
-
-class Ticking:
-    """Every look takes a second."""
-
-    time = 0.0
-
-    def now(self) -> float:
-        self.time += 1.0
-        return self.time
 
 
 def test_catching_up_with_a_long_stretch_is_timed_apart() -> None:

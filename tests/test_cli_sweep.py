@@ -35,14 +35,6 @@ from specbench.show.answer import find_answers
 Sweep = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_tiny(folder / "target")
-    save_tiny(folder / "small", seed=1, layers=1)
-    return folder
-
-
 @pytest.fixture
 def sweep(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

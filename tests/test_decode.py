@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, fixed_script, random_table
+from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table
 from tiny import tiny_language_model, tiny_llama
 
 from specbench.decoding.loop import decode_steps
@@ -222,13 +222,6 @@ def test_the_drafters_first_pass_alone_is_its_prefill(keeps: bool) -> None:
             self.entries.clear()
             return 0
 
-    class Ticking:
-        time = 0.0
-
-        def now(self) -> float:
-            self.time += 1.0
-            return self.time
-
     scorer = script(cache=ScriptedCache() if keeps else NoCache())
     _, steps = decode(script(), ModelDrafter(scorer, "model", Ticking()), gamma=2, max_new_tokens=9)
     assert [step.times.draft_prefill_s for step in steps] == [1.0, *[0.0] * (len(steps) - 1)]
@@ -333,15 +326,7 @@ def test_records_without_a_trace_hold_no_verdicts() -> None:
 
 
 def test_the_consumers_time_is_not_counted() -> None:
-    class Ticking:
-        """A clock that moves by one second whenever somebody reads it, and by a thousand when the consumer works."""
-
-        time = 0.0
-
-        def now(self) -> float:
-            Ticking.time += 1.0
-            return Ticking.time
-
+    clock = Ticking()
     records = []
     for record in decode_steps(
         PROMPT,
@@ -351,10 +336,10 @@ def test_the_consumers_time_is_not_counted() -> None:
         sampling=Greedy(),
         random=Randomness(0),
         max_new_tokens=7,
-        clock=Ticking(),
+        clock=clock,
     ):
         records.append(record)
-        Ticking.time += 1000.0
+        clock.time += 1000.0
     first, *steps = records
     assert first.time_s == 1.0
     for step in steps:

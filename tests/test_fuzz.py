@@ -6,14 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import fuzz
+import pytest
 
 CASE = 2
 """One that decodes greedily in float32, several prompts without any stop."""

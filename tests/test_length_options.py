@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from scripted_engine import describe, make_sweep
 from test_lengths import UnsteadyClock
-from tiny import save_tiny, tiny_language_model, tiny_tokenizer
+from tiny import tiny_language_model, tiny_tokenizer
 
 import specbench.drafters.model
 import specbench.generate
@@ -344,14 +344,6 @@ def test_the_state_of_one_configuration_is_not_that_of_another() -> None:
 # -- the commands ------------------------------------------------------------------------------------
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_tiny(folder / "target")
-    save_tiny(folder / "small", seed=1, layers=1)
-    return folder
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import Ticking
 
 from specbench.decoding.protocols import Draft, Drafter
 from specbench.decoding.sampling import Randomness, Sampling
@@ -519,13 +520,6 @@ def test_bad_options(options: dict[str, str | bool], message: str) -> None:
 
 
 def test_the_reading_of_the_prompt_is_timed_once() -> None:
-    class Ticking:
-        time = 0.0
-
-        def now(self) -> float:
-            self.time += 1.0
-            return self.time
-
     drafter = NGramDrafter(clock=Ticking())
     drafter.begin([1, 2])
     assert draft(drafter, [1, 2]).prefill_s == 1.0

@@ -6,18 +6,14 @@ import itertools
 import json
 import math
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 from exact_runs import write_exact
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import oracle
 
 from specbench.results.store import load_results
 

@@ -6,24 +6,8 @@ The full-size version, which finds a bias of 1%, is benchmarks/distribution.py.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
+import distribution
 import pytest
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / "distribution.py"
-    spec = importlib.util.spec_from_file_location("distribution_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -37,20 +21,20 @@ def benchmark() -> ModuleType:
         ("lookup", "preallocated"),
     ],
 )
-def test_sampled_outputs_follow_the_target(benchmark: ModuleType, drafter: str, cache: str) -> None:
-    outcome = benchmark.sample(drafter, cache, 1200, 1e-4)
+def test_sampled_outputs_follow_the_target(drafter: str, cache: str) -> None:
+    outcome = distribution.sample(drafter, cache, 1200, 1e-4)
     assert outcome.sound, outcome
 
 
-def test_the_test_finds_a_wrong_residual(benchmark: ModuleType) -> None:
-    outcome = benchmark.sample("model", "dynamic", 1200, 1e-4, residual_adjustment=False)
+def test_the_test_finds_a_wrong_residual() -> None:
+    outcome = distribution.sample("model", "dynamic", 1200, 1e-4, residual_adjustment=False)
     assert not outcome.sound
 
 
-def test_the_number_of_runs_has_the_power_it_claims(benchmark: ModuleType) -> None:
-    assert benchmark.runs_needed(0.02, 0.001) == pytest.approx(
-        benchmark.runs_needed(0.01, 0.001) / 4, rel=0.01
+def test_the_number_of_runs_has_the_power_it_claims() -> None:
+    assert distribution.runs_needed(0.02, 0.001) == pytest.approx(
+        distribution.runs_needed(0.01, 0.001) / 4, rel=0.01
     )
-    assert benchmark.p_value([500, 500], [0.5, 0.5]) == pytest.approx(1.0)
-    assert benchmark.p_value([600, 400], [0.5, 0.5]) < 1e-8
-    assert benchmark.p_value([999, 1], [1.0, 0.0]) == 0.0
+    assert distribution.p_value([500, 500], [0.5, 0.5]) == pytest.approx(1.0)
+    assert distribution.p_value([600, 400], [0.5, 0.5]) < 1e-8
+    assert distribution.p_value([999, 1], [1.0, 0.0]) == 0.0

@@ -6,13 +6,10 @@ model class of `transformers`; docs/models.md tells what it found.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import architectures as survey
 import pytest
 import torch
 import transformers as hf
@@ -84,20 +81,6 @@ DYNAMIC_ALONE = ("lfm2",)
 NO_EARLY_EXIT = ("lfm2",)  # convolution states know no length
 
 
-@pytest.fixture(scope="module")
-def survey() -> Iterator[ModuleType]:
-    """benchmarks/architectures.py, which knows how to question a model."""
-    path = Path(__file__).parent.parent / "benchmarks" / "architectures.py"
-    spec = importlib.util.spec_from_file_location("architectures_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 def build(class_name: str, config: Any, seed: int = 0) -> Any:
     """A random model in float32 that stops nowhere."""
     with torch.random.fork_rng(devices=[]):
@@ -107,7 +90,7 @@ def build(class_name: str, config: Any, seed: int = 0) -> Any:
     return model
 
 
-def talkative(name: str, survey: Any) -> tuple[Any, dict[str, list[int]]]:
+def talkative(name: str) -> tuple[Any, dict[str, list[int]]]:
     """A random model that does not repeat itself at once, and what `generate` makes of both prompts."""
     class_name, config = ZOO[name]
     for seed in range(20):
@@ -133,9 +116,7 @@ def decode(target: Target, prompt: Sequence[int], drafter: Any, gamma: int, firs
     return list(run.result().token_ids)
 
 
-def matrix(
-    name: str, target: Target, cache: CacheKind, expected: dict[str, list[int]], survey: Any
-) -> list[str]:
+def matrix(name: str, target: Target, cache: CacheKind, expected: dict[str, list[int]]) -> list[str]:
     """Every combination whose tokens are not those of `generate`."""
     model = target.language_model.model
     twin = int8_copy(model)
@@ -171,17 +152,15 @@ def matrix(
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_greedy_tokens_are_those_of_generate(name: str, survey: ModuleType) -> None:
-    model, expected = talkative(name, survey)
+def test_greedy_tokens_are_those_of_generate(name: str) -> None:
+    model, expected = talkative(name)
     wrong = []
     for packed in (False, True):
         target = wrap_target(model, name=name, pack=packed)
         packs = packed and can_pack(torch.float32, "cpu")
         assert any(isinstance(module, PackedLinear) for module in model.modules()) == packs
         for cache in survey.CACHES if name not in DYNAMIC_ALONE else ("dynamic",):
-            found = matrix(
-                name, wrap_target(model, name=name, cache=cache, pack=False), cache, expected, survey
-            )
+            found = matrix(name, wrap_target(model, name=name, cache=cache, pack=False), cache, expected)
             wrong += [f"{each}, {cache} cache{', packed' * packed}" for each in found]
         target = wrap_target(model, name=name, cache="none", pack=False)
         recomputed = survey.Guesses(BEYOND, expected["beyond"], 9)
@@ -191,7 +170,7 @@ def test_greedy_tokens_are_those_of_generate(name: str, survey: ModuleType) -> N
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "lfm2", "falcon-alibi"])
-def test_the_first_token_is_out_of_sight_where_a_window_slides(name: str, survey: ModuleType) -> None:
+def test_the_first_token_is_out_of_sight_where_a_window_slides(name: str) -> None:
     """The windows of the zoo are shorter than its contexts, so that what lies behind them is put to the test."""
     class_name, config = ZOO[name]
     model = build(class_name, config())
@@ -203,7 +182,7 @@ def test_the_first_token_is_out_of_sight_where_a_window_slides(name: str, survey
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_the_survey_finds_nothing_in_the_zoo(name: str, survey: ModuleType) -> None:
+def test_the_survey_finds_nothing_in_the_zoo(name: str) -> None:
     class_name, config = ZOO[name]
     model = build(class_name, config())
     assert survey.cause(model, BEYOND) == []
@@ -222,9 +201,7 @@ CHANGE = 16  # longer contexts have every position rotated otherwise
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
 @pytest.mark.parametrize("length", [6, CHANGE + 4])
-def test_a_context_that_grows_over_a_change_of_rotation(
-    length: int, cache: CacheKind, survey: ModuleType
-) -> None:
+def test_a_context_that_grows_over_a_change_of_rotation(length: int, cache: CacheKind) -> None:
     """Phi-3 with 128k tokens: `generate` computes everything anew where the context passes the change."""
     config = hf.Phi3Config(
         **USUAL | {"max_position_embeddings": 128},
@@ -245,7 +222,7 @@ def test_a_context_that_grows_over_a_change_of_rotation(
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
-def test_a_context_that_yarn_has_lengthened(cache: CacheKind, survey: ModuleType) -> None:
+def test_a_context_that_yarn_has_lengthened(cache: CacheKind) -> None:
     config = hf.Qwen2Config(
         **USUAL | {"max_position_embeddings": 32}, rope_scaling={"type": "yarn", "factor": 4.0}
     )
@@ -302,9 +279,7 @@ def test_what_cannot_be_rolled_back_or_is_not_causal_is_refused_unloaded(name: s
     ("class_name", "config"),
     [("BertGenerationDecoder", hf.BertGenerationConfig), ("BertLMHeadModel", hf.BertConfig)],
 )
-def test_a_bert_that_was_trained_as_a_decoder_is_one(
-    class_name: str, config: Callable[..., Any], survey: ModuleType
-) -> None:
+def test_a_bert_that_was_trained_as_a_decoder_is_one(class_name: str, config: Callable[..., Any]) -> None:
     model = build(class_name, config(**USUAL, is_decoder=True))
     check_config(model.config, "decoder")
     expected = survey.generated(model, BEYOND)
