@@ -14,11 +14,11 @@ import pytest
     ("drafter", "cache"),
     [
         ("model", "dynamic"),
-        ("model", "none"),
         ("self:int8", "preallocated"),
-        ("self:layers=1", "dynamic"),
-        ("ngram:sample", "dynamic"),
-        ("lookup", "preallocated"),
+        pytest.param("model", "none", marks=pytest.mark.slow),
+        pytest.param("self:layers=1", "dynamic", marks=pytest.mark.slow),
+        pytest.param("ngram:sample", "dynamic", marks=pytest.mark.slow),
+        pytest.param("lookup", "preallocated", marks=pytest.mark.slow),
     ],
 )
 def test_sampled_outputs_follow_the_target(drafter: str, cache: str) -> None:
