@@ -39,6 +39,8 @@ from specbench.results.stats import Estimate, verdict
 from specbench.results.store import RunStore, load_results
 from specbench.show.compare import compare_configs
 from specbench.show.tables import ratio_text
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
     import torch
@@ -253,7 +255,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def load(arguments: argparse.Namespace) -> ModelEngine:
     """The models, with the drafters under the names that the configurations give."""
-    engine = load_engine(EngineOptions(arguments.target, (arguments.drafter,)))
+    engine = load_engine(EngineOptions(parse_model(arguments.target), (parse_drafter(arguments.drafter),)))
     ((_, drafter),) = engine.drafters.items()
     if isinstance(drafter, Exception):
         raise drafter

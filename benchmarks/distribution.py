@@ -35,6 +35,7 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.lengths import FixedLength
+from specbench.specs.drafters import NGram
 
 VOCAB, NEW, GAMMA = 8, 3, 2
 PROMPT = [1, 5, 2, 7, 1, 5, 2]
@@ -69,7 +70,7 @@ DRAFTERS: dict[str, Callable[[Scorer, LlamaForCausalLM], Drafter]] = {
         Scorer(first_layers(target.model, 1), target.cache), "self:layers=1"
     ),
     "ngram": lambda target, draft: NGramDrafter(),
-    "ngram:sample": lambda target, draft: NGramDrafter(sample=True),
+    "ngram:sample": lambda target, draft: NGramDrafter(NGram(sample=True)),
     "lookup": lambda target, draft: LookupDrafter(),
 }
 

@@ -54,6 +54,7 @@ from specbench.models.prepare import (
 )
 from specbench.options import LoadOptions
 from specbench.progress import quiet_transformers
+from specbench.specs.drafters import Cascade, parse_drafter
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 OTHERS = (
@@ -264,8 +265,9 @@ def build_drafter(case: Case, target: Target, prompt: list[int], answer: Sequenc
     if case.drafter == "guesses":
         return Guesses(prompt, answer, case.number)
     if "+" in case.drafter:
-        first, _, second = case.drafter.partition("+")
-        return join_cascade(first, made(second))
+        spec = parse_drafter(case.drafter)
+        assert isinstance(spec, Cascade)
+        return join_cascade(spec, made(str(spec.back)))
     return made(case.drafter)
 
 

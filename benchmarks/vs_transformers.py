@@ -47,6 +47,7 @@ from specbench.options import LoadOptions
 from specbench.progress import quiet_transformers
 from specbench.results import stats
 from specbench.show.tables import ratio_text
+from specbench.specs.drafters import parse_drafter
 
 GENERATE, ASSISTED, ASSISTED_5, LOOKUP = (
     "generate", "assisted, defaults", "assisted, 5 and no threshold", "prompt lookup",
@@ -305,7 +306,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if not drafter:
             parser.error(f"{setting!r} is no setting: write DRAFTER@γ or DRAFTER@RULE")
         if not rule.isdecimal():
-            check_policy(rule, drafter)
+            check_policy(rule, parse_drafter(drafter))
     return given
 
 

@@ -94,14 +94,15 @@ def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -
     from specbench.bench.runner import run_sweep
     from specbench.options import LoadOptions
     from specbench.results.store import RunStore
+    from specbench.specs.drafters import Lookup
+    from specbench.specs.models import parse_model
 
-    engine = load_engine(EngineOptions(str(model), ("lookup",), target_options=LoadOptions("float32", "cpu")))
+    models = EngineOptions(parse_model(str(model)), (Lookup(),), target_options=LoadOptions("float32", "cpu"))
+    engine = load_engine(models)
     options = SweepOptions(
         gammas=(2, 200), repeats=1, warmup=0, max_new_tokens=205, ignore_eos=True, transformers=False
     )
-    sweep = Sweep(
-        options, tuple(load_prompts([prompts])), tuple(build_configs(options, list(engine.drafters)))
-    )
+    sweep = Sweep(options, tuple(load_prompts([prompts])), tuple(build_configs(options, engine.specs)))
     engine.encode(sweep.prompts[0], [])  # what is loaded at the first use is loaded now
     described = describe_run(
         sweep, target=engine.describe_target(), environment={}, sources={"target": "big"}

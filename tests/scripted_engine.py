@@ -15,6 +15,8 @@ from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt
 from specbench.decoding.records import Step, StepTimes
 from specbench.results.store import RunStore
+from specbench.specs.drafters import DrafterSpec, Lookup, NGram, Plain, SelfForm, SmallModel, parse_drafter
+from specbench.specs.models import ModelSpec
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
@@ -141,13 +143,22 @@ def prompts(single: int = 3, conversations: int = 0) -> tuple[Prompt, ...]:
     )
 
 
+def specs_of(*names: str) -> dict[str, DrafterSpec]:
+    """The specs of drafters by their names in results; what is no word stands for a model."""
+    words = {kind.word for kind in (Plain, Lookup, NGram, SelfForm)}
+    return {
+        name: parse_drafter(name) if name.partition(":")[0] in words else SmallModel(ModelSpec("hub", name))
+        for name in names
+    }
+
+
 def make_sweep(
     asked: Sequence[Prompt] | None = None, drafters: Sequence[str] = ("d",), **options: Any
 ) -> Sweep:
     """A small sweep; for ``options`` see ``SweepOptions``."""
     defaults: dict[str, Any] = {"gammas": (1, 2), "repeats": 2, "warmup": 1, "max_new_tokens": 5}
     made = SweepOptions(**{**defaults, **options})
-    return Sweep(made, tuple(asked or prompts()), tuple(build_configs(made, drafters)))
+    return Sweep(made, tuple(asked or prompts()), tuple(build_configs(made, specs_of(*drafters))))
 
 
 def describe(sweep: Sweep, **changed: Any) -> dict[str, Any]:

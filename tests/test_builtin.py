@@ -25,10 +25,11 @@ from transformers import AutoTokenizer
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models import builtin, checkpoints
 from specbench.models import gguf as gguf_files
-from specbench.models.builtin import BUILTIN_MODELS, BuiltinModel, cache_folder, prepare_builtin, prepare_gguf
+from specbench.models.builtin import cache_folder, prepare_builtin, prepare_gguf
 from specbench.models.gguf import read_gguf_header
 from specbench.models.load import load_config, load_model
 from specbench.options import LoadOptions
+from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
 CPU = LoadOptions(device="cpu")
 

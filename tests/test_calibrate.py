@@ -22,13 +22,15 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.cli import run
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, expected_tokens, predicted_speedup
-from specbench.drafters.layers import SelfForm, cheaper_form
+from specbench.drafters.layers import cheaper_form
 from specbench.drafters.model import SelfDrafter
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
 from specbench.models.choices import Choice, ChoiceKey, any_choice, read_choice, write_choice
 from specbench.models.prepare import Target, check_drafter, choice_key, load_drafter, wrap_target
+from specbench.specs.drafters import SelfForm
+from specbench.specs.models import parse_model
 from specbench.tune import calibrate as calibration
 from specbench.tune.calibrate import (
     Agreement,
@@ -448,11 +450,11 @@ def test_the_calibrated_form_is_what_drafts() -> None:
     assert (key.dtype, key.device) == ("float32", "cpu")
     assert key.fingerprint == target.language_model.fingerprint
     with pytest.raises(UsageError, match="No calibration is stored yet"):
-        check_drafter("self:calibrated", "smollm2-135m")
+        check_drafter(SelfForm(calibrated=True), parse_model("smollm2-135m"))
     with pytest.raises(UsageError, match="No calibration is stored for this target in float32 on cpu"):
         load_drafter("self:calibrated", target)
     write_choice(key, Choice("tiny", 4, True, (2,), 0.8, 30, 0.5, 3, 1.25))
-    check_drafter("self:calibrated", "smollm2-135m")
+    check_drafter(SelfForm(calibrated=True), parse_model("smollm2-135m"))
     assert load_drafter("self:calibrated", target).name == "self:int8,skip=2"
     drafter = load_drafter("lookup+self:calibrated", target)
     assert drafter.name == "lookup+self:int8,skip=2"

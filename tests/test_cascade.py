@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ from specbench.lengths import (
 )
 from specbench.models.prepare import check_drafter, join_cascade, load_drafter, wrap_drafter, wrap_target
 from specbench.options import LoadOptions
-from specbench.specs.drafters import CASCADE, drafter_word, model_part, split_cascade
+from specbench.specs.drafters import Cascade, Lookup, NGram, SelfForm, parse_drafter
+from specbench.specs.models import parse_model
 
 VOCAB = 12
 
@@ -128,16 +130,16 @@ def on_targets_cache(target: ScriptedScorer) -> SelfDrafter:
 
 
 CASCADES: dict[str, Callable[[ScriptedScorer], CascadeDrafter]] = {
-    "lookup+model": lambda target: Watched(LookupDrafter(None), model(target)),
-    "lookup:min=2+model": lambda target: Watched(LookupDrafter(None, 2), model(target)),
-    "lookup:min=2,passes=1+model": lambda target: Watched(LookupDrafter(None, 2), model(target), 1),
-    "lookup:min=2+self": lambda target: Watched(LookupDrafter(None, 2), on_targets_cache(target)),
-    "ngram:min=2+model": lambda target: Watched(NGramDrafter(min_context=2), model(target)),
+    "lookup+model": lambda target: Watched(LookupDrafter(Lookup(None)), model(target)),
+    "lookup:min=2+model": lambda target: Watched(LookupDrafter(Lookup(None, 2)), model(target)),
+    "lookup:min=2,passes=1+model": lambda target: Watched(LookupDrafter(Lookup(None, 2)), model(target), 1),
+    "lookup:min=2+self": lambda target: Watched(LookupDrafter(Lookup(None, 2)), on_targets_cache(target)),
+    "ngram:min=2+model": lambda target: Watched(NGramDrafter(NGram(min=2)), model(target)),
     "ngram:sample,min=2+self": lambda target: Watched(
-        NGramDrafter(sample=True, min_context=2), on_targets_cache(target)
+        NGramDrafter(NGram(sample=True, min=2)), on_targets_cache(target)
     ),
     "lookup+model with a short context": lambda target: Watched(
-        LookupDrafter(None, 2), model(target, context_limit=6)
+        LookupDrafter(Lookup(None, 2)), model(target, context_limit=6)
     ),
 }
 
@@ -184,11 +186,11 @@ PROMPT = [7, 41, 7, 41, 19, 3, 7, 41, 19, 3, 200, 7, 41]
 def engine_of(spec: str, cache: CacheKind) -> tuple[Any, Any]:
     """A target and a cascade on tiny random models; ``MODEL`` in the spec stands for another one."""
     target = wrap_target(tiny_language_model(layers=3).model, tiny_tokenizer(), cache=cache)
-    first, second = split_cascade(spec) or ("", "")
-    if second != "MODEL":
-        return target, load_drafter(spec, target)
+    parsed = parse_drafter(spec)
+    if not (isinstance(parsed, Cascade) and parsed.own_model):
+        return target, load_drafter(parsed, target)
     other = wrap_drafter(tiny_language_model(seed=1), target, cache=cache)
-    return target, join_cascade(first, other)
+    return target, join_cascade(parsed, other)
 
 
 @pytest.mark.parametrize("cache", CACHE_KINDS)
@@ -258,7 +260,7 @@ def test_a_cache_that_follows_lazily_is_right_for_every_family(family: str, kind
         return found
 
     lazy.logits = logits  # type: ignore[method-assign]
-    drafter = CascadeDrafter(NGramDrafter(order=2), ModelDrafter(lazy, "other"))
+    drafter = CascadeDrafter(NGramDrafter(NGram(order=2)), ModelDrafter(lazy, "other"))
     # A context that is given, so that every family sees stretches that the counts know and others that they do not.
     prompt = list(range(40))
     answer = [50, 51, *range(20), 52, 53, 54, *range(7, 12), 55, *range(30, 40), 56, 57]
@@ -289,7 +291,7 @@ def cascade(
 ) -> Any:
     """Lookup, and a model that goes on with ``script`` behind a context of ``start`` tokens."""
     drafter = ModelDrafter(scripted(script, start, **options), "model")
-    return Watched(LookupDrafter(None, min_match), drafter, max_passes)
+    return Watched(LookupDrafter(Lookup(None, min_match)), drafter, max_passes)
 
 
 def test_where_there_is_a_match_the_model_makes_no_pass() -> None:
@@ -324,7 +326,7 @@ def test_a_copy_goes_on_from_what_the_model_began() -> None:
 def test_the_model_goes_on_where_the_counts_end() -> None:
     context = [1, 2, 3, 9, 1, 2]
     drafter = Watched(
-        NGramDrafter(order=3, min_context=2, max_drafts=2), ModelDrafter(scripted([5, 6, 7, 8], 8), "model")
+        NGramDrafter(NGram(order=3, min=2, max=2)), ModelDrafter(scripted([5, 6, 7, 8], 8), "model")
     )
     draft = propose(drafter, context, FixedLength(4))
     assert draft.tokens == [3, 9, 5, 6]
@@ -368,7 +370,7 @@ def test_room_and_rule_limit_both_together() -> None:
 # -- what a mixed draft says of itself -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("free", [LookupDrafter(None, 2), NGramDrafter(min_context=2)])
+@pytest.mark.parametrize("free", [LookupDrafter(Lookup(None, 2)), NGramDrafter(NGram(min=2))])
 def test_a_mixed_draft_has_a_distribution_for_every_token(free: Any) -> None:
     context = [1, 2, 3, 4, 5, 6, 9]
     scorer = scripted([2, 3, 0], len(context))
@@ -390,7 +392,7 @@ def test_a_mixed_draft_has_a_distribution_for_every_token(free: Any) -> None:
 
 def test_free_tokens_before_the_models_get_theirs_too() -> None:
     context = [1, 2, 3, 9, 1, 2]
-    free = NGramDrafter(order=3, min_context=2, max_drafts=2)
+    free = NGramDrafter(NGram(order=3, min=2, max=2))
     drafter = CascadeDrafter(free, ModelDrafter(scripted([5, 6, 7, 8], 8), "model"))
     draft = propose(drafter, context, FixedLength(3), Multinomial(0.2))
     assert draft.tokens == [3, 9, 5]
@@ -403,7 +405,7 @@ def test_free_tokens_before_the_models_get_theirs_too() -> None:
 
 def test_counts_that_are_drawn_from_keep_their_distribution() -> None:
     context = [1, 2, 3, 1, 2, 4, 9, 1, 2]
-    free = NGramDrafter(order=3, min_context=2, sample=True, max_drafts=1)
+    free = NGramDrafter(NGram(order=3, min=2, sample=True, max=1))
     drafter = CascadeDrafter(free, ModelDrafter(scripted([5], 9), "model"))
     drafter.begin(context)
     drafter.commit(context, 1, torch.zeros(1, VOCAB))  # tells how large the vocabulary is
@@ -493,7 +495,7 @@ def test_a_certain_token_does_not_stop_rules_that_read_distributions(policy: Len
 
 def test_egag_reads_the_models_first_distribution() -> None:
     policy = EntropyGuidedLength(gamma_min=1, gamma_max=5)
-    free = NGramDrafter(order=3, min_context=2, max_drafts=2)
+    free = NGramDrafter(NGram(order=3, min=2, max=2))
     flat = ScriptedScorer(lambda tokens: torch.zeros(VOCAB), VOCAB)
     draft = propose(CascadeDrafter(free, ModelDrafter(flat, "model")), [1, 2, 3, 9, 1, 2], policy)
     assert kinds(draft) == "ffm"
@@ -544,7 +546,7 @@ def test_rejected_drafts_are_taken_off_again() -> None:
     for seed in range(5):
         target = ScriptedScorer(random_table(seed, 4), 4)
         drafter = Watched(
-            NGramDrafter(order=3, min_context=2, max_drafts=2),
+            NGramDrafter(NGram(order=3, min=2, max=2)),
             ModelDrafter(Careful(random_table(seed + 9, 4), 4), "model"),
         )
         decode(prompt, target, drafter, FixedLength(5), Multinomial(1.0), 60, seed)
@@ -558,7 +560,7 @@ def test_a_self_drafter_in_a_cascade_leaves_nothing_in_the_targets_cache(first_t
     cycle = [4, 5, 6, 7, 8, 9]
     target = scripted(cycle, 3, ScriptedScorer)  # asserts that it reads its own entries only
     cheaper = scripted([4, 5, 6, 0, 8, 9], 3, ScriptedScorer, cache=target.cache, own_entries_only=False)
-    drafter = Watched(LookupDrafter(None, 2), SelfDrafter(cheaper, "self"))
+    drafter = Watched(LookupDrafter(Lookup(None, 2)), SelfDrafter(cheaper, "self"))
     tokens, _ = decode(
         [1, 2, 3], target, drafter, FixedLength(3), max_new_tokens=26, first_target=first_target
     )
@@ -580,7 +582,7 @@ def test_behind_its_context_limit_the_free_drafter_is_alone() -> None:
 
 def test_a_free_draft_that_the_model_lacks_ends_its_part() -> None:
     context = [1, 11, 2, 11, 1]
-    free = NGramDrafter(order=2, max_drafts=1)
+    free = NGramDrafter(NGram(order=2, max=1))
     scorer = scripted([5], 5)
     assert kinds(propose(CascadeDrafter(free, ModelDrafter(scorer, "model")), context)) == "fmmmmm"
     scorer = scripted([5], 5)
@@ -619,17 +621,25 @@ def test_a_new_prompt_starts_afresh() -> None:
     ("spec", "parts"),
     [
         ("lookup+self:int8", ("lookup", "self:int8")),
-        (" ngram:order=3,min=2 + org/name@main", ("ngram:order=3,min=2", "org/name@main")),
-        ("lookup+/models/llama++/small", ("lookup", "/models/llama++/small")),
-        ("/models/c++/small", None),
+        (" ngram:order=3 + org/name@main", ("ngram:order=3", "org/name@main")),
+        ("lookup+models/llama++small", ("lookup", "models/llama++small")),
+        ("models/c++small", None),
         ("lookup", None),
-        ("self:int8+lookup", None),
+        ("self:int8", None),
     ],
 )
-def test_a_cascade_is_told_by_its_first_word(spec: str, parts: tuple[str, str] | None) -> None:
-    assert split_cascade(spec) == parts
-    assert (drafter_word(spec) == CASCADE) == (parts is not None)
-    assert model_part(spec) == (parts[1] if parts else spec)
+def test_a_cascade_is_told_by_its_first_word(
+    spec: str, parts: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/llama++small", "models/c++small"):  # only a name that exists may hold a plus
+        (tmp_path / folder).mkdir(parents=True)
+    parsed = parse_drafter(spec)
+    assert isinstance(parsed, Cascade) == (parts is not None)
+    if isinstance(parsed, Cascade):
+        front, back = parts or ("", "")
+        assert (str(parsed.front), parsed.back) == (front, parse_drafter(back))
+    assert parsed.model_part is (parsed.back if isinstance(parsed, Cascade) else parsed)
 
 
 @pytest.mark.parametrize(
@@ -654,9 +664,9 @@ def test_a_cascade_is_named_as_it_is_written(spec: str, named: str) -> None:
 def test_defaults_are_others_than_those_of_the_free_drafter_alone() -> None:
     target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
     drafter: Any = load_drafter("lookup+self:int8", target)
-    assert (drafter.free.max_match, drafter.free.min_match) == (None, 2)
+    assert (drafter.free.spec.n, drafter.free.spec.min) == (None, 2)
     alone: Any = load_drafter("lookup", target)
-    assert (alone.max_match, alone.min_match) == (3, 1)
+    assert (alone.spec.n, alone.spec.min) == (3, 1)
 
 
 def test_a_model_in_a_cascade_is_loaded_with_its_own_options(tmp_path: Any) -> None:
@@ -691,11 +701,11 @@ def test_a_model_in_a_cascade_is_loaded_with_its_own_options(tmp_path: Any) -> N
 )
 def test_refusals_before_any_weights_are_loaded(spec: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check_drafter(spec, "no/such-target")
+        check_drafter(parse_drafter(spec), parse_model("no/such-target"))
     assert caught.value.message == message
     assert caught.value.hint
 
 
 def test_the_most_passes_are_checked_in_python_too() -> None:
     with pytest.raises(UsageError, match="at least 1"):
-        CascadeDrafter(LookupDrafter(), ModelDrafter(ScriptedScorer(random_table(0, 4), 4), "m"), 0)
+        Cascade(Lookup(), SelfForm(int8=True), 0)

@@ -46,6 +46,7 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
+from specbench.specs.drafters import NGram
 
 VOCAB, NEW = 8, 12
 PROMPT = (1, 5, 2, 7, 1, 5, 2)
@@ -57,9 +58,9 @@ DRAFTERS: dict[str, Callable[[ScriptedScorer], Any]] = {
         ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False), "self"
     ),
     "lookup": lambda target: LookupDrafter(),
-    "ngram:sample": lambda target: NGramDrafter(sample=True),
+    "ngram:sample": lambda target: NGramDrafter(NGram(sample=True)),
     "cascade": lambda target: CascadeDrafter(
-        NGramDrafter(sample=True), ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model")
+        NGramDrafter(NGram(sample=True)), ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model")
     ),
 }
 

@@ -29,7 +29,7 @@ from specbench.cli.summary import show_summary
 from specbench.cli.watchers import WordWrap
 from specbench.errors import RunError
 from specbench.lengths import policy_names
-from specbench.specs.drafters import DRAFTER_WORDS
+from specbench.specs.drafters import DRAFTERS
 from specbench.textsafe import terminal_safe
 
 Cli = Callable[..., "Result"]
@@ -631,10 +631,10 @@ def test_drafters_lists_every_word_and_option_within_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     lines = cli("drafters").out.splitlines()
     assert max(map(len, lines)) <= 80
-    for entry in DRAFTER_WORDS:
-        start = next(number for number, line in enumerate(lines) if line.startswith(f"{entry.word} "))
+    for kind in DRAFTERS:
+        start = next(number for number, line in enumerate(lines) if line.startswith(f"{kind.word} "))
         block = lines[start : lines.index("", start)]
-        for option in entry.options:
+        for option in kind.options:
             assert any(line.startswith(f"{' ' * 10}{option} ") for line in block), option
 
 

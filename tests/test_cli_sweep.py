@@ -31,6 +31,8 @@ from specbench.errors import RunError
 from specbench.results import frames
 from specbench.results.store import RunStore, load_results, read_run
 from specbench.show.answer import find_answers
+from specbench.specs.drafters import SmallModel
+from specbench.specs.models import parse_model
 
 Sweep = Callable[..., tuple[int, str, str]]
 
@@ -459,7 +461,8 @@ def test_the_time_needed_counts_the_warm_ups(tmp_path: Path, monkeypatch: pytest
     df = load_results(tmp_path / "run")
     first = dict(zip(df["config"], df["ttft_s"], strict=True))
     measured = make_sweep(prompts(3), gammas=(1, 2), repeats=2, warmup=3, max_new_tokens=32)
-    need = estimate_time(measured, EngineOptions("smollm2-135m", ("d",)), tmp_path)
+    models = EngineOptions(parse_model("smollm2-135m"), (SmallModel(parse_model("d")),))
+    need = estimate_time(measured, models, tmp_path)
     # 3 prompts twice, and 3 warm-ups of half the length; d@2, which is not stored, counts as plain
     assert need.seconds == pytest.approx(7.5 * (2 * (first["plain"] + 32 / 10) + (first["d@1"] + 32 / 20)))
     assert need.source == "from the speeds measured in run"

@@ -21,6 +21,7 @@ from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.models.prepare import Target, join_cascade, load_drafter, wrap_drafter, wrap_target
+from specbench.specs.drafters import Cascade, Lookup, SelfForm
 
 VOCAB = 12
 PROMPT = [1, 2, 3]
@@ -415,7 +416,7 @@ def drafter_of(word: str, target: Target) -> Drafter:
     if word == "model":
         return wrap_drafter(tiny_language_model(1), target)
     if word == "lookup+model":
-        return join_cascade("lookup", wrap_drafter(tiny_language_model(1), target))
+        return join_cascade(Cascade(Lookup(), SelfForm()), wrap_drafter(tiny_language_model(1), target))
     return load_drafter(word, target)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_engine import specs_of
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import GenerationConfig
 
@@ -15,6 +16,8 @@ from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate
 from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
 from specbench.options import LoadOptions
+from specbench.specs.drafters import Lookup, NGram, parse_drafter
+from specbench.specs.models import parse_model
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 
@@ -44,7 +47,7 @@ def engine_of(model_defaults: bool = True, **asked: Any) -> ModelEngine:
 
 def grid(temperature: float = 0.0, **options: Any) -> list[Config]:
     made = SweepOptions(gammas=(3,), temperatures=(temperature,), transformers=True, assisted=True, **options)
-    return build_configs(made, ["lookup", "self:int8", "small"], {"small": "f"})
+    return build_configs(made, specs_of("lookup", "self:int8", "small"), {"small": "f"})
 
 
 def run(engine: ModelEngine, config: Config, **changed: Any) -> Any:
@@ -254,7 +257,11 @@ def test_loading_by_specs(tmp_path: Any) -> None:
     target, small = save_tiny(tmp_path / "target"), save_tiny(tmp_path / "small", seed=1, layers=1)
     engine = load_engine(
         EngineOptions(
-            str(target), ("lookup", str(small)), LoadOptions("float32"), reference=True, assistants=True
+            parse_model(str(target)),
+            (Lookup(), parse_drafter(str(small))),
+            LoadOptions("float32"),
+            reference=True,
+            assistants=True,
         )
     )
     assert list(engine.drafters) == ["lookup", "small (int8)"]
@@ -265,12 +272,12 @@ def test_loading_by_specs(tmp_path: Any) -> None:
 
 
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Any) -> None:
-    target = str(save_tiny(tmp_path / "target"))
+    target = parse_model(str(save_tiny(tmp_path / "target")))
     with pytest.raises(UsageError, match="remembers its own answers"):
-        check_engine(EngineOptions(target, ("ngram:keep",)))
+        check_engine(EngineOptions(target, (NGram(keep=True),)))
     with pytest.raises(UsageError, match="no option"):
-        check_engine(EngineOptions(target, ("lookup:nonsense",)))
+        parse_drafter("lookup:nonsense")
     with pytest.raises(UsageError, match="Unknown dtype"):
-        check_engine(EngineOptions(target, ("lookup",), LoadOptions("float8")))
+        check_engine(EngineOptions(target, (Lookup(),), LoadOptions("float8")))
     with pytest.raises(UsageError, match="Two drafters are called"):
-        load_engine(EngineOptions(target, ("lookup", "lookup:n=3")))
+        load_engine(EngineOptions(target, (Lookup(), Lookup())))

@@ -16,6 +16,7 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
+from specbench.specs.drafters import NGram
 
 VOCAB, NEW = 4, 4
 PROMPT = [1, 2, 0, 1, 2]
@@ -33,8 +34,8 @@ DRAFTERS: dict[str, Build] = {
     ),
     "lookup": lambda target: LookupDrafter(),
     "ngram": lambda target: NGramDrafter(),
-    "ngram:top-k=2": lambda target: NGramDrafter(top_k=2),
-    "ngram:sample": lambda target: NGramDrafter(sample=True),
+    "ngram:top-k=2": lambda target: NGramDrafter(NGram(top_k=2)),
+    "ngram:sample": lambda target: NGramDrafter(NGram(sample=True)),
 }
 SAMPLINGS: dict[str, Sampling] = {
     "multinomial": Multinomial(),

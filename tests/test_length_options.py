@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import describe, make_sweep
+from scripted_engine import describe, make_sweep, specs_of
 from test_lengths import UnsteadyClock
 from tiny import tiny_language_model, tiny_tokenizer
 
@@ -37,6 +37,7 @@ from specbench.lengths import (
 )
 from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
 from specbench.results.store import load_results, read_run
+from specbench.specs.drafters import parse_drafter
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 READING = ("egag", "entropy-bound", "svip")
@@ -156,7 +157,7 @@ def test_the_documentation_lists_every_option_with_its_default() -> None:
 def test_siblings_are_a_dimension_of_the_grid() -> None:
     policies = parse_policies(["fixed", "fixed:siblings=4", "auto:siblings=0"])
     assert policies == ("fixed", "fixed:siblings=4", "auto:siblings=0")
-    configs = build_configs(SweepOptions(gammas=(2,), policies=policies), ["small"])
+    configs = build_configs(SweepOptions(gammas=(2,), policies=policies), specs_of("small"))
     assert [(config.id, config.gamma, config.policy) for config in configs[1:]] == [
         ("small@2", 2, "fixed"),
         ("small@2,siblings=4", 2, "fixed:siblings=4"),
@@ -170,7 +171,7 @@ def test_siblings_are_a_dimension_of_the_grid() -> None:
 
 def test_the_grid_has_a_row_for_each_rule_that_applies() -> None:
     options = SweepOptions(gammas=(2, 4), policies=("fixed", "egag:scale=0.5", "auto"))
-    configs = build_configs(options, ["lookup", "small"])
+    configs = build_configs(options, specs_of("lookup", "small"))
     assert [(config.id, config.label, config.gamma, config.policy) for config in configs] == [
         ("plain", "plain", None, "none"),
         ("lookup@2", "lookup γ=2", 2, "fixed"),
@@ -181,8 +182,8 @@ def test_the_grid_has_a_row_for_each_rule_that_applies() -> None:
         ("small@egag:scale=0.5", "small egag:scale=0.5", None, "egag:scale=0.5"),
         ("small@auto", "small auto", None, "auto"),
     ]
-    assert not [d for d in ("lookup:n=2", "ngram:sample", "none") if applies("svip", d)]
-    assert all(applies("svip", d) for d in ("self:int8", "org/model", "small (int8)"))
+    assert not [d for d in ("lookup:n=2", "ngram:sample", "none") if applies("svip", parse_drafter(d))]
+    assert all(applies("svip", parse_drafter(d)) for d in ("self:int8", "org/model", "lookup+self:int8"))
 
 
 def test_a_run_from_before_these_options_can_be_gone_on_with() -> None:
@@ -215,14 +216,14 @@ def decode(engine: ModelEngine, config: Config, **changed: Any) -> Outcome:
 
 def config_of(drafter: str, rule: str, temperature: float = 0.0) -> Config:
     options = SweepOptions(policies=(rule,), gammas=(3,), temperatures=(temperature,))
-    return build_configs(options, [drafter])[1]
+    return build_configs(options, specs_of(drafter))[1]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("rule", [*policy_names(), "confidence:adapt", "egag:beta=0.5,scale=1"])
 def test_greedy_outputs_are_those_of_plain_decoding(engine: ModelEngine, drafter: str, rule: str) -> None:
-    if not applies(rule, drafter):
-        assert len(build_configs(SweepOptions(policies=(rule,)), [drafter])) == 1
+    if not applies(rule, specs_of(drafter)[drafter]):
+        assert len(build_configs(SweepOptions(policies=(rule,)), specs_of(drafter))) == 1
         return
     expected = autoregressive_generate(PROMPT, engine.target, max_new_tokens=24, ignore_eos=True).token_ids
     outcome = decode(engine, config_of(drafter, rule))

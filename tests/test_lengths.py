@@ -48,6 +48,7 @@ from specbench.lengths.acceptance import OnlineLogistic, log_odds
 from specbench.lengths.base import WithSiblings, confidence, entropy, is_free, normalised_entropy
 from specbench.lengths.costs import GivenCosts, MeasuredCosts
 from specbench.lengths.outcomes import best_threshold
+from specbench.specs.drafters import Lookup, NGram, parse_drafter
 
 VOCAB = 3
 PROMPT = [1, 2, 0, 1, 2]
@@ -200,7 +201,7 @@ def test_so_it_is_with_what_was_learnt_before(rule: str) -> None:
     assert gap(found) < 1e-6
 
 
-@pytest.mark.parametrize("drafter", [LookupDrafter, NGramDrafter, lambda: NGramDrafter(sample=True)])
+@pytest.mark.parametrize("drafter", [LookupDrafter, NGramDrafter, lambda: NGramDrafter(NGram(sample=True))])
 @pytest.mark.parametrize("rule", RULES)
 def test_so_it_is_with_drafters_without_logits(rule: str, drafter: Callable[[], Any]) -> None:
     found, _ = distribution(RULES[rule], drafter)
@@ -219,7 +220,9 @@ def test_so_it_is_with_a_target_that_drafts_for_itself(rule: str) -> None:
     assert gap(enumerate_outcomes(run)) < 1e-6
 
 
-@pytest.mark.parametrize("free", [lambda: LookupDrafter(min_match=2), lambda: NGramDrafter(sample=True)])
+@pytest.mark.parametrize(
+    "free", [lambda: LookupDrafter(Lookup(min=2)), lambda: NGramDrafter(NGram(sample=True))]
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_so_it_is_with_a_cascade(rule: str, free: Callable[[], Any]) -> None:
     found, _ = distribution(RULES[rule], lambda: CascadeDrafter(free(), model()), 3)
@@ -453,15 +456,17 @@ def test_lookup_knows_how_long_its_match_is() -> None:
         3 / 4,
         4 / 5,
     ]  # a match of two, then of three and four if the drafts are right
-    assert evidence_of(LookupDrafter(None), [1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5], 1).evidence == [5 / 6]
+    assert evidence_of(LookupDrafter(Lookup(None)), [1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5], 1).evidence == [
+        5 / 6
+    ]
     assert evidence_of(LookupDrafter(), [1, 2, 3], 2).evidence is None
 
 
 def test_ngram_knows_how_often_its_token_came() -> None:
-    draft = evidence_of(NGramDrafter(order=2), [1, 2, 1, 2, 1, 3, 2, 1], 2)
+    draft = evidence_of(NGramDrafter(NGram(order=2)), [1, 2, 1, 2, 1, 3, 2, 1], 2)
     assert draft.tokens == [2, 1]
     assert draft.evidence == [2 / 4, 3 / 4]  # 1 → 2, 2, 3 and 2 → 1, 1, 1, with one sight of something else
-    windowed = NGramDrafter(order=2, window=3)
+    windowed = NGramDrafter(NGram(order=2, window=3))
     assert evidence_of(windowed, [1, 2, 1, 2, 1, 3, 1], 1).evidence == [1 / 2]
 
 
@@ -1159,14 +1164,14 @@ def test_values_outside_their_range_are_refused(word: str, options: dict[str, An
 
 def test_a_rule_that_has_nothing_to_read_is_refused() -> None:
     for word in ("egag", "entropy-bound", "svip"):
-        check_policy(f"{word}:max=3", "self:int8")
-        check_policy(word, "some/model")
+        check_policy(f"{word}:max=3", parse_drafter("self:int8"))
+        check_policy(word, parse_drafter("some/model"))
         with pytest.raises(
             UsageError, match=f"rule {word} reads the drafter's distribution, and ngram has none"
         ):
-            check_policy(word, "ngram:sample")
+            check_policy(word, parse_drafter("ngram:sample"))
     for word in ("auto", "fixed", "confidence", "heuristic"):
-        check_policy(word, "ngram")
+        check_policy(word, parse_drafter("ngram"))
 
 
 # -- drafts that cost a pass for some of their tokens only -------------------------------------------

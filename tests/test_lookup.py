@@ -15,7 +15,8 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength
-from specbench.specs.notation import split_spec
+from specbench.specs.drafters import Cascade, Lookup, parse_drafter
+from specbench.specs.notation import join_spec
 
 
 def draft(drafter: LookupDrafter, context: Sequence[int], room: int = 100, gamma: int = 5) -> Draft:
@@ -26,7 +27,7 @@ def drafted(
     context: Sequence[int], max_match: int | None = 3, min_match: int = 1, room: int = 100, gamma: int = 1
 ) -> list[int]:
     """What a fresh drafter proposes behind ``context``."""
-    drafter = LookupDrafter(max_match, min_match)
+    drafter = LookupDrafter(Lookup(max_match, min_match))
     drafter.begin(context)
     return draft(drafter, context, room, gamma).tokens
 
@@ -109,7 +110,7 @@ def test_the_output_is_searched_as_well_as_the_prompt() -> None:
 
 
 def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
-    drafter = LookupDrafter(None)
+    drafter = LookupDrafter(Lookup(None))
     drafter.begin([1, 2] * 10)
     draft(drafter, [1, 2] * 10)
     drafter.begin([3, 1])
@@ -119,7 +120,7 @@ def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
 
 
 def test_a_new_prompt_leaves_no_earlier_places_of_the_last() -> None:
-    drafter = LookupDrafter(None)
+    drafter = LookupDrafter(Lookup(None))
     drafter.begin([1, 2] * 20)
     draft(drafter, [1, 2] * 20)
     # 5 6 7 8 stood here once, and is followed by 50. In the last prompt place 20 came after place 18.
@@ -178,7 +179,7 @@ class Watched(list[int]):
 
 @pytest.mark.parametrize("max_match", [3, None])
 def test_no_step_reads_the_whole_context(max_match: int | None) -> None:
-    drafter = LookupDrafter(max_match)
+    drafter = LookupDrafter(Lookup(max_match))
     context = Watched([1, 2, 3] * 1000)
     drafter.begin(context)
     draft(drafter, context)
@@ -230,7 +231,7 @@ def reference(context: Sequence[int], max_match: int | None, min_match: int, gam
 )
 def test_agrees_with_a_search(context: list[int], max_match: int | None, min_match: int, data: Any) -> None:
     min_match = min(min_match, max_match or min_match)
-    drafter = LookupDrafter(max_match, min_match)
+    drafter = LookupDrafter(Lookup(max_match, min_match))
     end = data.draw(st.integers(1, len(context)))
     drafter.begin(context[:end])
     while True:
@@ -251,14 +252,15 @@ def test_agrees_with_a_search(context: list[int], max_match: int | None, min_mat
 
 @pytest.mark.parametrize("name", ["lookup", "lookup:n=2", "lookup:n=any", "lookup:n=5,min=2", "lookup:min=3"])
 def test_the_name_is_that_of_the_command_line(name: str) -> None:
-    assert LookupDrafter.from_options(split_spec(name)[1]).name == name
+    spec = parse_drafter(name)
+    assert isinstance(spec, Lookup)
+    assert LookupDrafter(spec).name == str(spec) == name
 
 
-def test_options_reach_the_drafter() -> None:
-    drafter = LookupDrafter.from_options({"n": "5", "min": "2"})
-    assert (drafter.max_match, drafter.min_match) == (5, 2)
-    assert LookupDrafter.from_options({"n": "any"}).max_match is None
-    assert LookupDrafter.from_options({}).max_match == 3
+def test_options_reach_the_spec() -> None:
+    assert parse_drafter("lookup:n=5,min=2") == Lookup(5, 2)
+    assert parse_drafter("lookup:n=any") == Lookup(None)
+    assert parse_drafter("lookup") == Lookup(3, 1)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def test_options_reach_the_drafter() -> None:
 )
 def test_bad_options(options: dict[str, str | bool], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        LookupDrafter.from_options(options)
+        parse_drafter(join_spec("lookup", options, dict.fromkeys(options)))
 
 
 def test_the_reading_of_the_prompt_is_timed_once() -> None:
@@ -299,7 +301,7 @@ def test_the_reading_of_the_prompt_is_timed_once() -> None:
 def test_guessing_token_by_token_is_drafting(
     context: list[int], max_match: int | None, min_match: int
 ) -> None:
-    drafter = LookupDrafter(max_match, min(min_match, max_match or min_match))
+    drafter = LookupDrafter(Lookup(max_match, min(min_match, max_match or min_match)))
     drafter.begin(context)
     expected = draft(drafter, context, gamma=12)
     drafter.read(context)
@@ -319,7 +321,7 @@ def test_guessing_token_by_token_is_drafting(
 )
 def test_behind_tokens_of_another_the_match_includes_them(context: list[int], drafted: list[int]) -> None:
     """As in a context that ends with them, but for matches that only they would make."""
-    drafter = LookupDrafter(None, 2)
+    drafter = LookupDrafter(Lookup(None, 2))
     drafter.begin(context)
     drafter.read(context)
     found = drafter.guess(context, drafted, Sampling())
@@ -339,7 +341,7 @@ def test_behind_tokens_of_another_the_match_includes_them(context: list[int], dr
 
 
 def test_a_draft_begins_anew_when_the_context_is_read() -> None:
-    drafter = LookupDrafter(None, 2)
+    drafter = LookupDrafter(Lookup(None, 2))
     context = [1, 2, 3, 4, 1, 2]
     drafter.begin(context)
     drafter.read(context)
@@ -350,8 +352,13 @@ def test_a_draft_begins_anew_when_the_context_is_read() -> None:
 
 
 def test_defaults_in_a_cascade() -> None:
-    alone = LookupDrafter.from_options({})
-    cascaded = LookupDrafter.from_options({}, in_cascade=True)
-    assert (alone.name, cascaded.name) == ("lookup", "lookup")
-    assert (cascaded.max_match, cascaded.min_match) == (None, 2)
-    assert LookupDrafter.from_options({"n": "5", "min": "1"}, in_cascade=True).name == "lookup:n=5,min=1"
+    def front(text: str) -> Lookup:
+        spec = parse_drafter(f"{text}+self:int8")
+        assert isinstance(spec, Cascade)
+        assert isinstance(spec.front, Lookup)
+        return spec.front
+
+    cascaded = front("lookup")
+    assert (str(Lookup()), str(cascaded)) == ("lookup", "lookup")
+    assert (cascaded.n, cascaded.min) == (None, 2)
+    assert str(front("lookup:n=5,min=1")) == "lookup:n=5,min=1"

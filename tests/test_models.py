@@ -38,17 +38,16 @@ from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import checkpoints, load
 from specbench.models.load import (
-    ModelSpec,
     check_compatible,
     check_options,
     end_ids_of,
     load_config,
     load_model,
-    parse_model_spec,
     wrap_model,
 )
 from specbench.models.prepare import wrap_drafter, wrap_target
 from specbench.options import LoadOptions
+from specbench.specs.models import ModelSpec, parse_model
 
 CPU = LoadOptions(device="cpu")
 
@@ -73,21 +72,21 @@ def refusal(call: Any, *arguments: Any, kind: type[SpecbenchError], **options: A
 def test_a_built_in_name_is_itself_even_beside_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m").mkdir()
-    assert parse_model_spec("smollm2-135m") == ModelSpec("builtin", "smollm2-135m")
-    assert parse_model_spec("./smollm2-135m").kind == "folder"
+    assert parse_model("smollm2-135m") == ModelSpec("builtin", "smollm2-135m")
+    assert parse_model("./smollm2-135m").kind == "folder"
 
 
 def test_an_existing_path_wins_over_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert parse_model_spec("org/name") == ModelSpec("hub", "org/name")
+    assert parse_model("org/name") == ModelSpec("hub", "org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
-    assert parse_model_spec("org/name") == ModelSpec("folder", "org/name")
+    assert parse_model("org/name") == ModelSpec("folder", "org/name")
 
 
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert parse_model_spec("~/model") == ModelSpec("folder", str(tmp_path / "model"))
+    assert parse_model("~/model") == ModelSpec("folder", str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     ],
 )
 def test_hub_ids(text, spec):
-    assert parse_model_spec(text) == spec
+    assert parse_model(text) == spec
     assert spec.name == text
 
 
@@ -118,7 +117,7 @@ def test_hub_ids(text, spec):
     ],
 )
 def test_what_looks_like_a_path_must_exist(text):
-    message = refusal(parse_model_spec, text, kind=UsageError)
+    message = refusal(parse_model, text, kind=UsageError)
     assert message.startswith(f"There is no such file or folder: {text!r}.")
 
 
@@ -139,13 +138,13 @@ def test_what_looks_like_a_path_must_exist(text):
     ],
 )
 def test_what_names_no_model(text):
-    message = refusal(parse_model_spec, text, kind=UsageError)
+    message = refusal(parse_model, text, kind=UsageError)
     assert message.isprintable()
 
 
 def test_a_file_that_is_no_gguf(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    message = refusal(parse_model_spec, str(tmp_path / "model.safetensors"), kind=UsageError)
+    message = refusal(parse_model, str(tmp_path / "model.safetensors"), kind=UsageError)
     assert "neither a model folder nor a .gguf file" in message
 
 

@@ -16,7 +16,8 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength
-from specbench.specs.notation import split_spec
+from specbench.specs.drafters import NGram, parse_drafter
+from specbench.specs.notation import join_spec
 
 GREEDY = Sampling()
 SAMPLING = Sampling(temperature=0.7, top_k=1)
@@ -82,34 +83,34 @@ def ranking(rows: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:
 
 
 def test_the_most_frequent_continuation() -> None:
-    assert drafted(NGramDrafter(order=2), [1, 5, 1, 6, 1, 5, 1, 7, 1], gamma=1) == [5]
+    assert drafted(NGramDrafter(NGram(order=2)), [1, 5, 1, 6, 1, 5, 1, 7, 1], gamma=1) == [5]
 
 
 def test_ties_go_to_the_most_recent() -> None:
-    assert drafted(NGramDrafter(order=2), [1, 5, 1, 6, 1], gamma=1) == [6]
-    assert drafted(NGramDrafter(order=2), [1, 5, 1, 6, 1, 6, 1, 5, 1], gamma=1) == [5]
+    assert drafted(NGramDrafter(NGram(order=2)), [1, 5, 1, 6, 1], gamma=1) == [6]
+    assert drafted(NGramDrafter(NGram(order=2)), [1, 5, 1, 6, 1, 6, 1, 5, 1], gamma=1) == [5]
 
 
 def test_the_longest_context_comes_first() -> None:
     # Behind 2 alone, 9 is the more frequent; behind 1 2 it is 3.
     prompt = [1, 2, 3, 2, 9, 2, 9, 1, 2]
-    assert drafted(NGramDrafter(order=3), prompt, gamma=1) == [3]
-    assert drafted(NGramDrafter(order=2), prompt, gamma=1) == [9]
+    assert drafted(NGramDrafter(NGram(order=3)), prompt, gamma=1) == [3]
+    assert drafted(NGramDrafter(NGram(order=2)), prompt, gamma=1) == [9]
 
 
 def test_backs_off_to_shorter_contexts() -> None:
-    assert drafted(NGramDrafter(order=4), [1, 2, 3, 8, 3], gamma=1) == [8]
+    assert drafted(NGramDrafter(NGram(order=4)), [1, 2, 3, 8, 3], gamma=1) == [8]
 
 
 def test_drafts_extend_the_context() -> None:
     # 4 was followed by 1 last; after the own draft 1 2 3 it is 5.
     prompt = [1, 2, 3, 4, 5, 3, 9, 4, 1, 1, 2]
-    assert drafted(NGramDrafter(order=4), prompt, gamma=3) == [3, 4, 5]
+    assert drafted(NGramDrafter(NGram(order=4)), prompt, gamma=3) == [3, 4, 5]
 
 
 def test_stops_at_the_first_miss() -> None:
     assert drafted(NGramDrafter(), [1, 2, 3, 4, 1, 2], gamma=2) == [3, 4]
-    drafter = NGramDrafter(order=2, window=2)
+    drafter = NGramDrafter(NGram(order=2, window=2))
     # Only 3 -> 4 and 4 -> 2 are remembered, so 2 is a dead end.
     assert drafted(drafter, [2, 3, 4, 2], gamma=5) == []
     assert draft(drafter, [2, 3, 4, 2, 3], gamma=5).tokens == [4, 2]
@@ -124,14 +125,14 @@ def test_nothing_known_is_nothing_drafted() -> None:
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_prompt_of_one_token(sample: bool) -> None:
-    drafter = NGramDrafter(sample=sample)
+    drafter = NGramDrafter(NGram(sample=sample))
     assert drafted(drafter, [7], sampling=SAMPLING) == []
     drafter.commit([7, 7], 1, torch.zeros(1, 8))
     assert draft(drafter, [7, 7], gamma=3, sampling=SAMPLING, random=Scripted(7, 7, 7)).tokens == [7, 7, 7]
 
 
 def test_a_vocabulary_of_one_token() -> None:
-    drafter = NGramDrafter(sample=True, top_k=5)
+    drafter = NGramDrafter(NGram(sample=True, top_k=5))
     drafter.begin([0, 0])
     drafter.commit([0, 0, 0], 1, torch.zeros(1, 1))
     result = draft(drafter, [0, 0, 0], gamma=2, sampling=SAMPLING, random=Randomness(0))
@@ -142,7 +143,7 @@ def test_a_vocabulary_of_one_token() -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
 def test_no_room(sampling: Sampling) -> None:
-    drafter = NGramDrafter(sample=True)
+    drafter = NGramDrafter(NGram(sample=True))
     drafter.begin([1, 1])
     drafter.commit([1, 1, 1], 1, torch.zeros(1, 2))
     result = draft(drafter, [1, 1, 1], room=0, sampling=sampling)
@@ -160,13 +161,13 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
 
 
 def test_at_most_max_drafts_and_no_more_than_room() -> None:
-    assert drafted(NGramDrafter(max_drafts=2), [1, 1, 1]) == [1, 1]
-    assert drafted(NGramDrafter(max_drafts=2), [1, 1, 1], room=1) == [1]
+    assert drafted(NGramDrafter(NGram(max=2)), [1, 1, 1]) == [1, 1]
+    assert drafted(NGramDrafter(NGram(max=2)), [1, 1, 1], room=1) == [1]
     assert drafted(NGramDrafter(), [1, 1, 1], room=3) == [1, 1, 1]
 
 
 def test_learns_what_is_emitted() -> None:
-    drafter = NGramDrafter(order=2)
+    drafter = NGramDrafter(NGram(order=2))
     context = [1, 2, 1]
     assert drafted(drafter, context, gamma=1) == [2]
     for token in (3, 1):  # now as frequent as 2, and more recent
@@ -177,7 +178,7 @@ def test_learns_what_is_emitted() -> None:
 
 
 def test_a_commit_before_the_first_proposal_reads_the_prompt_too() -> None:
-    drafter = NGramDrafter(order=3)
+    drafter = NGramDrafter(NGram(order=3))
     drafter.begin([1, 2, 3])
     drafter.commit([1, 2, 3, 1, 2], 2, torch.zeros(2, 4))
     assert draft(drafter, [1, 2, 3, 1, 2], gamma=1).tokens == [3]
@@ -190,22 +191,22 @@ def test_a_commit_before_the_first_proposal_reads_the_prompt_too() -> None:
 def test_a_window_forgets_what_left_it() -> None:
     # 1 -> 5 twice, long ago; 1 -> 6 once, among the last four tokens.
     prompt = [1, 5, 1, 5, 9, 9, 1, 6, 9, 1]
-    assert drafted(NGramDrafter(order=2), prompt, gamma=1) == [5]
-    assert drafted(NGramDrafter(order=2, window=7), prompt, gamma=1) == [6]
-    assert drafted(NGramDrafter(order=2, window=2), prompt, gamma=1) == []
+    assert drafted(NGramDrafter(NGram(order=2)), prompt, gamma=1) == [5]
+    assert drafted(NGramDrafter(NGram(order=2, window=7)), prompt, gamma=1) == [6]
+    assert drafted(NGramDrafter(NGram(order=2, window=2)), prompt, gamma=1) == []
 
 
 def test_a_tie_made_by_forgetting_goes_to_the_most_recent() -> None:
     # In the last five tokens 1 is followed by 5 and by 6 once each; 6 is newer, though 5 was ahead before.
-    assert drafted(NGramDrafter(order=2, window=5), [1, 5, 1, 5, 1, 6, 1], gamma=1) == [6]
-    drafter = NGramDrafter(order=2, window=6)
+    assert drafted(NGramDrafter(NGram(order=2, window=5)), [1, 5, 1, 5, 1, 6, 1], gamma=1) == [6]
+    drafter = NGramDrafter(NGram(order=2, window=6))
     assert drafted(drafter, [1, 5, 1, 6, 1, 5, 1], gamma=1) == [5]
     drafter.commit([1, 5, 1, 6, 1, 5, 1, 9, 1], 2, torch.zeros(2, 10))
     assert draft(drafter, [1, 5, 1, 6, 1, 5, 1, 9, 1], gamma=1).tokens == [9]
 
 
 def test_a_window_holds_no_more_than_it_says() -> None:
-    drafter = NGramDrafter(window=8, top_k=2)
+    drafter = NGramDrafter(NGram(window=8, top_k=2))
     context = list(range(50))
     drafter.begin(context)
     for token in range(50, 100):
@@ -216,7 +217,7 @@ def test_a_window_holds_no_more_than_it_says() -> None:
 
 
 def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
-    drafter = NGramDrafter(sample=True, window=100)
+    drafter = NGramDrafter(NGram(sample=True, window=100))
     drafter.begin([1, 2, 1, 2])
     drafter.commit([1, 2, 1, 2, 1], 1, torch.zeros(1, 3))
     assert drafted(drafter, [3, 1], sampling=SAMPLING) == []
@@ -225,7 +226,7 @@ def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
 
 
 def test_counts_kept_between_prompts() -> None:
-    drafter = NGramDrafter(order=3, keep=True)
+    drafter = NGramDrafter(NGram(order=3, keep=True))
     assert drafted(drafter, [1, 2, 3]) == []
     assert drafted(drafter, [4, 1], gamma=2) == [2, 3]
     # Neither 3 4 nor 3 -> 4 was ever seen: they stood in different prompts.
@@ -233,14 +234,14 @@ def test_counts_kept_between_prompts() -> None:
 
 
 def test_the_window_of_kept_counts_spans_prompts() -> None:
-    drafter = NGramDrafter(order=2, keep=True, window=3)
+    drafter = NGramDrafter(NGram(order=2, keep=True, window=3))
     drafted(drafter, [1, 2])
     assert drafted(drafter, [8, 1], gamma=1) == [2]
     assert drafted(drafter, [8, 1], gamma=1) == []
 
 
 def test_the_filler_counts_the_targets_best_tokens() -> None:
-    drafter = NGramDrafter(order=3, top_k=3)
+    drafter = NGramDrafter(NGram(order=3, top_k=3))
     drafter.begin([1, 2])
     context = [1, 2, 5]
     drafter.commit(context, 1, ranking([[6, 5, 7, 8]], 9))
@@ -251,7 +252,7 @@ def test_the_filler_counts_the_targets_best_tokens() -> None:
 
 
 def test_the_filler_prefers_the_more_probable_of_equals() -> None:
-    drafter = NGramDrafter(order=2, top_k=2, window=3)
+    drafter = NGramDrafter(NGram(order=2, top_k=2, window=3))
     drafter.begin([1])
     drafter.commit([1, 5], 1, ranking([[6, 7, 5]], 8))  # 1 -> 5, 6, 7, although 5 is not among the best two
     assert list(drafter._continuations[(1,)].counts) == [7, 6, 5]
@@ -263,7 +264,7 @@ def test_the_filler_prefers_the_more_probable_of_equals() -> None:
 
 
 def test_the_filler_reads_only_the_rows_of_emitted_tokens() -> None:
-    drafter = NGramDrafter(order=2, top_k=2)
+    drafter = NGramDrafter(NGram(order=2, top_k=2))
     drafter.begin([1])
     drafter.commit([1, 2, 3], 2, ranking([[2, 4], [3, 5], [6, 7], [8, 9]], 10))
     counts = {context: dict(known.counts) for context, known in drafter._continuations.items()}
@@ -271,14 +272,14 @@ def test_the_filler_reads_only_the_rows_of_emitted_tokens() -> None:
 
 
 def test_a_filler_of_one_is_the_plain_rule() -> None:
-    drafter = NGramDrafter(order=2, top_k=1)
+    drafter = NGramDrafter(NGram(order=2, top_k=1))
     drafter.begin([1])
     drafter.commit([1, 2], 1, ranking([[3, 2]], 4))  # sampled: the target's best token was another one
     assert drafter._continuations[(1,)].counts == {2: 1}
 
 
 def test_sampling_looks_at_the_longest_known_context_only() -> None:
-    drafter = NGramDrafter(order=3, sample=True)
+    drafter = NGramDrafter(NGram(order=3, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
     drafter.commit(context, 1, torch.zeros(1, 8))
@@ -289,7 +290,7 @@ def test_sampling_looks_at_the_longest_known_context_only() -> None:
 
 
 def test_sampling_draws_from_the_normalised_counts_and_keeps_them() -> None:
-    drafter = NGramDrafter(order=2, sample=True)
+    drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
     drafter.commit(context, 1, torch.zeros(1, 8))
@@ -307,7 +308,7 @@ def test_sampling_draws_from_the_normalised_counts_and_keeps_them() -> None:
 
 
 def test_sampled_drafts_follow_the_counts() -> None:
-    drafter = NGramDrafter(order=2, sample=True)
+    drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
     drafter.commit(context, 1, torch.zeros(1, 8))
@@ -320,7 +321,7 @@ def test_sampled_drafts_follow_the_counts() -> None:
 
 
 def test_sampling_stops_at_a_miss_with_a_row_for_each_draft() -> None:
-    drafter = NGramDrafter(order=2, sample=True, window=2)
+    drafter = NGramDrafter(NGram(order=2, sample=True, window=2))
     drafter.begin([2, 3, 4])
     drafter.commit([2, 3, 4, 2], 1, torch.zeros(1, 5))
     result = draft(drafter, [2, 3, 4, 2, 3], sampling=SAMPLING, random=Randomness(0))
@@ -330,7 +331,7 @@ def test_sampling_stops_at_a_miss_with_a_row_for_each_draft() -> None:
 
 
 def test_greedy_decoding_takes_the_most_frequent_and_draws_nothing() -> None:
-    drafter = NGramDrafter(order=2, sample=True)
+    drafter = NGramDrafter(NGram(order=2, sample=True))
     context = [1, 5, 1, 6, 1, 6, 1]
     drafter.begin(context[:-1])
     drafter.commit(context, 1, torch.zeros(1, 8))
@@ -356,7 +357,7 @@ class Watched(list[int]):
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_no_step_reads_the_whole_context(sample: bool) -> None:
-    drafter = NGramDrafter(order=4, sample=sample, top_k=2)
+    drafter = NGramDrafter(NGram(order=4, sample=sample, top_k=2))
     context = Watched([1, 2, 3] * 1000)
     drafter.begin(context)
     draft(drafter, context)
@@ -456,7 +457,7 @@ def test_agrees_with_a_recount(
     run: Any, order: int, window: int | None, keep: bool, top_k: int, first_target: bool, chance: Any
 ) -> None:
     vocabulary, prompts = run
-    drafter = NGramDrafter(order=order, window=window, keep=keep, top_k=top_k, sample=True)
+    drafter = NGramDrafter(NGram(order=order, window=window, keep=keep, top_k=top_k, sample=True))
     reference = Reference(order, window, keep, top_k)
     for prompt, steps in prompts:
         context = list(prompt)
@@ -491,13 +492,12 @@ def test_agrees_with_a_recount(
 
 def test_the_name_is_that_of_the_command_line() -> None:
     assert NGramDrafter().name == "ngram"
-    assert NGramDrafter(order=3, window=512, sample=True).name == "ngram:order=3,window=512,sample"
+    assert NGramDrafter(NGram(order=3, window=512, sample=True)).name == "ngram:order=3,window=512,sample"
     everything = "ngram:order=2,max=3,window=5,keep,top-k=4,sample"
-    drafter = NGramDrafter.from_options(split_spec(everything)[1])
-    assert drafter.name == everything
-    assert (drafter.order, drafter.max_drafts, drafter.window) == (2, 3, 5)
-    assert (drafter.keep, drafter.top_k, drafter.sample) == (True, 4, True)
-    assert NGramDrafter.from_options({}).name == "ngram"
+    spec = parse_drafter(everything)
+    assert spec == NGram(order=2, max=3, window=5, keep=True, top_k=4, sample=True)
+    assert NGramDrafter(spec).name == everything
+    assert parse_drafter("ngram") == NGram()
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_the_name_is_that_of_the_command_line() -> None:
 )
 def test_bad_options(options: dict[str, str | bool], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        NGramDrafter.from_options(options)
+        parse_drafter(join_spec("ngram", options, dict.fromkeys(options)))
 
 
 def test_the_reading_of_the_prompt_is_timed_once() -> None:

@@ -19,12 +19,14 @@ from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
 from specbench.backends.torch.kernels.linear import Int8Linear, pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
-from specbench.drafters.layers import SelfForm, cheaper_form, skippable_layers
+from specbench.drafters.layers import cheaper_form, check_form, skippable_layers
 from specbench.drafters.model import SelfDrafter
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
 from specbench.models.prepare import check_drafter, load_drafter, wrap_target
+from specbench.specs.drafters import SelfForm, parse_drafter
+from specbench.specs.models import parse_model
 
 LAYERS = 5
 USUAL = {**TINY, "num_hidden_layers": LAYERS}
@@ -235,13 +237,14 @@ def test_every_draft_of_the_whole_target_is_accepted() -> None:
         ("self:layers=12", SelfForm(layers=12), "self:layers=12"),
         ("self:layers=12,int8", SelfForm(int8=True, layers=12), "self:int8,layers=12"),
         ("self:skip=3-7-11", SelfForm(skip=(3, 7, 11)), "self:skip=3-7-11"),
+        ("self:calibrated", SelfForm(calibrated=True), "self:calibrated"),
         ("self: skip = 11-3-3 , int8", SelfForm(int8=True, skip=(3, 11)), "self:int8,skip=3-11"),
     ],
 )
 def test_specs(spec: str, form: SelfForm, name: str) -> None:
-    assert SelfForm.parse(spec) == form
-    assert form.name == name
-    assert SelfForm.parse(name) == form
+    assert parse_drafter(spec) == form
+    assert str(form) == name
+    assert parse_drafter(name) == form
 
 
 def test_the_layers_that_are_used() -> None:
@@ -281,7 +284,7 @@ def test_refusals_before_any_weights_are_loaded(
     folder = save_tiny(tmp_path / "target", layers=LAYERS)
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(UsageError) as caught:
-        check_drafter(spec, str(folder))
+        check_drafter(parse_drafter(spec), parse_model(str(folder)))
     assert caught.value.message == message
     assert caught.value.hint
 
@@ -320,7 +323,7 @@ def test_layers_whose_keys_others_read_are_not_skipped() -> None:
     )  # fmt: skip
     assert skippable_layers(config) == ()
     with pytest.raises(UsageError, match="go by the states of others"):
-        SelfForm(skip=(2,)).check(config)
+        check_form(SelfForm(skip=(2,)), config)
 
 
 def test_a_model_whose_layers_are_not_found() -> None:

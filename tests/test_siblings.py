@@ -29,6 +29,7 @@ from specbench.drafters.ngram import NGramDrafter
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto import AutoLength
+from specbench.specs.drafters import NGram
 
 VOCAB = 9
 PROMPT = (1, 4, 2)
@@ -126,7 +127,7 @@ def drafting(tokens: Sequence[int]) -> torch.Tensor:
 
 def drafter(kind: str = "model") -> Any:
     model = ModelDrafter(ScriptedScorer(drafting, VOCAB, cache=ScriptedCache()), "model")
-    fronts: dict[str, Any] = {"lookup": LookupDrafter(), "ngram": NGramDrafter(top_k=2)}
+    fronts: dict[str, Any] = {"lookup": LookupDrafter(), "ngram": NGramDrafter(NGram(top_k=2))}
     return model if kind == "model" else CascadeDrafter(fronts[kind], model)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from killed_sweep import sweep as killed_sweep
-from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts
+from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
 
 from specbench.bench.grid import Config, SweepOptions, build_configs, parse_gammas, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
@@ -86,7 +86,7 @@ def test_the_grid_has_plain_decoding_at_every_temperature() -> None:
     options = SweepOptions(
         gammas=(2, 4), temperatures=(0.0, 0.7), transformers=True, assisted=True, cache="preallocated"
     )
-    configs = build_configs(options, ["none", "lookup", "small (int8)"], {"small (int8)": "f1"})
+    configs = build_configs(options, specs_of("none", "lookup", "small (int8)"), {"small (int8)": "f1"})
     assert [config.id for config in configs[:8]] == [
         "plain", "lookup@2", "lookup@4", "small (int8)@2", "small (int8)@4", "transformers", "transformers:lookup",
         "transformers:small (int8)",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.bench.grid import WARMUP_TOKENS, Config, Sweep, turns_of
-from specbench.specs.drafters import drafter_word, model_part, split_cascade
+from specbench.specs.drafters import DrafterSpec, SelfForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from specbench.bench.engines.own import EngineOptions
     from specbench.options import LoadOptions
     from specbench.progress import Progress
+    from specbench.specs.models import ModelSpec
 
-__all__ = ["MemoryNeed", "TimeNeed", "drafter_label", "estimate_memory", "estimate_time", "slowdown"]
+__all__ = ["MemoryNeed", "TimeNeed", "estimate_memory", "estimate_time", "slowdown"]
 
 _PROGRAM_BYTES = 700_000_000  # Python, torch and transformers themselves
 _RULES_GAMMA = 5  # tokens a draft-length rule drafts in a step, about
@@ -63,7 +64,7 @@ def estimate_time(
     """From a stored run of the same target on this processor if there is one, else from one pass over as many weights.
 
     Args:
-        sweep: What would be measured; its drafters have the names that ``drafter_label`` gives.
+        sweep: What would be measured; its drafters are called as their specs.
         options: The models.
         folder: Where runs are stored.
         progress: Told about fetching a configuration.
@@ -114,7 +115,7 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
     if options.reference or options.assistants:
         load("target for transformers", *weights)
     for spec in options.drafters:
-        load(drafter_label(spec), *_drafter_weights(spec, target, options.drafter_options, progress))
+        load(str(spec), *_drafter_weights(spec, target, options.drafter_options, progress))
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
     turns = max(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
     tokens = longest + turns * sweep.options.max_new_tokens
@@ -126,25 +127,15 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
     )
 
 
-def drafter_label(spec: str) -> str:
-    """What a drafter is called before it is loaded, without its path."""
-    from specbench.models.load import parse_model_spec
-
-    cascade, own = split_cascade(spec), model_part(spec)
-    label = own if drafter_word(own) is not None else parse_model_spec(own).name
-    return label if cascade is None else f"{cascade[0]}+{label}"
-
-
 # -- from a stored run -----------------------------------------------------------------------------
 
 
 def _stored_speeds(folder: Path, options: EngineOptions) -> tuple[dict[str, tuple[float, float]], str] | None:
     """Mean seconds to the first token and per token behind it, by configuration, from the newest run that fits."""
     from specbench.bench.environment import describe_environment
-    from specbench.models.load import parse_model_spec
     from specbench.results.store import load_results, stored_runs
 
-    name, cpu = parse_model_spec(options.target).name, describe_environment()["cpu"]
+    name, cpu = options.target.name, describe_environment()["cpu"]
     for path, run in stored_runs(folder):
         if run["target"].get("name") != name or run["environment"].get("cpu") != cpu:
             continue
@@ -184,7 +175,7 @@ def _calibrated(options: EngineOptions, progress: Progress | None) -> tuple[floa
     rate = _bytes_per_second(weights)
     layers_s = target.layers * _LAYER_S
     drafters = {
-        drafter_label(spec): size / rate + layers_s if size else 0.0
+        str(spec): size / rate + layers_s if size else 0.0
         for spec in options.drafters
         for size in [_drafter_bytes(spec, target.parameters, options.drafter_options, progress)]
     }
@@ -218,7 +209,7 @@ def _bytes_per_second(weights: int) -> float:
 # -- sizes -----------------------------------------------------------------------------------------
 
 
-def _size(spec: str, progress: Progress | None) -> _Size:
+def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
     """Of a model, from its configuration alone."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -255,14 +246,13 @@ def _weights(size: _Size, options: LoadOptions | None, *, int8: bool = False) ->
 
 
 def _drafter_weights(
-    spec: str, target: _Size, options: LoadOptions | None, progress: Progress | None
+    spec: DrafterSpec, target: _Size, options: LoadOptions | None, progress: Progress | None
 ) -> tuple[int, int]:
     """Bytes that a drafter adds in the end, and at most while it is loaded."""
-    own = model_part(spec)
-    if drafter_word(own) is not None:
+    if spec.own_model is None:
         return (_drafter_bytes(spec, target.parameters, options, progress),) * 2
     int8 = options is None or options.dtype == "auto"
-    return _weights(_size(own, progress), options, int8=int8)[0]
+    return _weights(_size(spec.own_model, progress), options, int8=int8)[0]
 
 
 def _bytes_per_number(options: LoadOptions | None) -> int:
@@ -276,15 +266,18 @@ def _bytes_per_number(options: LoadOptions | None) -> int:
     return {"float32": 4, "int8": 1}.get(dtype, 2)
 
 
-def _drafter_bytes(spec: str, target: int, options: LoadOptions | None, progress: Progress | None) -> int:
-    spec = model_part(spec)
-    word = drafter_word(spec)
-    if word == "self":  # unquantised layers share the target's weights; a calibrated form may be int8
-        return target if "int8" in spec or "calibrated" in spec else 0
-    if word is not None:
+def _drafter_bytes(
+    spec: DrafterSpec, target: int, options: LoadOptions | None, progress: Progress | None
+) -> int:
+    own = spec.model_part
+    if isinstance(
+        own, SelfForm
+    ):  # unquantised layers share the target's weights; a calibrated form may be int8
+        return target if own.int8 or own.calibrated else 0
+    if own.own_model is None:
         return 0
     from specbench.models.load import resolve_device
 
     on_cpu = resolve_device(options.device if options is not None else "auto").type == "cpu"
     quantised = (options is None or options.dtype == "auto") and on_cpu
-    return _size(spec, progress).parameters * (1 if quantised else _bytes_per_number(options))
+    return _size(own.own_model, progress).parameters * (1 if quantised else _bytes_per_number(options))

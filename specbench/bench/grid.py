@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
 from specbench.results.store import Key
-from specbench.specs.drafters import split_cascade
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
+    from specbench.specs.drafters import DrafterSpec
 
 __all__ = [
     "Cell",
@@ -199,7 +199,9 @@ def parse_policies(specs: Sequence[str], **options: Any) -> tuple[str, ...]:
 
 
 def build_configs(
-    options: SweepOptions, drafters: Sequence[str], fingerprints: Mapping[str, str] | None = None
+    options: SweepOptions,
+    drafters: Mapping[str, DrafterSpec],
+    fingerprints: Mapping[str, str] | None = None,
 ) -> list[Config]:
     """The grid: plain decoding at every temperature, and drafters × rules × draft lengths beside it.
 
@@ -207,25 +209,28 @@ def build_configs(
 
     Args:
         options: Their grid.
-        drafters: The drafters' names; ``none`` is left out, for plain decoding is always there.
+        drafters: By their names; plain ones are left out, for plain decoding is always there.
         fingerprints: Of the weights of those that are models with weights of their own.
     """
-    names = [name for name in drafters if name != "none"]
+    drafting = {name: spec for name, spec in drafters.items() if not spec.is_plain}
     return [
         config
         for temperature in options.temperatures
-        for config in _configs_at(temperature, options, names, fingerprints or {})
+        for config in _configs_at(temperature, options, drafting, fingerprints or {})
     ]
 
 
 def _configs_at(
-    temperature: float, options: SweepOptions, drafters: Sequence[str], fingerprints: Mapping[str, str]
+    temperature: float,
+    options: SweepOptions,
+    drafters: Mapping[str, DrafterSpec],
+    fingerprints: Mapping[str, str],
 ) -> Iterator[Config]:
     """The configurations of one temperature, plain decoding first."""
     grid: list[tuple[Kind, str, str, str, int | None, str]] = [
         ("plain", "plain", "plain", "none", None, "none")
     ]
-    for name in drafters:
+    for name, spec in drafters.items():
         for policy in options.policies:
             word, _, own = policy.partition(":")
             if word == "fixed":
@@ -234,14 +239,14 @@ def _configs_at(
                     ("speculative", f"{name}@{g}{end}", f"{name} γ={g}{end}", name, g, policy)
                     for g in options.gammas
                 ]
-            elif _applies(policy, name):
+            elif _applies(policy, spec):
                 grid.append(("speculative", f"{name}@{policy}", f"{name} {policy}", name, None, policy))
     own = "transformers"
     if options.transformers:
         grid.append(("transformers", own, f"{own} generate", "none", None, "none"))
     if options.assisted:
         grid.append(("assisted", f"{own}:lookup", f"{own} prompt lookup", "lookup", LOOKUP_TOKENS, own))
-        models = [name for name in drafters if name in fingerprints and split_cascade(name) is None]
+        models = [name for name, spec in drafters.items() if name in fingerprints and spec.model_part is spec]
         grid += [("assisted", f"{own}:{name}", f"{own} assisted, {name}", name, None, own) for name in models]
     end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
     for kind, identifier, label, drafter, gamma, policy in grid:
@@ -259,7 +264,7 @@ def _configs_at(
         )
 
 
-def _applies(policy: str, drafter: str) -> bool:
+def _applies(policy: str, drafter: DrafterSpec) -> bool:
     from specbench.lengths import applies
 
     return applies(policy, drafter)

@@ -139,11 +139,11 @@ def _as_json(found: Calibration) -> str:
     from dataclasses import asdict
 
     forms = [
-        {"drafter": candidate.form.name, **asdict(candidate.agreement), "cost": candidate.cost,
+        {"drafter": str(candidate.form), **asdict(candidate.agreement), "cost": candidate.cost,
          "gamma": candidate.gamma, "speedup": candidate.speedup}
         for candidate in found.path
     ]  # fmt: skip
-    choice = {"drafter": found.choice.form.name, **asdict(found.choice)}
+    choice = {"drafter": str(found.choice.form), **asdict(found.choice)}
     return json.dumps({"choice": choice, "path": forms, "complete": found.complete}) + "\n"
 
 
@@ -151,7 +151,7 @@ def _as_text(found: Calibration, target: Target) -> str:
     from specbench.textsafe import terminal_safe
 
     choice = found.choice
-    names = [candidate.form.name for candidate in found.path]
+    names = [str(candidate.form) for candidate in found.path]
     width = max(map(len, names))
     lines = [f"{'drafter':{width}}    accepted      c   γ  predicted"]
     for candidate, name in zip(found.path, names, strict=True):
@@ -162,7 +162,7 @@ def _as_text(found: Calibration, target: Target) -> str:
         )
     lines += [
         "",
-        f"{choice.form.name}: accepts {choice.accepted:.2f} of {choice.tested} drafts on other prompts;"
+        f"{choice.form}: accepts {choice.accepted:.2f} of {choice.tested} drafts on other prompts;"
         f" predicted {choice.speedup:.2f} × plain decoding at γ = {choice.gamma}.",
     ]
     if not found.complete:

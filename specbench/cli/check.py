@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.options import LoadOptions
     from specbench.progress import Progress
+    from specbench.specs.drafters import DrafterSpec
+    from specbench.specs.models import ModelSpec
 
 __all__ = ["check"]
 
@@ -206,12 +208,14 @@ def check(
         from specbench.bench.grid import parse_gammas
         from specbench.decoding.sampling import Sampling
         from specbench.options import LoadOptions
+        from specbench.specs.drafters import parse_drafter
+        from specbench.specs.models import parse_model
 
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         options = LoadOptions(dtype, device, device_map)
         request = _Request(
             ctx,
-            target,
+            parse_model(target),
             options,
             kind,
             chat,
@@ -248,7 +252,7 @@ def check(
             job = _DecodingJob(
                 request,
                 _chosen_prompts(prompts, category, limit),
-                tuple(dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER])),
+                tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
                 LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
                 rules,
                 bias or _DEFAULT_BIAS,
@@ -278,7 +282,7 @@ class _Request:
     def __init__(
         self,
         ctx: typer.Context,
-        target: str,
+        target: ModelSpec,
         options: LoadOptions,
         cache: CacheKind,
         chat: bool | None,
@@ -365,7 +369,7 @@ class _DecodingJob:
         self,
         request: _Request,
         prompts: Sequence[Prompt],
-        drafters: Sequence[str],
+        drafters: Sequence[DrafterSpec],
         drafter_options: LoadOptions,
         rules: Sequence[LengthRule],
         bias: float,
@@ -424,12 +428,11 @@ class _DecodingJob:
         from specbench.lengths import applies
         from specbench.models.load import check_options, load_model
         from specbench.models.prepare import check_drafter, load_target, wrap_target
-        from specbench.specs.drafters import drafter_word
 
         request = self.request
         check_options(request.options)
         check_options(self.drafter_options)
-        drafting = [spec for spec in self.drafters if drafter_word(spec) != "none"]
+        drafting = [spec for spec in self.drafters if not spec.is_plain]
         for note in left_out([rule.spec for rule in self.rules], drafting):
             request.note(note)
         for spec in self.drafters:
@@ -455,8 +458,8 @@ class _DecodingJob:
         chosen = [
             (spec, rule)
             for spec in self.drafters
-            for rule in (self.rules[:1] if drafter_word(spec) == "none" else self.rules)
-            if drafter_word(spec) == "none" or applies(rule.spec, spec)
+            for rule in (self.rules[:1] if spec.is_plain else self.rules)
+            if spec.is_plain or applies(rule.spec, spec)
         ]
         references = (
             [None] * len(prompts) if int8 else self._references(model, prompts, len(chosen), progress)
@@ -502,40 +505,41 @@ class _DecodingJob:
             verb = "has" if len(given) == 1 else "have"
             self.request.note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is sampled.")
 
-    def _load_drafting_models(self, target: LanguageModel, progress: Progress) -> dict[str, LanguageModel]:
-        """The drafters' own models by their specs, before anything takes time: one may not fit the target."""
+    def _load_drafting_models(
+        self, target: LanguageModel, progress: Progress
+    ) -> dict[ModelSpec, LanguageModel]:
+        """The drafters' own models, before anything takes time: one may not fit the target."""
         from specbench.models.load import check_compatible, load_model
-        from specbench.specs.drafters import drafter_word, model_part
 
-        models: dict[str, LanguageModel] = {}
-        for spec in map(model_part, self.drafters):
-            if drafter_word(spec) is None and spec not in models:
-                models[spec] = load_model(
-                    spec, self.drafter_options, progress=progress, allow_pickle=self.request.allow_pickle
+        models: dict[ModelSpec, LanguageModel] = {}
+        for spec in self.drafters:
+            own = spec.own_model
+            if own is not None and own not in models:
+                models[own] = load_model(
+                    own, self.drafter_options, progress=progress, allow_pickle=self.request.allow_pickle
                 )
-                check_compatible(target, models[spec])
+                check_compatible(target, models[own])
         return models
 
     def _build_drafters(
-        self, target: Target, models: dict[str, LanguageModel], progress: Progress
-    ) -> dict[str, Drafter]:
+        self, target: Target, models: dict[ModelSpec, LanguageModel], progress: Progress
+    ) -> dict[DrafterSpec, Drafter]:
         """Drafters by their specs; one model drafts alone and in cascades."""
         from specbench.models.prepare import join_cascade, load_drafter, wrap_drafter
-        from specbench.specs.drafters import model_part, split_cascade
+        from specbench.specs.drafters import Cascade
 
         int8 = self.drafter_options.dtype == "auto"
         wrapped = {
             spec: wrap_drafter(model, target, cache=self.request.cache, int8=int8)
             for spec, model in models.items()
         }
-        drafters: dict[str, Drafter] = {}
+        drafters: dict[DrafterSpec, Drafter] = {}
         for spec in self.drafters:
-            cascade, own = split_cascade(spec), model_part(spec)
-            if own not in wrapped:
+            if spec.own_model is None:
                 drafters[spec] = load_drafter(spec, target, cache=self.request.cache, progress=progress)
             else:
-                model = wrapped[own]
-                drafters[spec] = model if cascade is None else join_cascade(cascade[0], model)
+                model = wrapped[spec.own_model]
+                drafters[spec] = join_cascade(spec, model) if isinstance(spec, Cascade) else model
         names = [drafter.name for drafter in drafters.values()]
         if repeated := [name for name in names if names.count(name) > 1]:
             from specbench.errors import UsageError

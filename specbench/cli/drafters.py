@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from specbench.specs.drafters import DRAFTERS
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -18,15 +20,13 @@ def drafters() -> None:
     """List the drafters with their options."""
     from rich.console import Console
 
-    from specbench.specs.drafters import DRAFTER_WORDS
-
     console = Console(highlight=False)
-    for entry in DRAFTER_WORDS:
-        _item(console, entry.word, entry.summary, 0, _INDENT, "bold")
-        column = _INDENT + max(map(len, entry.options), default=0) + 2
-        for option, meaning in entry.options.items():
+    for kind in DRAFTERS:
+        _item(console, kind.word, kind.summary, 0, _INDENT, "bold")
+        column = _INDENT + max(map(len, kind.options), default=0) + 2
+        for option, meaning in kind.options.items():
             _item(console, option, meaning, _INDENT, column, "cyan")
-        _item(console, "", f"Draft probabilities: {entry.probabilities}.", _INDENT, _INDENT, "dim")
+        _item(console, "", f"Draft probabilities: {kind.probabilities}.", _INDENT, _INDENT, "dim")
         console.print()
     for line in (
         "Options follow a colon, separated by commas: --drafter ngram:order=3,window=512",

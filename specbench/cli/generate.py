@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.generate import GenerationRun
     from specbench.models.prepare import Target
+    from specbench.specs.drafters import DrafterSpec
 
 __all__ = ["generate"]
 
@@ -154,7 +155,8 @@ def generate(
     from specbench.cli.watchers import TraceOutput
     from specbench.errors import UsageError
     from specbench.progress import quiet_transformers
-    from specbench.specs.drafters import drafter_word
+    from specbench.specs.drafters import parse_drafter
+    from specbench.specs.models import parse_model
 
     text = read_prompt_text(prompt, prompt_file, sys.stdin)
     if any(not item for item in stop or ()):
@@ -202,13 +204,14 @@ def generate(
                 greedy=sampling.greedy,
                 chained=opt.chained(bit_exact, dtype),
             )
-            if drafter_word(drafter) != "none":
-                check_policy(rule.spec, drafter)
-            check_drafter(drafter, target, progress=progress)
+            spec, target_spec = parse_drafter(drafter), parse_model(target)
+            if not spec.is_plain:
+                check_policy(rule.spec, spec)
+            check_drafter(spec, target_spec, progress=progress)
             if compare:
-                refuse_keep(drafter)
+                refuse_keep(spec)
             target_model = load_target(
-                target, load_options, cache=kind, progress=progress, allow_pickle=allow_pickle
+                target_spec, load_options, cache=kind, progress=progress, allow_pickle=allow_pickle
             )
             if model_defaults:
                 sampling = sampling.with_defaults(
@@ -218,7 +221,7 @@ def generate(
                 progress.update("trying passes of several widths", 0, None)
                 target_model.scorer.require_bit_exact()
             proposer = load_drafter(
-                drafter,
+                spec,
                 target_model,
                 drafter_options,
                 cache=kind,
@@ -247,14 +250,14 @@ def generate(
                 # With fixed shapes whatever is met for the first time takes long: captured, or compiled.
                 job.warm_up(None if kind in ("static", "compiled") else _WARM_UP_TOKENS)
         if not quiet:
-            notes = [*_without_effect(ctx, drafter, sampling), *_facts(job, asked_raw=chat is False)]
+            notes = [*_without_effect(ctx, spec, sampling), *_facts(job, asked_raw=chat is False)]
             show_notes(notes, apart=sys.stdout.isatty())
             if paint is not None:
                 show_legend(paint)
         shown = stream and not json_output and not debug
         advice = {"blank": _after_a_blank_reply(job, chat)}
         if compare:
-            advice |= _advice(ctx, job, drafter)
+            advice |= _advice(ctx, job, spec)
         _run(
             job,
             trace_to,
@@ -403,22 +406,21 @@ class _Job:
         }
 
 
-def _without_effect(ctx: typer.Context, drafter: str, sampling: Sampling) -> list[str]:
+def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling) -> list[str]:
     """What was asked for and changes nothing."""
-    from specbench.specs.drafters import drafter_word, model_part
 
     def given(*names: str) -> str:
         listed = opt.given(ctx, *names)
         return f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect" if listed else ""
 
     lines = []
-    word = drafter_word(model_part(drafter))
     if sampling.greedy and (what := given("top_k", "top_p", "min_p", "seed")):
         lines.append(f"{what} at temperature 0: the most probable token is taken.")
-    if word == "none" and (what := given(*_LENGTH_OPTIONS, "first_target")):
+    if drafter.is_plain and (what := given(*_LENGTH_OPTIONS, "first_target")):
         lines.append(f"{what} with the drafter none.")
-    if word is not None and (what := given("drafter_dtype", "drafter_device", "drafter_device_map")):
-        lines.append(f"{what}: the drafter {word} is no model of its own.")
+    load_options = ("drafter_dtype", "drafter_device", "drafter_device_map")
+    if drafter.own_model is None and (what := given(*load_options)):
+        lines.append(f"{what}: the drafter {drafter.model_part.word} is no model of its own.")
     return lines
 
 
@@ -450,26 +452,25 @@ def _after_a_blank_reply(job: _Job, chat: bool | None) -> str:
     return "word the prompt otherwise, or try --raw"
 
 
-def _advice(ctx: typer.Context, job: _Job, drafter: str) -> dict[str, str]:
+def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec) -> dict[str, str]:
     """What to try if a drafter does not help: another ``rule``, and a ``command`` with another drafter."""
     from specbench.lengths import applies
-    from specbench.specs.drafters import drafter_word, model_part, split_cascade
+    from specbench.specs.drafters import Cascade, parse_drafter
 
-    if drafter_word(drafter) == "none":
+    if drafter.is_plain:
         return {}
     found = {}
     if job.sampling.greedy and not job.policy.name.startswith("auto"):
         found["rule"] = "--length-policy auto"
     # A copy costs next to nothing, a model drafts where there is nothing to copy.
-    own = model_part(drafter)
     can_quantise = job.target.dtype != "int8" and job.target.scorer.device.type == "cpu"
-    if split_cascade(drafter) is not None:
+    if isinstance(drafter, Cascade):
         other = "lookup"
-    elif drafter_word(own) is None:
-        other = f"lookup+{own}"
+    elif drafter.own_model is not None:
+        other = f"lookup+{ctx.params['drafter']}"  # a path as it was typed, and not its last name
     else:
         other = "lookup+self:int8" if can_quantise else ""
-    if other and applies(job.policy.name, other):
+    if other and applies(job.policy.name, parse_drafter(other)):
         found["command"] = opt.command_with(ctx, drafter=other, costs=None)
     return found
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from specbench.specs.drafters import DRAFTER_WORDS
+from specbench.specs.drafters import DRAFTERS
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
@@ -112,10 +112,10 @@ _RULES = (
 
 def complete_drafters(incomplete: str) -> list[str]:
     """What ``--drafter`` may go on to, for a shell; behind a word and a colon, its options."""
-    words = [entry for entry in DRAFTER_WORDS if entry.word.islower()]
-    found = [*(entry.word for entry in words), "lookup+self:int8"]
+    words = [kind for kind in DRAFTERS if kind.word.islower()]
+    found = [*(kind.word for kind in words), "lookup+self:int8"]
     if incomplete:
-        options = ((entry.word, *option.partition("=")[:2]) for entry in words for option in entry.options)
+        options = ((kind.word, *option.partition("=")[:2]) for kind in words for option in kind.options)
         found += [f"{word}:{name}{sign}" for word, name, sign in options]
     return _beginning(incomplete, found)
 

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from specbench.specs.drafters import DrafterSpec
+
 __all__ = ["LengthRule", "left_out", "length_rules", "refuse_siblings"]
 
 
@@ -121,7 +123,7 @@ def refuse_siblings(policies: Sequence[str], chained: str) -> None:
             )
 
 
-def left_out(policies: Sequence[str], drafters: Sequence[str]) -> list[str]:
+def left_out(policies: Sequence[str], drafters: Sequence[DrafterSpec]) -> list[str]:
     """Rules that do not apply to a drafter, a sentence each.
 
     Raises:
@@ -135,7 +137,8 @@ def left_out(policies: Sequence[str], drafters: Sequence[str]) -> list[str]:
         if blind and len(blind) == len(drafters):
             check_policy(policy, blind[0])
         if blind:
+            names = ", ".join(map(str, blind))
             notes.append(
-                f"{policy} is left out with {', '.join(blind)}: it reads the drafter's distribution, and there is none."
+                f"{policy} is left out with {names}: it reads the drafter's distribution, and there is none."
             )
     return notes

@@ -248,6 +248,8 @@ def sweep(
     from specbench.errors import UsageError
     from specbench.options import LoadOptions
     from specbench.results.store import RunStore
+    from specbench.specs.drafters import parse_drafter
+    from specbench.specs.models import parse_model
 
     if not resume and (accept_changes or retry_failed):
         raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
@@ -270,12 +272,13 @@ def sweep(
     )
     if chained:
         refuse_siblings(policies, chained)
-    names = tuple(dict.fromkeys(name for name in drafter or [opt.DEFAULT_DRAFTER] if name != "none"))
+    given = map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))
+    drafters = tuple(spec for spec in given if not spec.is_plain)
     gammas = parse_gammas(gamma)
     if not any(policy.partition(":")[0] == "fixed" for policy in policies):
         _refuse_gamma(ctx, policies)
         gammas = []
-    notes = left_out(policies, names)
+    notes = left_out(policies, drafters)
     options = SweepOptions(
         gammas=tuple(gammas),
         policies=policies,
@@ -297,8 +300,8 @@ def sweep(
         limit = _DEFAULT_LIMIT
     chosen = load_prompts(named, category or (), limit)
     engine_options = EngineOptions(
-        target=target,
-        drafters=names,
+        target=parse_model(target),
+        drafters=drafters,
         target_options=LoadOptions(dtype, device, device_map),
         drafter_options=LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
         cache=kind,
@@ -313,7 +316,7 @@ def sweep(
     sources = _sources(engine_options, named, category or [], limit)
     folder = _folder(out, sources, options, resume=resume, retry_failed=retry_failed)
     if dry_run:
-        grid = build_configs(options, sources["drafters"])
+        grid = build_configs(options, {str(spec): spec for spec in drafters})
         _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), engine_options, folder, start)
         return
     if not resume and RunStore.exists(folder):
@@ -328,7 +331,7 @@ def sweep(
     notes += engine.target.language_model.defaults.notes(applied=model_defaults)
     if engine.target.widths_differ is not None:
         notes.append(opt.widths_differ(engine.target.widths_differ))
-    configs = build_configs(options, list(engine.drafters), engine.fingerprints)
+    configs = build_configs(options, engine.specs, engine.fingerprints)
     _check_costs(options, engine)
     job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)
     with job.open_store(sources, accept_changes=accept_changes) as store:
@@ -399,9 +402,6 @@ def _sources(
     """Where models and prompts come from, without paths: the rest of what ``run.json`` keeps as options."""
     from dataclasses import asdict
 
-    from specbench.bench.estimate import drafter_label
-    from specbench.models.load import parse_model_spec
-
     def loading(load_options: Any) -> dict[str, Any]:
         values = asdict(load_options)
         if values["device_map"]:
@@ -409,8 +409,8 @@ def _sources(
         return values
 
     return {
-        "target": parse_model_spec(options.target).name,
-        "drafters": [drafter_label(spec) for spec in options.drafters],
+        "target": str(options.target),
+        "drafters": [str(spec) for spec in options.drafters],
         "target_options": loading(options.target_options),
         "drafter_options": loading(options.drafter_options),
         "prompts": [Path(name).name for name in prompts],

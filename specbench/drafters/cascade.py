@@ -17,7 +17,7 @@ import torch
 
 from specbench.decoding.protocols import Draft, FreeDrafter, Guess
 from specbench.drafters.model import ModelDrafter
-from specbench.errors import UsageError
+from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import LengthPolicy
@@ -37,14 +37,9 @@ class CascadeDrafter:
         model: A small model, or the target itself in a cheaper form.
         max_passes: The most passes of the model in a step; ``None`` leaves that to the draft-length rule. A rule of
             one length would otherwise have to fit free tokens and costly ones alike.
-
-    Raises:
-        UsageError: ``max_passes`` is below 1.
     """
 
     def __init__(self, free: FreeDrafter, model: ModelDrafter, max_passes: int | None = None) -> None:
-        if max_passes is not None and max_passes < 1:
-            raise UsageError(f"The most passes of the cascade's model are {max_passes}.", "Give at least 1.")
         self.free, self.model, self.max_passes = free, model, max_passes
         self._model_was_used = False
 
@@ -53,10 +48,7 @@ class CascadeDrafter:
 
     @property
     def name(self) -> str:
-        first = self.free.name
-        if self.max_passes is not None:
-            first += f"{',' if ':' in first else ':'}passes={self.max_passes}"
-        return f"{first}+{self.model.name}"
+        return cascade_name(self.free.name, self.max_passes, self.model.name)
 
     @property
     def epoch(self) -> tuple[object, object]:

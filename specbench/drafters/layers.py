@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,106 +10,47 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 
 from specbench.backends.torch.kernels.linear import first_layers, int8_copy
 from specbench.errors import UsageError
-from specbench.specs.notation import Options, join_spec, split_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["SelfForm", "cheaper_form", "skippable_layers"]
+    from specbench.specs.drafters import SelfForm
 
-_WRITTEN = {"int8": "int8", "layers": "layers=N", "skip": "skip=I-J-...", "calibrated": "calibrated"}
-_DEFAULTS = {"int8": False, "layers": None, "skip": ""}
+__all__ = ["cheaper_form", "check_form", "skippable_layers"]
 
 
-@dataclass(frozen=True)
-class SelfForm:
-    """What a ``self:`` spec asks for.
+def check_form(form: SelfForm, config: PreTrainedConfig) -> None:
+    """Refuse layers that a model of this configuration lacks, or cannot do without.
 
-    Attributes:
-        int8: Its linear layers quantised.
-        layers: Its first so many decoder layers; ``None`` for all.
-        skip: Those left out, counted from 0, ascending.
-        calibrated: What was chosen by ``specbench calibrate``; excludes the others.
+    Raises:
+        UsageError: It cannot be.
     """
-
-    int8: bool = False
-    layers: int | None = None
-    skip: tuple[int, ...] = ()
-    calibrated: bool = False
-
-    @classmethod
-    def parse(cls, spec: str) -> SelfForm:
-        """Read ``self:int8``, ``self:layers=N``, ``self:skip=I-J-...``, a combination, or ``self:calibrated``.
-
-        Raises:
-            UsageError: It is none of these, or says nothing.
-        """
-        word, options = split_spec(spec)
-        given = Options(word, options, _WRITTEN)
-        form = cls(
-            given.flag("int8"),
-            given.integer("layers", None),
-            tuple(sorted(set(given.integers("skip")))),
-            given.flag("calibrated"),
+    text = config.get_text_config(decoder=True)
+    total = text.num_hidden_layers
+    if form.layers is not None and not 1 <= form.layers <= total:
+        raise UsageError(
+            f"The drafter {form} asks for {form.layers} layers, the target has {total}.",
+            f"Give 1 to {total - 1}.",
         )
-        if form == cls():
+    if not form.skip:
+        return
+    possible = skippable_layers(config)
+    if not possible:
+        raise UsageError(
+            "This target cannot skip layers: some of them go by the states of others.",
+            "Use self:int8, or a drafter model.",
+        )
+    for layer in form.skip:
+        if not 0 <= layer < total:
             raise UsageError(
-                f"{spec!r} does not say how the target drafts for itself.",
-                "Write self:int8, self:layers=N, self:skip=3-7-11, or self:calibrated.",
+                f"The drafter {form} skips layer {layer}, the target has {total}.",
+                f"They are counted from 0 to {total - 1}.",
             )
-        if form.calibrated and form != cls(calibrated=True):
+        if layer not in possible:
             raise UsageError(
-                f"{spec!r} asks for the calibrated form and for another one.", "Write self:calibrated alone."
+                f"Layer {layer} cannot be skipped: the first one of each kind tells how long the cache is.",
+                "Leave it out of skip.",
             )
-        if form.layers is not None and form.skip:
-            raise UsageError(
-                f"{spec!r} names the first layers and some to be skipped.",
-                "Write either layers=N or skip=..., with all that are to be left out.",
-            )
-        return form
-
-    @property
-    def name(self) -> str:
-        """As the command line takes it."""
-        skip = "-".join(map(str, self.skip))
-        return join_spec("self", {"int8": self.int8, "layers": self.layers, "skip": skip}, _DEFAULTS)
-
-    def kept(self, total: int) -> tuple[int, ...]:
-        """The layers it uses, of ``total``."""
-        return tuple(i for i in range(total if self.layers is None else self.layers) if i not in self.skip)
-
-    def check(self, config: PreTrainedConfig) -> None:
-        """Refuse layers that a model of this configuration lacks, or cannot do without.
-
-        Raises:
-            UsageError: It cannot be.
-        """
-        text = config.get_text_config(decoder=True)
-        total = text.num_hidden_layers
-        if self.layers is not None and not 1 <= self.layers <= total:
-            raise UsageError(
-                f"The drafter {self.name} asks for {self.layers} layers, the target has {total}.",
-                f"Give 1 to {total - 1}.",
-            )
-        if not self.skip:
-            return
-        possible = skippable_layers(config)
-        if not possible:
-            raise UsageError(
-                "This target cannot skip layers: some of them go by the states of others.",
-                "Use self:int8, or a drafter model.",
-            )
-        for layer in self.skip:
-            if not 0 <= layer < total:
-                raise UsageError(
-                    f"The drafter {self.name} skips layer {layer}, the target has {total}.",
-                    f"They are counted from 0 to {total - 1}.",
-                )
-            if layer not in possible:
-                raise UsageError(
-                    f"Layer {layer} cannot be skipped: the first one of each kind tells how long the cache is.",
-                    "Leave it out of skip.",
-                )
 
 
 def skippable_layers(config: PreTrainedConfig) -> tuple[int, ...]:

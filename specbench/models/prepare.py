@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,15 +20,14 @@ from specbench.backends.torch.kernels.linear import (
 )
 from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Drafter, FreeDrafter
+from specbench.decoding.protocols import Drafter
 from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.layers import SelfForm, cheaper_form
+from specbench.drafters.layers import cheaper_form, check_form
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.errors import UsageError
-from specbench.models.builtin import BUILTIN_MODELS
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
 from specbench.models.load import (
     LanguageModel,
@@ -38,12 +36,20 @@ from specbench.models.load import (
     check_options,
     load_config,
     load_model,
-    parse_model_spec,
     wrap_model,
 )
 from specbench.options import LoadOptions
-from specbench.specs.drafters import DRAFTER_WORDS, drafter_word, split_cascade
-from specbench.specs.notation import Options, split_spec
+from specbench.specs.drafters import (
+    Cascade,
+    DrafterSpec,
+    Lookup,
+    NGram,
+    Plain,
+    SelfForm,
+    SmallModel,
+    parse_drafter,
+)
+from specbench.specs.models import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -62,7 +68,12 @@ __all__ = [
     "wrap_target",
 ]
 
-_CASCADE_OPTIONS = {"passes": "passes=N"}
+_WITHOUT_MODEL: Mapping[type[DrafterSpec], Callable[[Any], Any]] = {
+    Plain: lambda _: NoDraft(),
+    Lookup: LookupDrafter,
+    NGram: NGramDrafter,
+}
+"""What drafts without any model, by the kind of its spec."""
 
 
 @dataclass(repr=False)
@@ -109,7 +120,7 @@ class Target:
 
 
 def load_target(
-    spec: str,
+    spec: str | ModelSpec,
     options: LoadOptions | None = None,
     *,
     cache: CacheKind | None = None,
@@ -201,41 +212,28 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
     )
 
 
-def check_drafter(spec: str, target_spec: str, *, progress: Progress | None = None) -> None:
-    """Check a drafter spec against the target's configuration, before any weights are loaded.
+def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | None = None) -> None:
+    """Check a drafter against the target's configuration, before any weights are loaded.
 
     Raises:
-        UsageError: No such drafter, option or model, or it cannot draft for this target.
+        UsageError: It cannot draft for this target.
     """
-    cascade = split_cascade(spec)
-    if cascade is not None:
-        _cascade_front(cascade[0])
-        _check_back(cascade[1])
-        check_drafter(cascade[1], target_spec, progress=progress)
-    elif drafter_word(spec) is None:
-        if (meant := _mistyped(spec)) is not None:
-            raise UsageError(
-                f"There is no drafter {spec!r}.", f"Give {meant!r}, or a hub id with its organisation."
-            )
-        parse_model_spec(spec)
-    elif drafter_word(spec) == "self":
-        form = SelfForm.parse(spec)
-        if form.calibrated and not any_choice():
-            raise _nothing_calibrated()
-        if form.layers is not None or form.skip:
-            form.check(load_config(target_spec, progress=progress))
-    else:
-        _free_drafter(spec)
+    form = spec.model_part
+    if not isinstance(form, SelfForm):
+        return
+    if form.calibrated and not any_choice():
+        raise _nothing_calibrated()
+    if form.layers is not None or form.skip:
+        check_form(form, load_config(target, progress=progress))
 
 
-def refuse_keep(spec: str) -> None:
+def refuse_keep(spec: DrafterSpec) -> None:
     """Refuse a drafter that learns from one generation for the next, where a prompt is decoded again to be timed.
 
     Raises:
         UsageError: It has the option ``keep``.
     """
-    front = (split_cascade(spec) or (spec,))[0]
-    if drafter_word(front) == "ngram" and "keep" in split_spec(front)[1]:
+    if spec.keeps_state:
         raise UsageError(
             "ngram:keep carries counts from one generation to the next, so what is measured would be how well it"
             " remembers its own answers.",
@@ -243,23 +241,8 @@ def refuse_keep(spec: str) -> None:
         )
 
 
-def _mistyped(spec: str) -> str | None:
-    """A drafter word or a folder here that a spec nearly is, which the hub need not be asked about then.
-
-    What names an organisation, as models on the hub do, and what exists, is taken at its word.
-    """
-    name, colon, options = spec.partition(":")
-    if "/" in spec or spec in BUILTIN_MODELS or Path(spec).exists():
-        return None
-    words = [entry.word for entry in DRAFTER_WORDS if entry.word.islower()]
-    if near := get_close_matches(name, words, 1, 0.7):
-        return near[0] + colon + options
-    folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
-    return next(iter(get_close_matches(spec, folders, 1, 0.8)), None)
-
-
 def load_drafter(
-    spec: str,
+    spec: str | DrafterSpec,
     target: Target,
     options: LoadOptions | None = None,
     *,
@@ -281,24 +264,27 @@ def load_drafter(
         UsageError: No such drafter, or it does not fit this target.
         RunError: It could not be loaded.
     """
-    cascade = split_cascade(spec)
-    if cascade is not None:
-        first, second = cascade
-        _check_back(second)
+    spec = parse_drafter(spec) if isinstance(spec, str) else spec
+    if isinstance(spec, Cascade):
         model = load_drafter(
-            second, target, options, cache=cache, progress=progress, allow_pickle=allow_pickle
+            spec.back, target, options, cache=cache, progress=progress, allow_pickle=allow_pickle
         )
         assert isinstance(model, ModelDrafter)
-        return join_cascade(first, model)
-    word = drafter_word(spec)
-    if word == "self":
-        return _self_drafter(spec, target)
-    if word is not None:
-        return _free_drafter(spec)
+        return join_cascade(spec, model)
+    if isinstance(spec, SelfForm):
+        return self_drafter(spec, target)
+    if not isinstance(spec, SmallModel):
+        drafter: Drafter = _WITHOUT_MODEL[type(spec)](spec)
+        return drafter
     options = options or LoadOptions()
     check_options(options)
-    language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle)
+    language_model = load_model(spec.model, options, progress=progress, allow_pickle=allow_pickle)
     return wrap_drafter(language_model, target, cache=cache, int8=options.dtype == "auto")
+
+
+def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
+    """A cascade of the free drafter that is asked first, and of ``model``, whichever its spec names."""
+    return CascadeDrafter(_WITHOUT_MODEL[type(spec.front)](spec.front), model, spec.passes)
 
 
 def wrap_drafter(
@@ -337,51 +323,6 @@ def wrap_drafter(
     return ModelDrafter(scorer, f"{language_model.name} ({dtype})")
 
 
-def join_cascade(spec: str, model: ModelDrafter) -> CascadeDrafter:
-    """A cascade of a drafter that needs no model, asked first, and one that is or has one.
-
-    Args:
-        spec: ``lookup`` or ``ngram`` with their options, and ``passes=N``.
-        model: What ``wrap_drafter`` or ``load_drafter`` returned.
-
-    Raises:
-        UsageError: The spec is of another form.
-    """
-    free, max_passes = _cascade_front(spec)
-    return CascadeDrafter(free, model, max_passes)
-
-
-def _cascade_front(spec: str) -> tuple[FreeDrafter, int | None]:
-    """The free drafter of a cascade, with the defaults it has there, and the most passes of the model in a step."""
-    word, options = split_spec(spec)
-    given = Options(word, {key: options.pop(key) for key in ("passes",) if key in options}, _CASCADE_OPTIONS)
-    max_passes = given.integer("passes", None)
-    if max_passes is not None and max_passes < 1:
-        raise UsageError(f"The most passes of the cascade's model are {max_passes}.", "Give at least 1.")
-    if word == "ngram":
-        return NGramDrafter.from_options(options, in_cascade=True), max_passes
-    return LookupDrafter.from_options(options, in_cascade=True), max_passes
-
-
-def _check_back(spec: str) -> None:
-    if drafter_word(spec) not in (None, "self") or not spec:
-        raise UsageError(
-            f"The second drafter of a cascade, {spec!r}, is no model.",
-            "Put self:... or a model behind the plus, as in lookup+self:int8.",
-        )
-
-
-def _free_drafter(spec: str) -> Drafter:
-    """The drafters that need no model."""
-    word, options = split_spec(spec)
-    if word == "ngram":
-        return NGramDrafter.from_options(options)
-    if word == "lookup":
-        return LookupDrafter.from_options(options)
-    Options(word, options, {})
-    return NoDraft()
-
-
 def choice_key(target: Target) -> ChoiceKey:
     """Under which a calibrated form of a target is kept."""
     return ChoiceKey(target.language_model.fingerprint, target.dtype, target.scorer.device.type)
@@ -393,23 +334,18 @@ def _nothing_calibrated() -> UsageError:
     )
 
 
-def _self_drafter(spec: str, target: Target) -> SelfDrafter:
-    form = SelfForm.parse(spec)
-    if form.calibrated:
-        form = read_choice(choice_key(target)).form
-    form.check(target.language_model.model.config)
-    return self_drafter(form, target)
-
-
 def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
     """A drafter that is the target in a cheaper form, on the target's own cache.
 
     Raises:
-        UsageError: The target cannot take this form.
+        UsageError: The target cannot take this form, or none was calibrated for it.
     """
+    if form.calibrated:
+        form = read_choice(choice_key(target)).form
+    check_form(form, target.language_model.model.config)
     if form.int8 and target.dtype == "int8":
         raise UsageError(
-            f"The target is int8 already, so {form.name} would draft with the same layers.",
+            f"The target is int8 already, so {form} would draft with the same layers.",
             "Leave int8 out: use self:layers=N or self:skip=I-J-...",
         )
     try:
@@ -423,4 +359,4 @@ def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
     if form.int8:
         quicken_layers(cheaper)
     scorer = Scorer(cheaper, target.scorer.cache, context_limit=target.scorer.context_limit)
-    return SelfDrafter(scorer, form.name)
+    return SelfDrafter(scorer, str(form))

@@ -1,98 +1,443 @@
-"""Drafters by the words of the command line. A word not in the list is a model spec.
+"""Drafters as the command line names them: a word with options, a model, or two with a plus between them.
 
-What a drafter is called on the command line, in two parts where it is a cascade: ``lookup+self:int8``.
+``parse_drafter`` reads one, once, and ``str`` writes it again as results call it. Each kind says for itself what the
+rest has to know of it; what drafts is built of it in ``specbench.models.prepare``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar
 
-__all__ = ["CASCADE", "DRAFTER_WORDS", "DrafterWord", "drafter_word", "model_part", "split_cascade"]
+from specbench.errors import UsageError
+from specbench.specs.models import BUILTIN_MODELS, ModelSpec, parse_model
+from specbench.specs.notation import Options, add_option, join_spec, split_spec
 
-CASCADE = "cascade"
-"""What ``drafter_word`` calls two drafters with a plus between them."""
+__all__ = [
+    "DRAFTERS",
+    "Cascade",
+    "DrafterSpec",
+    "Lookup",
+    "NGram",
+    "Plain",
+    "SelfForm",
+    "SmallModel",
+    "cascade_name",
+    "parse_drafter",
+]
 
-_FREE = ("lookup", "ngram")
+_LONGEST_MATCH = 64
+"""Longer ones are not told apart."""
+
+_HIGHEST_ORDER = 16
+"""Every token is counted once per context length, so the order multiplies the memory."""
+
+
+class DrafterSpec:
+    """What ``--drafter`` asks for.
+
+    Attributes:
+        word: How it begins on the command line.
+        summary: What it does, in a sentence.
+        options: What they mean, by how they are written (``order=N``).
+        probabilities: Which distributions its tokens are drawn from, in words.
+        has_logits: Whether there are distributions of it that a draft-length rule can read.
+        is_plain: Whether it proposes nothing, so that decoding is plain.
+    """
+
+    word: ClassVar[str]
+    summary: ClassVar[str]
+    options: ClassVar[Mapping[str, str]] = {}
+    probabilities: ClassVar[str]
+    has_logits: ClassVar[bool] = True
+    is_plain: ClassVar[bool] = False
+
+    @property
+    def model_part(self) -> DrafterSpec:
+        """The part that says what passes are made of: a cascade's second drafter, or all of it."""
+        return self
+
+    @property
+    def own_model(self) -> ModelSpec | None:
+        """The model that is loaded for it; ``None`` if it needs none, or the target's own weights."""
+        return None
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether what it learns from one generation serves the next."""
+        return False
+
+    @classmethod
+    def read(cls, given: Options, text: str) -> DrafterSpec:
+        """Of the options behind its word; ``text`` is the whole of it, for messages."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class DrafterWord:
-    """A word that ``--drafter`` takes, for help and listings."""
+class Plain(DrafterSpec):
+    """Nothing is drafted."""
 
-    word: str
-    summary: str
-    options: Mapping[str, str]
-    probabilities: str
+    word = "none"
+    summary = "Proposes nothing: plain decoding, the baseline of every comparison."
+    probabilities = "none"
+    has_logits = False
+    is_plain = True
 
+    def __str__(self) -> str:
+        return self.word
 
-DRAFTER_WORDS: tuple[DrafterWord, ...] = (
-    DrafterWord("none", "Proposes nothing: plain decoding, the baseline of every comparison.", {}, "none"),
-    DrafterWord(
-        "lookup",
-        "Prompt lookup: finds the end of the text earlier in prompt and output, copies what followed.",
-        {"n=N": "longest match tried first, in tokens, or 'any'", "min=N": "shortest match that counts"},
-        "certain (one-hot)",
-    ),
-    DrafterWord(
-        "ngram",
-        "Counts of what followed the last tokens in prompt and output, with back-off.",
-        {
-            "order=N": "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less",
-            "max=N": "most tokens drafted in a step",
-            "window=N": "forget tokens that left the last N",
-            "top-k=K": "also count the target's K most probable tokens at each verified position",
-            "keep": "keep the counts between prompts",
-            "sample": "draw from the counts instead of taking the most frequent",
-            "min=N": "shortest context that counts, in tokens",
-        },
-        "certain (one-hot); drawn from the counts with 'sample'",
-    ),
-    DrafterWord(
-        "self",
-        "The target's own weights, on the target's own cache: no second model needed.",
-        {
-            "int8": "in int8; also together with layers or skip",
-            "layers=N": "the first N layers (early exit)",
-            "skip=I-J-...": "all layers but these, counted from 0",
-            "calibrated": "what `specbench calibrate` chose for this target, dtype and device",
-        },
-        "yes",
-    ),
-    DrafterWord(
-        "MODEL",
-        "A small model with the target's tokenizer: hub id, folder, .gguf file or built-in name.",
-        {},
-        "yes",
-    ),
-    DrafterWord(
-        "A+B",
-        "A cascade, such as lookup+self:int8. Token by token, lookup or ngram drafts where it has a match of two tokens"
-        " or more (min=N), and B, self or a MODEL, where it has none.",
-        {"passes=N": "an option of A then: most passes of B in a step, while A may go on"},
-        "A's and B's, token by token",
-    ),
-)
+    @classmethod
+    def read(cls, given: Options, text: str) -> Plain:  # noqa: ARG003
+        return cls()
 
 
-def drafter_word(spec: str) -> str | None:
-    """The drafter word a spec begins with, ``CASCADE`` for two drafters, or ``None`` if it names a model."""
-    if split_cascade(spec) is not None:
-        return CASCADE
-    word = spec.partition(":")[0].strip()
-    return word if word in {entry.word for entry in DRAFTER_WORDS if entry.word.islower()} else None
+@dataclass(frozen=True)
+class Lookup(DrafterSpec):
+    """Prompt lookup.
 
+    Attributes:
+        n: Longest match that is told from shorter ones, 1 to 64; ``None`` for any length, which means 64.
+        min: Shortest suffix that counts as a match, 1 to 64.
+        before_model: Whether a model drafts where this one does not. Then a match may be of any length and has to have
+            two tokens if nothing is said.
 
-def split_cascade(spec: str) -> tuple[str, str] | None:
-    """The specs of a cascade's two drafters, or ``None`` if it is none: ``lookup`` or ``ngram`` stands before the plus.
-
-    (Names of models may contain a plus.)
+    Raises:
+        UsageError: A value outside its range, or ``min`` above ``n``.
     """
-    first, plus, second = spec.partition("+")
-    return (first.strip(), second.strip()) if plus and first.partition(":")[0].strip() in _FREE else None
+
+    word = "lookup"
+    summary = "Prompt lookup: finds the end of the text earlier in prompt and output, copies what followed."
+    options: ClassVar[Mapping[str, str]] = {
+        "n=TOKENS (or any)": "longest match tried first",
+        "min=TOKENS": "shortest match that counts",
+    }
+    probabilities = "certain (one-hot)"
+    has_logits = False
+
+    n: int | None = 3
+    min: int = 1
+    before_model: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value in (("longest", self.n), ("shortest", self.min)):
+            if value is not None and not 1 <= value <= _LONGEST_MATCH:
+                raise UsageError(
+                    f"The {what} match of the lookup is {value} tokens.", f"Give 1 to {_LONGEST_MATCH}."
+                )
+        if self.n is not None and self.min > self.n:
+            raise UsageError(
+                f"The shortest match of the lookup, {self.min} tokens, is above the longest, {self.n}.",
+                "Lower min, or raise n.",
+            )
+
+    @property
+    def longest(self) -> int:
+        """The longest match in tokens, whether it was given or not."""
+        return self.n or _LONGEST_MATCH
+
+    def __str__(self) -> str:
+        default = self._default(self.before_model)
+        return join_spec(
+            self.word,
+            {"n": self.n or "any", "min": self.min},
+            {"n": default.n or "any", "min": default.min},
+        )
+
+    @classmethod
+    def _default(cls, before_model: bool) -> Lookup:
+        return cls(None, 2, before_model=True) if before_model else cls()
+
+    @classmethod
+    def read(cls, given: Options, text: str, *, before_model: bool = False) -> Lookup:  # noqa: ARG003
+        default = cls._default(before_model)
+        n = given.integer("n", default.n, {"any": None})
+        return cls(n, given.integer("min", default.min), before_model)
 
 
-def model_part(spec: str) -> str:
-    """The part of a spec that says what passes are made of: a cascade's second drafter, or all of it."""
-    cascade = split_cascade(spec)
-    return spec if cascade is None else cascade[1]
+@dataclass(frozen=True)
+class NGram(DrafterSpec):
+    """Counts of what followed the last tokens.
+
+    Attributes:
+        order: Length of the longest n-gram counted, context and continuation together: 2 (bigrams) to 16.
+        max: The most tokens drafted in a step; ``None`` leaves that to the draft-length rule.
+        window: Forget what was counted at tokens that are no longer among the last so many read; ``None`` forgets
+            nothing before the next prompt.
+        keep: Keep the counts between prompts (no n-gram spans two of them). Without a window they grow for ever.
+        top_k: With k > 1, every emitted token also adds 1 to the counts of the k tokens that the target's untransformed
+            logits prefer in its place. It is itself counted once, among them or not. It passes for the last one seen,
+            and the others for seen the earlier the less probable they are. The window forgets them all together. With
+            1 only the emitted token is counted.
+        sample: Draw from the normalised counts of the longest known context instead, and keep them as q; the sampling
+            transforms do not apply to them. In greedy decoding, and before the first commit has shown how large the
+            vocabulary is, the most frequent token is taken all the same.
+        min: Shortest context that counts, in tokens: 1 to ``order - 1``.
+        before_model: Whether a model drafts where this one does not. Then a context has two tokens at least if nothing
+            is said.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    word = "ngram"
+    summary = "Counts of what followed the last tokens in prompt and output, with back-off."
+    options: ClassVar[Mapping[str, str]] = {
+        "order=N": "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less",
+        "max=TOKENS": "most tokens drafted in a step",
+        "window=TOKENS": "forget tokens that left the last so many",
+        "keep": "keep the counts between prompts",
+        "top-k=K": "also count the target's K most probable tokens at each verified position",
+        "sample": "draw from the counts instead of taking the most frequent",
+        "min=TOKENS": "shortest context that counts",
+    }
+    probabilities = "certain (one-hot); drawn from the counts with 'sample'"
+    has_logits = False
+
+    order: int = 4
+    max: int | None = None
+    window: int | None = None
+    keep: bool = False
+    top_k: int = 1
+    sample: bool = False
+    min: int = 1
+    before_model: bool = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.order <= _HIGHEST_ORDER:
+            raise UsageError(
+                f"The n-gram order is {self.order}.", f"Give a number from 2 (bigrams) to {_HIGHEST_ORDER}."
+            )
+        for what, value in (("draft limit", self.max), ("window", self.window), ("top-k", self.top_k)):
+            if value is not None and value < 1:
+                raise UsageError(f"The n-gram {what} is {value}.", "Give at least 1.")
+        if not 1 <= self.min < self.order:
+            raise UsageError(
+                f"The shortest context of the n-grams is {self.min} tokens.",
+                f"Give 1 to {self.order - 1}, the longest for order {self.order}.",
+            )
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.keep
+
+    def __str__(self) -> str:
+        default = type(self)(min=2, before_model=True) if self.before_model else type(self)()
+        return join_spec(self.word, self._values(), default._values())
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            "order": self.order, "max": self.max, "window": self.window, "keep": self.keep, "top-k": self.top_k,
+            "sample": self.sample, "min": self.min,
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, given: Options, text: str, *, before_model: bool = False) -> NGram:  # noqa: ARG003
+        order = given.integer("order", 4)
+        return cls(
+            order=order,
+            max=given.integer("max", None),
+            window=given.integer("window", None),
+            keep=given.flag("keep"),
+            top_k=given.integer("top-k", 1),
+            sample=given.flag("sample"),
+            min=given.integer("min", min(2, order - 1) if before_model else 1),
+            before_model=before_model,
+        )
+
+
+@dataclass(frozen=True)
+class SelfForm(DrafterSpec):
+    """The target's own weights in a cheaper form.
+
+    Attributes:
+        int8: Its linear layers quantised.
+        layers: Its first so many decoder layers; ``None`` for all.
+        skip: Those left out, counted from 0, ascending.
+        calibrated: What was chosen by ``specbench calibrate``; excludes the others.
+    """
+
+    word = "self"
+    summary = "The target's own weights, on the target's own cache: no second model needed."
+    options: ClassVar[Mapping[str, str]] = {
+        "int8": "in int8; also together with layers or skip",
+        "layers=N": "the first N layers (early exit)",
+        "skip=I-J-...": "all layers but these, counted from 0",
+        "calibrated": "what `specbench calibrate` chose for this target, dtype and device",
+    }
+    probabilities = "yes"
+
+    int8: bool = False
+    layers: int | None = None
+    skip: tuple[int, ...] = ()
+    calibrated: bool = False
+
+    def __str__(self) -> str:
+        return join_spec(self.word, self._values(), type(self)()._values())
+
+    def _values(self) -> dict[str, Any]:
+        skip = "-".join(map(str, self.skip))
+        return {"int8": self.int8, "layers": self.layers, "skip": skip, "calibrated": self.calibrated}
+
+    @classmethod
+    def read(cls, given: Options, text: str) -> SelfForm:
+        form = cls(
+            given.flag("int8"),
+            given.integer("layers", None),
+            tuple(sorted(set(given.integers("skip")))),
+            given.flag("calibrated"),
+        )
+        if form == cls():
+            raise UsageError(
+                f"{text!r} does not say how the target drafts for itself.",
+                "Write self:int8, self:layers=N, self:skip=3-7-11, or self:calibrated.",
+            )
+        if form.calibrated and form != cls(calibrated=True):
+            raise UsageError(
+                f"{text!r} asks for the calibrated form and for another one.", "Write self:calibrated alone."
+            )
+        if form.layers is not None and form.skip:
+            raise UsageError(
+                f"{text!r} names the first layers and some to be skipped.",
+                "Write either layers=N or skip=..., with all that are to be left out.",
+            )
+        return form
+
+    def kept(self, total: int) -> tuple[int, ...]:
+        """The layers it uses, of ``total``."""
+        return tuple(i for i in range(total if self.layers is None else self.layers) if i not in self.skip)
+
+
+@dataclass(frozen=True)
+class SmallModel(DrafterSpec):
+    """A model of its own."""
+
+    word = "MODEL"
+    summary = "A small model with the target's tokenizer: hub id, folder, .gguf file or built-in name."
+    probabilities = "yes"
+
+    model: ModelSpec
+
+    def __str__(self) -> str:
+        return self.model.name
+
+    @property
+    def own_model(self) -> ModelSpec:
+        return self.model
+
+
+@dataclass(frozen=True)
+class Cascade(DrafterSpec):
+    """Token by token, a drafter that costs nothing where it knows something, and one with passes where it does not.
+
+    Attributes:
+        front: Asked first.
+        back: A small model, or the target in a cheaper form.
+        passes: The most passes of ``back`` in a step; ``None`` leaves that to the draft-length rule.
+
+    Raises:
+        UsageError: ``passes`` is below 1.
+    """
+
+    word = "A+B"
+    summary = (
+        "A cascade, such as lookup+self:int8. Token by token, lookup or ngram drafts where it has a match of two tokens"
+        " or more (min=N), and B, self or a MODEL, where it has none."
+    )
+    options: ClassVar[Mapping[str, str]] = {
+        "passes=N": "an option of A then: most passes of B in a step, while A may go on"
+    }
+    probabilities = "A's and B's, token by token"
+
+    front: Lookup | NGram
+    back: SelfForm | SmallModel
+    passes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.passes is not None and self.passes < 1:
+            raise UsageError(f"The most passes of the cascade's model are {self.passes}.", "Give at least 1.")
+
+    def __str__(self) -> str:
+        return cascade_name(str(self.front), self.passes, str(self.back))
+
+    @property
+    def model_part(self) -> SelfForm | SmallModel:
+        return self.back
+
+    @property
+    def own_model(self) -> ModelSpec | None:
+        return self.back.own_model
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.front.keeps_state
+
+
+def cascade_name(front: str, passes: int | None, back: str) -> str:
+    """What a cascade is called, from what its parts are called."""
+    return f"{front if passes is None else add_option(front, f'passes={passes}')}+{back}"
+
+
+DRAFTERS: tuple[type[DrafterSpec], ...] = (Plain, Lookup, NGram, SelfForm, SmallModel, Cascade)
+"""In the order in which listings have them."""
+
+_FRONTS: Mapping[str, type[Lookup | NGram]] = {kind.word: kind for kind in (Lookup, NGram)}
+_WORDS: Mapping[str, type[DrafterSpec]] = {kind.word: kind for kind in (Plain, Lookup, NGram, SelfForm)}
+
+
+def parse_drafter(text: str) -> DrafterSpec:
+    """What a ``--drafter`` means. Of what is no word it is a model; names of models may contain a plus.
+
+    Raises:
+        UsageError: No such drafter or option, a value outside its range, or what cannot be a model.
+    """
+    first, plus, second = text.partition("+")
+    if plus and _word(first) in _FRONTS:
+        return _parse_cascade(first.strip(), second.strip())
+    kind = _WORDS.get(_word(text))
+    if kind is not None:
+        return kind.read(_options(text, kind.options), text)
+    if (meant := _mistyped(text)) is not None:
+        raise UsageError(
+            f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organisation."
+        )
+    return SmallModel(parse_model(text))
+
+
+def _word(text: str) -> str:
+    return text.partition(":")[0].strip()
+
+
+def _options(text: str, known: Mapping[str, str]) -> Options:
+    word, given = split_spec(text)
+    return Options(word, given, {written.partition("=")[0]: written for written in known})
+
+
+def _parse_cascade(first: str, second: str) -> Cascade:
+    kind = _FRONTS[_word(first)]
+    given = _options(first, {**kind.options, **Cascade.options})
+    passes = given.integer("passes", None)
+    front = kind.read(given, first, before_model=True)
+    back = parse_drafter(second) if second else None
+    if not isinstance(back, SelfForm | SmallModel):
+        raise UsageError(
+            f"The second drafter of a cascade, {second!r}, is no model.",
+            "Put self:... or a model behind the plus, as in lookup+self:int8.",
+        )
+    return Cascade(front, back, passes)
+
+
+def _mistyped(text: str) -> str | None:
+    """A drafter word or a folder here that a spec nearly is, which the hub need not be asked about then.
+
+    What names an organisation, as models on the hub do, and what exists, is taken at its word.
+    """
+    name, colon, options = text.partition(":")
+    if "/" in text or text in BUILTIN_MODELS or Path(text).exists():
+        return None
+    if near := get_close_matches(name, _WORDS, 1, 0.7):
+        return near[0] + colon + options
+    folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
+    return next(iter(get_close_matches(text, folders, 1, 0.8)), None)

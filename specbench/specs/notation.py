@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from specbench.errors import UsageError
 
-__all__ = ["Options", "join_spec", "split_spec"]
+__all__ = ["Options", "add_option", "join_spec", "split_spec"]
 
 _Default = TypeVar("_Default")
 
@@ -45,6 +45,11 @@ def join_spec(word: str, values: Mapping[str, object], defaults: Mapping[str, ob
     return f"{word}:{','.join(items)}" if items else word
 
 
+def add_option(spec: str, option: str) -> str:
+    """A spec with one option more at its end."""
+    return f"{spec}{',' if ':' in spec else ':'}{option}"
+
+
 class Options:
     """The options given to one drafter word, read with their types.
 
@@ -80,8 +85,10 @@ class Options:
             )
         return value
 
-    def integer(self, key: str, default: _Default) -> int | _Default:
-        """The whole number given for ``key``, or ``default`` without one. The drafter checks its range.
+    def integer(
+        self, key: str, default: _Default, words: Mapping[str, _Default] | None = None
+    ) -> int | _Default:
+        """The whole number given for ``key``, or ``default`` without one; ``words`` stand for values of their own.
 
         Raises:
             UsageError: The value is missing or no whole number.
@@ -91,6 +98,8 @@ class Options:
         value = self._given[key]
         if isinstance(value, bool):
             raise UsageError(f"The option {key!r} of {self._word} needs a value.", self._hint)
+        if words and value in words:
+            return words[value]
         try:
             return int(value)
         except ValueError:

