@@ -186,7 +186,12 @@ class Discarding(ModelDrafter):
         return draft
 
 
-@pytest.mark.parametrize("rule", RULES)
+LONG = "auto, measured"  # its enumeration takes as long as all others; test_so_it_is_with_what_was_learnt_before has it
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(r, marks=pytest.mark.slow if r == LONG else ()) for r in RULES]
+)
 def test_the_output_distribution_is_the_targets(rule: str) -> None:
     between_steps = rule.startswith("egag") or rule in ("heuristic", "auto, measured")
     found, varied = distribution(RULES[rule], model, NEW + between_steps)
@@ -194,10 +199,11 @@ def test_the_output_distribution_is_the_targets(rule: str) -> None:
     assert varied == (rule != "fixed"), "a rule that never changes its mind here shows nothing"
 
 
+@pytest.mark.parametrize("new", [NEW - 1, pytest.param(NEW, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_with_what_was_learnt_before(rule: str) -> None:
+def test_so_it_is_with_what_was_learnt_before(rule: str, new: int) -> None:
     policy = experienced(rule)
-    found, _ = distribution(lambda: copy.deepcopy(policy), model)
+    found, _ = distribution(lambda: copy.deepcopy(policy), model, new)
     assert gap(found) < 1e-6
 
 
