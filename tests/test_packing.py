@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from test_caches import USUAL, VOCAB
 from torch import nn
 
 from specbench.backends.torch.kernels import linear as module
@@ -26,19 +27,6 @@ from specbench.backends.torch.kernels.linear import (
 from specbench.errors import UsageError
 from specbench.models.prepare import wrap_target
 
-VOCAB = 61
-USUAL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 FLOATS = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if can_pack(dtype, "cpu")]

@@ -51,6 +51,7 @@ def summary(df: pd.DataFrame) -> pd.DataFrame:
 
 RULES = ("auto", "egag", "confidence", "confidence:adapt", "entropy-bound", "svip", "heuristic")
 PAPER = plots.Look(3.3, 7.0, framed=False)
+SMALL: dict[str, Any] = {"drafters": DRAFTERS[:1], "gammas": (2,), "categories": ("chat",), "tokens": 16}
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +438,7 @@ class TestSmallAndOdd:
             plots.draw_figures(df)
 
     def test_a_run_without_lines(self, tmp_path: Path) -> None:
-        write_run(tmp_path, drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",))
+        write_run(tmp_path, **SMALL)
         (tmp_path / "generations.jsonl").write_text("")
         with pytest.raises(UsageError, match="no generation of this run has finished"):
             plots.draw_figures(load_results(tmp_path))
@@ -453,14 +454,8 @@ class TestSmallAndOdd:
         assert len(line.get_xdata()) == 1
 
     def test_several_runs_in_one_figure_are_refused(self, tmp_path: Path) -> None:
-        options: dict[str, Any] = {
-            "drafters": DRAFTERS[:1],
-            "gammas": (2,),
-            "categories": ("chat",),
-            "tokens": 16,
-        }
-        write_run(tmp_path / "a", run_id="1", **options)
-        write_run(tmp_path / "b", run_id="2", target="another", **options)
+        write_run(tmp_path / "a", run_id="1", **SMALL)
+        write_run(tmp_path / "b", run_id="2", target="another", **SMALL)
         with pytest.raises(UsageError, match="mix 2 runs with 2 targets"):
             plots.draw_figures(load_results(tmp_path))
 
@@ -495,14 +490,8 @@ class TestCommand:
     def test_each_run_that_is_named_and_of_a_folder_the_newest(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        options: dict[str, Any] = {
-            "drafters": DRAFTERS[:1],
-            "gammas": (2,),
-            "categories": ("chat",),
-            "tokens": 16,
-        }
         for name in ("a", "b"):
-            write_run(tmp_path / name, run_id=name, **options)
+            write_run(tmp_path / name, run_id=name, **SMALL)
         run = json.loads((tmp_path / "b/run.json").read_text())
         (tmp_path / "b/run.json").write_text(json.dumps({**run, "created": "2025-01-02T00:00:00Z"}))
         assert command(["plot", str(tmp_path), "--only", "speedup", "--format", "svg"]) == 0
@@ -519,14 +508,8 @@ class TestCommand:
     def test_one_bad_run_does_not_keep_the_others(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        options: dict[str, Any] = {
-            "drafters": DRAFTERS[:1],
-            "gammas": (2,),
-            "categories": ("chat",),
-            "tokens": 16,
-        }
-        write_run(tmp_path / "a", run_id="a", **options)
-        write_run(tmp_path / "b", run_id="b", **options)
+        write_run(tmp_path / "a", run_id="a", **SMALL)
+        write_run(tmp_path / "b", run_id="b", **SMALL)
         (tmp_path / "a/run.json").write_text("{")
         assert command(["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "speedup"]) == 0
         said = capsys.readouterr()
@@ -538,9 +521,7 @@ class TestCommand:
         assert ", ".join(plots.FIGURES) in " ".join(capsys.readouterr().out.split()).replace("- ", "-")
 
     def test_what_is_skipped_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        write_run(
-            tmp_path / "r", drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",), costs=False, tokens=16
-        )
+        write_run(tmp_path / "r", costs=False, **SMALL)
         assert command(["plot", str(tmp_path / "r"), "--only", "prediction", "--only", "speedup"]) == 0
         assert (
             "no figure 'prediction': the costs of single passes were not measured" in capsys.readouterr().err
@@ -571,14 +552,8 @@ class TestCommand:
         arguments: list[str],
         message: str,
     ) -> None:
-        options: dict[str, Any] = {
-            "drafters": DRAFTERS[:1],
-            "gammas": (2,),
-            "categories": ("chat",),
-            "tokens": 16,
-        }
         for name in ("run", "empty-run", "damaged", "other-schema"):
-            write_run(tmp_path / name, **options)
+            write_run(tmp_path / name, **SMALL)
         (tmp_path / "empty").mkdir()
         (tmp_path / "empty-run/generations.jsonl").write_text("")
         (tmp_path / "damaged/run.json").write_text("{")
