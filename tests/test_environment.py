@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 
 import specbench.bench.environment as environment
-from specbench.bench.environment import (
-    LoadSnapshot,
-    describe_environment,
-    load_snapshot,
-    reset_peak_memory,
-)
+from specbench.bench.environment import describe_environment, reset_peak_memory
 from specbench.decoding.clocks import peak_memory
 from specbench.results.advice import (
     Interval,
@@ -30,6 +25,7 @@ from specbench.results.advice import (
     tokens_differ,
     wide_intervals,
 )
+from specbench.results.load import LoadSnapshot, load_snapshot
 
 
 def quiet(**changed: object) -> LoadSnapshot:
