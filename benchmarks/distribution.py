@@ -25,7 +25,7 @@ from scipy.stats import chi2, ncx2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specbench.backends.torch.caches import CacheKind
-from specbench.backends.torch.kernels.linear import first_layers, int8_copy
+from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter

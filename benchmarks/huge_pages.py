@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 5, 9])
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    with patch("specbench.backends.torch.kernels.linear.in_huge_pages", nullcontext):
+    with patch("specbench.backends.torch.kernels.surgery.in_huge_pages", nullcontext):
         small = scorers(given)
     ordinary = in_huge_pages_gb()
     huge = scorers(given)

@@ -484,14 +484,14 @@ MUTANTS = (
     ),
     Mutant(
         "short passes pass hooks by",
-        "backends/torch/kernels/linear.py",
+        "backends/torch/kernels/surgery.py",
         "        if any(of_all) or any(self._hooks):\n",
         "        if any(of_all):\n",
         ("tests/test_short_passes.py", "-k", "hooks_are_called"),
     ),
     Mutant(
         "joined layers read what they read before a hook changed it",
-        "backends/torch/kernels/linear.py",
+        "backends/torch/kernels/surgery.py",
         "        hooked = self.hooks.there()\n",
         "        hooked = False\n",
         ("tests/test_short_passes.py", "-k", "negate"),

@@ -20,7 +20,7 @@ import vs_transformers
 from scripted_engine import TARGET, ScriptedEngine
 from tiny import tiny_llama
 
-from specbench.backends.torch.kernels.linear import pack_linears
+from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config
 from specbench.bench.prompts import load_prompts

@@ -15,7 +15,7 @@ import transformers as hf
 from tiny import tiny_llama
 
 from specbench.backends.torch.caches import CacheKind, PreallocatedSlidingLayer, make_cache, prune_legacy
-from specbench.backends.torch.kernels.linear import first_layers, int8_copy
+from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.decoding.sampling import Greedy, Randomness

@@ -15,7 +15,8 @@ from torch import nn
 
 from specbench.backends.torch.kernels import huge_pages
 from specbench.backends.torch.kernels.huge_pages import huge_page_setting, in_huge_pages
-from specbench.backends.torch.kernels.linear import can_pack, quantise_linears
+from specbench.backends.torch.kernels.linear import can_pack
+from specbench.backends.torch.kernels.surgery import quantise_linears
 
 MEBIBYTE = 1 << 20
 SIZE = 32 * MEBIBYTE
@@ -93,7 +94,7 @@ import sys
 import torch
 from torch import nn
 from specbench.backends.torch.kernels import huge_pages
-from specbench.backends.torch.kernels.linear import pack_linears, quantise_linears
+from specbench.backends.torch.kernels.surgery import pack_linears, quantise_linears
 
 kind, collapse, laid = sys.argv[1], huge_pages._collapse, []
 huge_pages._collapse = lambda blocks, size: (laid.append(len(blocks) * size), collapse(blocks, size))
@@ -131,7 +132,7 @@ def test_small_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> Iterator[None]:
         raise AssertionError("looked through the memory for a small model")
 
-    monkeypatch.setattr("specbench.backends.torch.kernels.linear.in_huge_pages", refuse)
+    monkeypatch.setattr("specbench.backends.torch.kernels.surgery.in_huge_pages", refuse)
     model = nn.Sequential(nn.Linear(64, 64))
     assert quantise_linears(model)  # type: ignore[arg-type]
 

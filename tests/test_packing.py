@@ -15,15 +15,9 @@ from test_caches import USUAL, VOCAB
 from torch import nn
 
 from specbench.backends.torch.kernels import linear as module
-from specbench.backends.torch.kernels.linear import (
-    Int8Linear,
-    PackedLinear,
-    can_pack,
-    first_layers,
-    int8_copy,
-    pack_linears,
-    quantise_linears,
-)
+from specbench.backends.torch.kernels import surgery
+from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, can_pack
+from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantise_linears
 from specbench.errors import UsageError
 from specbench.models.prepare import wrap_target
 
@@ -136,13 +130,13 @@ def test_a_layer_is_gone_before_the_next_is_replaced(
     model: Any = nn.Sequential(*(linear(8, 8, False) for _ in range(4)))
     weights = [weakref.ref(layer.weight) for layer in model]
     there: list[int] = []
-    build = module._build
+    build = surgery._build
 
     def counted(*arguments: Any) -> list[nn.Module]:
         there.append(sum(weight() is not None for weight in weights))
         return build(*arguments)
 
-    monkeypatch.setattr(module, "_build", counted)
+    monkeypatch.setattr(surgery, "_build", counted)
     if replace is pack_linears and not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")
     assert replace(model)
@@ -240,7 +234,7 @@ def test_a_layer_whose_forward_was_replaced_is_left_alone() -> None:
 
 
 def test_without_the_operators_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "can_pack", lambda dtype, device: False)
+    monkeypatch.setattr(surgery, "can_pack", lambda dtype, device: False)
     model = llama()
     expected = logits(model)
     assert not pack_linears(model)

@@ -16,7 +16,8 @@ from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from torch import nn
 
 from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
-from specbench.backends.torch.kernels.linear import Int8Linear, pack_linears, quantise_linears
+from specbench.backends.torch.kernels.linear import Int8Linear
+from specbench.backends.torch.kernels.surgery import pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.layers import cheaper_form, check_form, skippable_layers

@@ -18,15 +18,9 @@ from specbench.backends.torch import trials
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels import llama_layers
 from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.linear import (
-    Int8Linear,
-    can_pack,
-    first_layers,
-    int8_copy,
-    pack_linears,
-    quantise_linears,
-)
+from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
 from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
+from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Sibling
 from specbench.errors import UsageError

@@ -15,7 +15,8 @@ import torch
 import transformers as hf
 
 from specbench.backends.torch.caches import CacheKind
-from specbench.backends.torch.kernels.linear import PackedLinear, can_pack, int8_copy
+from specbench.backends.torch.kernels.linear import PackedLinear, can_pack
+from specbench.backends.torch.kernels.surgery import int8_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.drafters.model import ModelDrafter
 from specbench.errors import UsageError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from specbench.backends.torch.kernels.linear import first_layers, int8_copy
+from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:

@@ -11,14 +11,9 @@ import torch
 
 from specbench.backends.torch.caches import CacheKind, make_cache
 from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.linear import (
-    Int8Linear,
-    PackedLinear,
-    holds,
-    pack_linears,
-    quantise_linears,
-)
+from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
 from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
+from specbench.backends.torch.kernels.surgery import holds, pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter
 from specbench.drafters.cascade import CascadeDrafter

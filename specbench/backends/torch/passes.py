@@ -15,7 +15,7 @@ import torch
 from specbench.backends.torch.caches import KVCache, StaticKVCache
 from specbench.backends.torch.kernels.attention import LONGEST_PASS
 from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
-from specbench.backends.torch.kernels.linear import Hooks
+from specbench.backends.torch.kernels.surgery import Hooks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

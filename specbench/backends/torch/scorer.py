@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast, overload
 import torch
 
 from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, change_of_rotation, make_cache
-from specbench.backends.torch.kernels.linear import rounds_to_int8
+from specbench.backends.torch.kernels.surgery import rounds_to_int8
 from specbench.backends.torch.passes import OrdinaryPass
 from specbench.backends.torch.trials import choose_pass, trees_are_right, why_widths_differ
 from specbench.decoding.protocols import Sibling

@@ -21,8 +21,8 @@ from specbench.backends.torch.caches import (
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK
 from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
-from specbench.backends.torch.kernels.linear import Hooks, first_layers, float32_sample
 from specbench.backends.torch.kernels.llama_layers import has_short_layers
+from specbench.backends.torch.kernels.surgery import Hooks, first_layers, float32_sample
 from specbench.backends.torch.passes import Forward, GraphPass, OrdinaryPass, ShortPass
 from specbench.decoding.protocols import Sibling
 from specbench.decoding.tree import tree_mask, tree_positions

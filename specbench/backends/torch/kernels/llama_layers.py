@@ -21,12 +21,8 @@ from torch.nn.functional import silu
 from transformers.cache_utils import DynamicCache
 
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, OncePerPass, folded_attention, is_folded
-from specbench.backends.torch.kernels.linear import (
-    Hooks,
-    Int8Linear,
-    JoinedLinear,
-    PackedLinear,
-)
+from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
+from specbench.backends.torch.kernels.surgery import Hooks, JoinedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
