@@ -449,7 +449,7 @@ MUTANTS = (
     Mutant(
         "the last token of a block of keys takes another way than the tokens beside it",
         "backends/torch/kernels/attention.py",
-        "if attention_mask is None and key.shape[2] % KEY_BLOCK == 0:",
+        "if masks is None and key.shape[2] % KEY_BLOCK == 0:",
         "if False:",
         ("tests/test_bitexact.py", "-k", "edge"),
     ),
@@ -477,8 +477,9 @@ MUTANTS = (
     Mutant(
         "threads take each other's masks",
         "backends/torch/kernels/attention.py",
-        "    return _masks_of_pass(mask, (groups, most, dtype), fold)\n",
-        "    globals().update(_last=(mask, _masks_of_pass(mask, (groups, most, dtype), fold)))\n"
+        "    return _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))\n",
+        "    made = _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))\n"
+        "    globals().update(_last=(mask, made))\n"
         '    return globals()["_last"][1]\n',
         ("tests/test_attention.py", "-k", "thread"),
     ),
@@ -498,9 +499,9 @@ MUTANTS = (
     ),
     Mutant(
         "short passes keep a norm's old weights",
-        "backends/torch/kernels/llama_layers.py",
-        "parts is None or parts.cache() is not cache or",
-        "parts is None or",
+        "backends/torch/passes.py",
+        "found is None or found.held() is not held:",
+        "found is None:",
         ("tests/test_short_passes.py", "-k", "stale"),
     ),
     Mutant(

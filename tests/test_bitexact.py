@@ -105,13 +105,13 @@ def test_a_cache_that_cannot_hold_the_layers_is_no_default() -> None:
 def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")
-    attend = attention.folded_attention
+    attend = attention.attend
 
-    def unmasked(module: Any, query: Any, key: Any, value: Any, mask: Any, **arguments: Any) -> Any:
-        out, weights = attend(module, query, key, value, mask, **arguments)
-        return (out * (1 + 1e-6) if mask is None else out), weights
+    def unmasked(query: Any, key: Any, value: Any, masks: Any, scale: Any) -> Any:
+        out = attend(query, key, value, masks, scale)
+        return out * (1 + 1e-6) if masks is None else out
 
-    monkeypatch.setattr(llama_layers, "folded_attention", unmasked)
+    monkeypatch.setattr(llama_layers, "attend", unmasked)
     reason = scorer_of(grouped_llama(2, torch.float32)).why_not_bit_exact()
     assert reason is not None
     assert "passes of one" in reason

@@ -1,9 +1,8 @@
-"""Decoder layers with a second way for short passes: the same as the way of `transformers` up to rounding."""
+"""Short passes in few operators: the same as the way of `transformers` up to rounding."""
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,16 +13,14 @@ import transformers as hf
 from tiny import tiny_language_model, tiny_llama
 
 from specbench.backends.torch import passes as ways
-from specbench.backends.torch import trials
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels import llama_layers
-from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_attention, fold_mask
 from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
-from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
+from specbench.backends.torch.kernels.llama_layers import short_layers
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Sibling
-from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.models.prepare import Target, load_drafter, wrap_drafter, wrap_target
 
@@ -49,7 +46,7 @@ def build(
     rounded: bool = False,
     packed: bool = True,
 ) -> Any:
-    """A random model before its layers are shortened; if ``rounded``, weights of ``dtype`` in wider numbers."""
+    """A random model as it decodes; if ``rounded``, weights of ``dtype`` in wider numbers."""
     config = getattr(hf, f"{kind}Config")(**SIZES, **KINDS[kind])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -69,11 +66,21 @@ def build(
     return model
 
 
-def passes(model: Any, cache: CacheKind = "dynamic") -> list[torch.Tensor]:
-    """Logits of prefills and of passes of several widths behind the longer one, with roll-backs in between."""
+def ordinary(model: Any, cache: CacheKind = "dynamic") -> Scorer:
+    """A scorer that takes no short passes."""
     scorer = Scorer(model, cache)
+    scorer._pass = ways.OrdinaryPass(model, scorer.cache)
+    return scorer
+
+
+def takes_short_passes(model: Any) -> bool:
+    return isinstance(Scorer(model)._pass, ways.ShortPass)
+
+
+def passes(scorer: Scorer) -> list[torch.Tensor]:
+    """Logits of prefills and of passes of several widths behind the longer one, with roll-backs in between."""
     scorer.begin()
-    found = [scorer.logits(CONTEXT[:7])]  # short enough for the second way
+    found = [scorer.logits(CONTEXT[:7])]  # a short one
     scorer.begin()
     found.append(scorer.logits(CONTEXT))
     for width in (1, 2, 5, 31, 32, 40):
@@ -93,11 +100,10 @@ def test_every_pass_is_that_of_transformers(kind: str, dtype: torch.dtype, cache
     if not can_pack(dtype, "cpu"):
         pytest.skip(f"no packed layers in {dtype}")
     model = build(kind, dtype)
-    expected = passes(model, cache)
-    assert shorten_layers(model)
-    found = passes(model, cache)
+    expected, found = passes(ordinary(model, cache)), passes(Scorer(model, cache))
+    assert cache == "none" or not identical(found, expected)
     # The order of roundings differs, their number is no larger.
-    exact = passes(build(kind, dtype, rounded=True, packed=False), cache)
+    exact = passes(Scorer(build(kind, dtype, rounded=True, packed=False), cache))
     assert deviation(found, exact) < 1.3 * deviation(expected, exact)
 
 
@@ -106,10 +112,8 @@ def test_every_pass_is_that_of_transformers(kind: str, dtype: torch.dtype, cache
 def test_a_row_has_the_same_bits_in_every_short_pass(kind: str, dtype: torch.dtype) -> None:
     if not can_pack(dtype, "cpu"):
         pytest.skip(f"no packed layers in {dtype}")
-    model = build(kind, dtype)
-    assert shorten_layers(model)
-    scorer = Scorer(model, "preallocated")
-    if not bit_exact(scorer):
+    scorer = Scorer(build(kind, dtype), "preallocated")
+    if scorer.why_not_bit_exact() is not None:
         pytest.skip("not even products and attention are independent of the width here")
     scorer.begin()
     scorer.logits(CONTEXT)
@@ -120,19 +124,9 @@ def test_a_row_has_the_same_bits_in_every_short_pass(kind: str, dtype: torch.dty
         assert identical(list(together), one_by_one[:width])
 
 
-def bit_exact(scorer: Scorer) -> bool:
-    try:
-        scorer.require_bit_exact()
-    except UsageError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_short_passes_do_take_the_second_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(kind)
-    assert shorten_layers(model)
-    scorer = Scorer(model)
+def test_short_passes_are_in_few_operators(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = Scorer(build(kind))
     taken: list[tuple[int, ...]] = []
     whole = llama_layers._root_mean_square_norm
 
@@ -149,40 +143,37 @@ def test_short_passes_do_take_the_second_way(kind: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_int8_model_can_be_shortened_too(kind: str) -> None:
-    exact = passes(build(kind))
+def test_an_int8_model_takes_them_too(kind: str) -> None:
+    exact = passes(Scorer(build(kind)))
     model = build(kind, int8=True)
-    expected = passes(model)
-    assert shorten_layers(model)
-    assert deviation(passes(model), exact) < 1.1 * deviation(expected, exact)
+    assert takes_short_passes(model)
+    expected, found = passes(ordinary(model)), passes(Scorer(model))
+    assert deviation(found, exact) < 1.1 * deviation(expected, exact)
 
 
-def test_an_int8_copy_of_shortened_layers_has_products_of_its_own() -> None:
+def test_an_int8_copy_has_products_of_its_own() -> None:
     model = build("Llama")
-    assert shorten_layers(model)
-    expected = passes(int8_copy(model))
-    own = passes(model)  # looks up the parts of the layers
+    expected = passes(Scorer(int8_copy(model)))
+    own = passes(Scorer(model))
     assert not identical(own, expected)
-    assert identical(passes(int8_copy(model)), expected)
-    assert identical(passes(model), own)
+    assert identical(passes(Scorer(int8_copy(model))), expected)
+    assert identical(passes(Scorer(model)), own)
 
 
 def test_products_that_are_replaced_later_are_noticed() -> None:
     fresh, model = build("Llama"), build("Llama")
-    assert shorten_layers(model)
-    passes(model)
+    scorer = Scorer(model)
+    packed = passes(scorer)
     for each in (fresh, model):
         quantise_linears(each)
-    assert shorten_layers(fresh)
-    assert identical(passes(model), passes(fresh))
+    assert identical(passes(scorer), passes(Scorer(fresh)))
+    assert not identical(passes(scorer), packed)
 
 
 def test_two_models_in_turn_do_not_mix_up_their_rotations() -> None:
     first, second = build("Llama"), build("Qwen3")
-    assert shorten_layers(first)
-    assert shorten_layers(second)
-    wanted = [passes(first), passes(second)]
     one, other = Scorer(first), Scorer(second)
+    wanted = [passes(one), passes(other)]
     found: list[list[torch.Tensor]] = [[], []]
     for context in (CONTEXT[:7], CONTEXT):
         for scorer, rows in zip((one, other), found, strict=True):
@@ -232,30 +223,7 @@ def test_two_threads_decode_with_a_target_each() -> None:
         assert [[run.result() for run in each] for each in runs] == [[each] * 6 for each in wanted]
 
 
-@torch.inference_mode()
-def test_a_pass_of_another_thread_in_between_leaves_the_rotation_alone() -> None:
-    def rotation(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ones(1, tokens, 8), torch.ones(1, tokens, 8)
-
-    before = rotation(3)
-    llama_layers._rotation(before)
-    at_its_end = weakref.finalize(
-        before[0],
-        in_another_thread,
-        lambda: llama_layers._rotation(rotation(5)),
-    )
-    del before
-    cosines, sines = llama_layers._rotation(rotation(4))
-    assert not at_its_end.alive, "the last pass's rotation is let go as soon as there is another"
-    assert cosines.shape == sines.shape == (1, 4, 1, 8)
-
-
-def in_another_thread(work: Callable[[], object]) -> None:
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(work).result()
-
-
-def test_several_sequences_at_once_go_the_way_of_transformers() -> None:
+def test_the_model_s_own_generation_stays_as_it_was() -> None:
     model = build("Llama")
     ids = torch.tensor([CONTEXT[:6], CONTEXT[6:12]])
     settings = {
@@ -265,38 +233,37 @@ def test_several_sequences_at_once_go_the_way_of_transformers() -> None:
         "attention_mask": torch.ones_like(ids),
     }
     expected = model.generate(ids, **settings)
-    assert shorten_layers(model)
+    assert not identical(passes(Scorer(model)), passes(ordinary(model)))
     assert torch.equal(model.generate(ids, **settings), expected)
 
 
-def test_layers_that_come_out_differently_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("Llama")
-    expected, kinds = passes(model), [type(layer) for layer in model.model.layers]
-    monkeypatch.setattr(llama_layers, "silu", torch.relu)
-    assert not shorten_layers(model)
-    assert [type(layer) for layer in model.model.layers] == kinds
-    assert identical(passes(model), expected)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("broken", ["silu", "layer"])
+def test_what_comes_out_differently_is_not_taken(
+    broken: str, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = int8_copy(build("Llama")) if int8 else build("Llama")
+    assert takes_short_passes(model)
+    if broken == "silu":
+        monkeypatch.setattr(llama_layers, "silu", torch.relu)
+    else:
+        monkeypatch.setattr(llama_layers.ShortLayer, "__call__", lambda _, residual, *__: residual)
+    assert not takes_short_passes(model)
+    assert identical(passes(Scorer(model)), passes(ordinary(model)))
 
 
-def test_what_is_not_known_is_left_alone() -> None:
+def test_what_is_not_known_goes_the_way_of_transformers() -> None:
     unfolded = tiny_llama()
     pack_linears(unfolded)
-    assert not shorten_layers(unfolded)
     unpacked = tiny_llama()
     fold_attention(unpacked)
-    assert not shorten_layers(unpacked)
     wrapped = build("Llama")
     layer = wrapped.model.layers[1]
     layer.forward = layer.forward  # as a device map leaves it
-    assert not shorten_layers(wrapped)
     other = build("Llama")
     other.model.layers[2].mlp.act_fn = torch.nn.GELU()
-    assert not shorten_layers(other)
-    shortened = build("Llama")
-    assert shorten_layers(shortened)
-    assert not shorten_layers(shortened)
     for model in (unfolded, unpacked, wrapped, other):
-        assert not any(isinstance(layer, llama_layers._ShortPasses) for layer in model.model.layers)
+        assert not takes_short_passes(model)
 
 
 # --- Whole models ---------------------------------------------------------------------------------
@@ -311,21 +278,47 @@ def trees(scorer: Scorer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
-def test_a_short_pass_is_the_model_s_own_to_the_bit(
-    kind: str, cache: CacheKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(kind, torch.bfloat16 if can_pack(torch.bfloat16, "cpu") else torch.float32)
-    assert shorten_layers(model)
-    found, tree = passes(model, cache), trees(Scorer(model, cache))
-    monkeypatch.setattr(trials, "_short_is_right", lambda _: False)
-    assert identical(found, passes(model, cache))
-    assert torch.equal(tree, trees(Scorer(model, cache)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_around_the_layers_a_short_pass_is_the_model_s_own_to_the_bit(kind: str, cache: CacheKind) -> None:
+    dtype = torch.bfloat16 if can_pack(torch.bfloat16, "cpu") else torch.float32
+    model, own = build(kind, dtype), build(kind, dtype)
+    for layer in own.model.layers:
+        layer.forward = short_forward(layer)
+    assert identical(passes(Scorer(model, cache)), passes(ordinary(own, cache)))
+    if kind != "Mistral":
+        assert torch.equal(trees(Scorer(model, cache)), trees(ordinary(own, cache)))
+
+
+def short_forward(layer: Any) -> Any:
+    """A layer's ``forward`` that is short in short passes."""
+    short, whole = llama_layers.ShortLayer(layer), layer.forward
+
+    def forward(
+        x: torch.Tensor,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        position_embeddings: Any = None,
+        **rest: Any,
+    ) -> Any:
+        if x.shape[1] > LONGEST_PASS:
+            return whole(
+                x,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+                **rest,
+            )
+        if attention_mask is None and x.shape[1] > 1:  # attention itself leaves out what follows
+            attention_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None]
+        masks = None if attention_mask is None else fold_mask(attention_mask, short.groups, x.dtype)
+        rotation = llama_layers.spread_rotation(*position_embeddings)
+        return short(x, rotation, masks, past_key_values.layers[short.place])
+
+    return forward
 
 
 def test_short_passes_leave_the_model_s_own_forward_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Llama")
-    assert shorten_layers(model)
     scorer, early = Scorer(model), Scorer(first_layers(model, 2))
     for each in (scorer, early):
         each.begin()
@@ -344,22 +337,12 @@ def test_what_is_loaded_finds_the_short_pass() -> None:
         assert isinstance(scorer._pass, ways.ShortPass)
 
 
-def takes_short_passes(model: Any) -> bool:
-    return isinstance(Scorer(model)._pass, ways.ShortPass)
-
-
-def test_models_that_are_otherwise_have_no_short_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    long_layers = build("Llama")
-    assert not takes_short_passes(long_layers)
-    windows = build("Mistral")
-    assert shorten_layers(windows)
-    assert not takes_short_passes(windows)
+def test_models_that_are_otherwise_take_no_short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = build("Llama")
-    assert shorten_layers(wrapped)
     wrapped.model.forward = wrapped.model.forward  # as a device map leaves it
     assert not takes_short_passes(wrapped)
     broken = build("Llama")
-    assert shorten_layers(broken)
+    assert takes_short_passes(broken)
     monkeypatch.setattr(
         ways,
         "_behind",
@@ -480,7 +463,6 @@ def test_hooks_hold_in_a_self_drafter_too() -> None:
 
 def test_short_passes_are_taken_again_when_a_hook_is_gone() -> None:
     model = build("Llama")
-    assert shorten_layers(model)
     scorer = Scorer(model)
     scorer.begin()
     scorer.logits(CONTEXT)
@@ -540,12 +522,6 @@ class Turned(torch.nn.Module):
 # --- Drafters in int8 -----------------------------------------------------------------------------
 
 
-def drafter(kind: str, dtype: torch.dtype) -> Any:
-    model = build(kind, dtype)
-    assert shorten_layers(model)
-    return int8_copy(model)
-
-
 def deviation(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     """Mean over all passes, relative to the size of the logits."""
     pairs = [(one.to(other.dtype), other) for one, other in zip(found, exact, strict=True)]
@@ -559,36 +535,31 @@ def quick_here() -> bool:
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quickened_drafter_is_the_same_up_to_rounding(
+def test_a_drafter_in_float32_is_the_same_up_to_rounding(
     kind: str, dtype: torch.dtype, cache: CacheKind
 ) -> None:
     if not can_pack(dtype, "cpu") or not quick_here():
         pytest.skip(f"no int8 products of FBGEMM's, or no packed layers in {dtype}")
-    exact = passes(build(kind, dtype, rounded=True), cache)
-    model = drafter(kind, dtype)
-    expected = passes(model, cache)
-    assert quicken_layers(model)
-    assert not quicken_layers(model), "once is enough"
-    found = passes(model, cache)
+    exact = passes(Scorer(build(kind, dtype, rounded=True), cache))
+    model = int8_copy(build(kind, dtype))
+    assert takes_short_passes(model)
+    expected, found = passes(ordinary(model, cache)), passes(Scorer(model, cache))
     assert deviation(found, exact) < 1.2 * deviation(expected, exact), "no coarser than the usual way"
     assert dtype == torch.bfloat16 or deviation(found, exact) < 0.2
-    whole = slice(1, 2) if cache != "none" else slice(1, None)
+    whole = slice(1, 2) if cache != "none" else slice(None)
     assert identical(found[whole], expected[whole]), "long passes go the old way"
 
 
-def test_a_quickened_drafter_leaves_the_cache_in_its_dtype() -> None:
+def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype() -> None:
     if not can_pack(torch.bfloat16, "cpu") or not quick_here():
         pytest.skip("no int8 products of FBGEMM's, or no packed layers in bfloat16")
     target = build("Llama", torch.bfloat16)
-    assert shorten_layers(target)
-    model = int8_copy(target)
-    assert quicken_layers(model)
     owner = Scorer(target)
     owner.begin()
     expected = owner.logits([*CONTEXT, 5])
     owner.begin()
     owner.logits(CONTEXT)
-    drafting = Scorer(model, owner.cache)
+    drafting = Scorer(int8_copy(target), owner.cache)
     drafted = drafting.logits(CONTEXT, [5, 6])
     layers = owner.cache.model_arguments()["past_key_values"].layers
     assert {layer.keys.dtype for layer in layers} == {torch.bfloat16}
@@ -597,45 +568,20 @@ def test_a_quickened_drafter_leaves_the_cache_in_its_dtype() -> None:
     assert float((owner.logits([*CONTEXT, 5]) - expected).abs().max()) < 0.1 * float(expected.abs().max())
 
 
-def test_the_target_of_a_quickened_copy_stays_as_it_was() -> None:
-    if not quick_here():
-        pytest.skip("no int8 products of FBGEMM's")
+def test_the_target_of_an_int8_copy_stays_as_it_was() -> None:
     target = build("Qwen2")
-    assert shorten_layers(target)
-    expected = passes(target)
-    assert quicken_layers(int8_copy(target))
-    assert identical(passes(target), expected)
+    expected = passes(Scorer(target))
+    passes(Scorer(int8_copy(target)))
+    assert identical(passes(Scorer(target)), expected)
 
 
-def test_layers_without_quick_products_are_not_quickened() -> None:
-    packed = build("Llama")
-    assert not quicken_layers(packed), "not even shortened"
-    assert shorten_layers(packed)
-    assert not quicken_layers(packed)
-    alike = build("Llama", int8=True)
-    assert shorten_layers(alike)
-    assert not quicken_layers(alike)
-
-
-def test_a_drafter_that_comes_out_differently_is_not_quickened(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not quick_here():
-        pytest.skip("no int8 products of FBGEMM's")
-    model = drafter("Llama", torch.float32)
-    expected = passes(model)
-
-    def broken(kind: Any) -> type:
-        def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-            return hidden_states.float()
-
-        return type(
-            kind.__name__,
-            (llama_layers._ShortPasses, kind),
-            {"forward": forward},
-        )
-
-    monkeypatch.setattr(llama_layers, "_quickened", broken)
-    assert not quicken_layers(model)
-    assert identical(passes(model), expected)
+def test_only_quick_products_are_read_in_float32() -> None:
+    alike = build("Llama", torch.bfloat16, int8=True)
+    assert {layer._carried for layer in short_layers(alike) or ()} == {torch.bfloat16}
+    if quick_here():
+        quick = build("Llama", torch.bfloat16, packed=False)
+        quantise_linears(quick, alike=False)
+        assert {layer._carried for layer in short_layers(quick) or ()} == {torch.float32}
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])

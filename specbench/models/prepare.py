@@ -12,7 +12,6 @@ import torch
 from specbench.backends.torch.caches import CacheKind, make_cache
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
-from specbench.backends.torch.kernels.llama_layers import quicken_layers, shorten_layers
 from specbench.backends.torch.kernels.surgery import holds, pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter
@@ -193,7 +192,6 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
         pack_linears(model)
     if holds(model, Int8Linear):
         dtype = "int8"
-    shorten_layers(model)
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     tried = scorer.rounding == torch.int8
     widths_differ = scorer.why_not_bit_exact() if tried else None
@@ -306,8 +304,6 @@ def wrap_drafter(
         dtype = "int8"
     else:
         pack_linears(model)
-    if shorten_layers(model):
-        quicken_layers(model)
     scorer = Scorer(
         model,
         cache,
@@ -351,7 +347,5 @@ def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
         raise UsageError(
             f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."
         ) from error
-    if form.int8:
-        quicken_layers(cheaper)
     scorer = Scorer(cheaper, target.scorer.cache, context_limit=target.scorer.context_limit)
     return SelfDrafter(scorer, str(form))

@@ -9,12 +9,14 @@ import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 
 from specbench.backends.torch.caches import KVCache, StaticKVCache
-from specbench.backends.torch.kernels.attention import LONGEST_PASS
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
 from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
+from specbench.backends.torch.kernels.llama_layers import ShortLayer, short_layers, spread_rotation
 from specbench.backends.torch.kernels.surgery import Hooks
 
 if TYPE_CHECKING:
@@ -83,24 +85,28 @@ def _keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-class ShortPass:
-    """A pass over a few tokens without what a model of ``transformers`` does around its layers; others are ordinary.
+_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Models of ``transformers`` that compute around their layers what ``ShortPass`` computes."""
 
-    What it gives is, to the bit, what the model's own ``forward`` gives.
+
+class ShortPass:
+    """A pass over a few tokens in few operators; wider ones, and all that hooks could see, are ordinary.
+
+    What the model is made of is looked up when a context begins, and whether it has hooks once for a pass.
 
     Args:
         model: One that ``trials.choose_pass`` has tried.
-        cache: Its keys and values, in layers that keep every position.
+        cache: Its keys and values.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self._ordinary = OrdinaryPass(model, cache)
-        self._hooks = Hooks(model.modules())
+        self._found: _Found | None = None
 
     def is_open(self) -> bool:
-        """Whether the model has no hooks now, some of which would be passed by."""
-        return not self._hooks.there()
+        """Whether the model is one that is known, and has no hooks now, some of which would be passed by."""
+        return self._layers(self._held()) is not None
 
     def __call__(
         self,
@@ -109,31 +115,84 @@ class ShortPass:
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tokens = ids.shape[1]
-        if tokens > LONGEST_PASS or not self.is_open():
+        tokens, held = ids.shape[1], self._held()
+        layers = self._layers(held) if tokens <= LONGEST_PASS else None
+        if layers is None:
             return self._ordinary(ids, rows, position_ids, attention_mask)
-        keys = self._cache.keys(tokens)
-        held: Any = self._cache.model_arguments()["past_key_values"]
-        past = held.get_seq_length()
         inner = self._model.model
+        past, groups, dtype = held.get_seq_length(), layers[0].groups, layers[0].dtype
         x = inner.embed_tokens(ids)
         if position_ids is None:
             position_ids = torch.arange(past, past + tokens)[None]
-        if attention_mask is None and keys > past + 1:
-            attention_mask = torch.zeros(1, 1, tokens, keys, dtype=x.dtype)
-            attention_mask[0, 0, :, past:] = _behind(tokens, keys - past, x.dtype)
-        rotation = inner.rotary_emb(x, position_ids)
-        for layer in inner.layers._modules.values():
-            x = layer.forward(
-                x,
-                attention_mask=attention_mask,
-                past_key_values=held,
-                use_cache=True,
-                position_embeddings=rotation,
-            )
-        logits: torch.Tensor = self._model.lm_head(inner.norm(x)[:, -rows:])[0]
+        rotation = spread_rotation(*inner.rotary_emb(x, position_ids))
+        masks: dict[int | None, list[torch.Tensor] | None] = {}
+        for layer in layers:
+            kept = held.layers[layer.place]
+            window = kept.sliding_window if kept.is_sliding else None
+            if window not in masks:
+                mask = attention_mask
+                if mask is None:
+                    keys, first = kept.get_mask_sizes(tokens)
+                    mask = _causal_mask(past, tokens, keys, first, window, dtype)
+                masks[window] = None if mask is None else fold_mask(mask, groups, dtype)
+            x = layer(x, rotation, masks[window], kept)
+        logits: torch.Tensor = self._model.lm_head(inner.norm(x[:, -rows:]))[0]
         self._cache.after_pass()
         return logits
+
+    def _held(self) -> Any:
+        return self._cache.model_arguments()["past_key_values"]
+
+    def _layers(self, held: Any) -> tuple[ShortLayer, ...] | None:
+        """The layers, for keys and values that are another object in every context; ``None`` for an ordinary pass."""
+        found = self._found
+        if found is None or found.held() is not held:
+            layers = short_layers(self._model) if _is_bare(self._model) else None
+            found = self._found = _Found(ref(held), Hooks(self._model.modules()), layers)
+        return None if found.hooks.there() else found.layers
+
+
+class _Found(NamedTuple):
+    """What a model was made of when a context began."""
+
+    held: ReferenceType[Any]
+    hooks: Hooks
+    layers: tuple[ShortLayer, ...] | None
+
+
+def _is_bare(model: Any) -> bool:
+    """Whether all that ``ShortPass`` goes by around the layers is the models' own."""
+    known = any(kind.__name__ in _MODELS for kind in type(model).__mro__)
+    parts = ("model", "lm_head")
+    return (
+        known
+        and all(hasattr(model, name) for name in parts)
+        and all("forward" not in vars(module) for module in (model, model.model))
+    )
+
+
+def _causal_mask(
+    past: int, tokens: int, keys: int, first: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What is added to the scores of tokens, [1, 1, tokens, keys]; ``None`` for a single one that sees all keys.
+
+    Args:
+        past: Tokens before them.
+        tokens: How many there are.
+        keys: Positions that attention is handed, some of them perhaps behind the last token.
+        first: The position of the first key.
+        window: How many positions a token sees, its own among them; ``None`` for all.
+        dtype: Of the scores.
+    """
+    if tokens == 1 and first + keys == past + 1 and (window is None or keys < window):
+        return None
+    if window is None:
+        added = torch.zeros(1, 1, tokens, keys, dtype=dtype)
+        added[0, 0, :, past:] = _behind(tokens, keys - past, dtype)
+        return added
+    own = torch.arange(past, past + tokens)[:, None]
+    seen = torch.arange(first, first + keys)
+    return ((seen <= own) & (seen > own - window))[None, None]
 
 
 def _behind(tokens: int, keys: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ preallocated cache hands out such blocks. Measured: docs/log.md.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,8 +28,9 @@ __all__ = [
     "FOLDED",
     "KEY_BLOCK",
     "LONGEST_PASS",
-    "OncePerPass",
+    "attend",
     "fold_attention",
+    "fold_mask",
     "folded_attention",
     "is_folded",
 ]
@@ -72,9 +73,8 @@ def folded_attention(
         [1, queries, query heads, head size] and ``None`` for the weights. Whatever does not fit this shape (long or
         batched queries, biases, dropout) goes the way of ``transformers``' own function.
     """
-    batch, heads, length, size = query.shape
-    shared = key.shape[1]
-    groups = heads // shared
+    batch, heads, length, _ = query.shape
+    groups = heads // key.shape[1]
     masked = attention_mask is not None and attention_mask.shape[1] == 1
     if (
         batch != 1
@@ -84,23 +84,50 @@ def folded_attention(
         or arguments.get("position_bias") is not None
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
-    scale = arguments.get("scaling")
-    if attention_mask is None and key.shape[2] % KEY_BLOCK == 0:
+    masks = None if attention_mask is None else _masks_of_pass(attention_mask, groups, query.dtype)
+    return attend(query, key, value, masks, arguments.get("scaling")), None
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: Sequence[torch.Tensor] | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of a short pass.
+
+    Args:
+        query: [1, query heads, queries, head size].
+        key, value: [1, key/value heads, positions, head size].
+        masks: What ``fold_mask`` made; ``None`` for a single query that sees every position.
+        scale: What scores are multiplied by; ``None`` for 1/√(head size).
+
+    Returns:
+        [1, queries, query heads, head size].
+    """
+    _, heads, length, size = query.shape
+    shared = key.shape[1]
+    groups = heads // shared
+    if masks is None and key.shape[2] % KEY_BLOCK == 0:
         # The last token of a block sees all of it, as no token beside others does: these have a mask.
-        attention_mask = query.new_zeros(1, 1, 1, key.shape[2])
-    if attention_mask is None:
+        masks = fold_mask(query.new_zeros(1, 1, 1, key.shape[2]), groups, query.dtype)
+    if masks is None:
         folded = query.reshape(1, shared, groups, size)
         out = scaled_dot_product_attention(folded, key, value, scale=scale)
-        return out.view(1, heads, 1, value.shape[-1]).transpose(1, 2).contiguous(), None
-    most = max(1, _MOST_ROWS // groups)
-    masks = _folded_masks(attention_mask, groups, most, query.dtype)
+        return out.view(1, heads, 1, value.shape[-1]).transpose(1, 2).contiguous()
     if len(masks) == 1:
-        return _folded_rows(query, key, value, masks[0], scale).transpose(1, 2).contiguous(), None
+        return _folded_rows(query, key, value, masks[0], scale).transpose(1, 2).contiguous()
+    most = _most_queries(groups)
     parts = [
         _folded_rows(query[:, :, first : first + most], key, value, rows, scale)
         for first, rows in zip(range(0, length, most), masks, strict=True)
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+
+
+def _most_queries(groups: int) -> int:
+    return max(1, _MOST_ROWS // groups)
 
 
 def _folded_rows(
@@ -138,23 +165,31 @@ class OncePerPass(threading.local):
         return made
 
 
-_masks_of_pass = OncePerPass()
+_last_masks = OncePerPass()
 
 
-def _folded_masks(mask: torch.Tensor, groups: int, most: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What is added to the scores of the folded rows, for every ``most`` queries; all layers of a pass share it."""
+def _masks_of_pass(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What ``fold_mask`` makes, once for all layers of a pass, which are handed the same mask."""
+    return _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))
 
-    def fold() -> list[torch.Tensor]:
-        added = mask
-        if mask.dtype == torch.bool:
-            added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
-        parts = []
-        for first in range(0, mask.shape[-2], most):
-            rows = added[:, :, first : first + most].repeat(1, 1, groups, 1)
-            parts.append(pad(rows, (0, 0, 0, -rows.shape[-2] % _ROWS)))
-        return parts
 
-    return _masks_of_pass(mask, (groups, most, dtype), fold)
+def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What is added to the scores of the folded rows, for every few queries.
+
+    Args:
+        mask: [1, 1, queries, positions], true where a query attends, or what is added to its scores.
+        groups: Query heads to a key/value head.
+        dtype: Of the queries.
+    """
+    most = _most_queries(groups)
+    added = mask
+    if mask.dtype == torch.bool:
+        added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    parts = []
+    for first in range(0, mask.shape[-2], most):
+        rows = added[:, :, first : first + most].repeat(1, 1, groups, 1)
+        parts.append(pad(rows, (0, 0, 0, -rows.shape[-2] % _ROWS)))
+    return parts
 
 
 def folded_mask(
