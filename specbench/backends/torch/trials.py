@@ -7,12 +7,11 @@ give the same bits in a pass of any width, so that greedy outputs cannot part at
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from specbench.backends.torch.caches import (
-    DynamicKVCache,
     KVCache,
     NoKVCache,
     PreallocatedKVCache,
@@ -34,6 +33,9 @@ __all__ = ["choose_pass", "trees_are_right", "why_widths_differ"]
 _TOKENS = (1, 2, 3, 5, 8, 13)
 """What is read in trials of fixed shapes and trees, as far as the vocabulary reaches."""
 
+_PARTS = ((1, 2, 3, 5), (8,), (13, 21, 34))
+"""The same for short passes, one behind the other."""
+
 _CLOSE = 0.05
 """Largest distance of two rows of logits that rounding explains, over their spread: bfloat16 leaves up to 0.04."""
 
@@ -50,7 +52,7 @@ def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False)
     Args:
         model: As it will decode: packed, quantised, cut to some of its layers. What is changed later is noticed by the
             pass when the next context begins.
-        cache: Its keys and values, empty.
+        cache: Its keys and values.
         shared: Whether another model of the same layers has been tried on this cache.
 
     Raises:
@@ -67,7 +69,7 @@ def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False)
         return GraphPass(model, cache, cuda_capture if device.type == "cuda" else None, forward)
     if not isinstance(cache, NoKVCache):
         short = ShortPass(model, cache)
-        if short.is_open() and _short_is_right(model):
+        if short.is_open() and _short_is_right(model, cache):
             return short
     return OrdinaryPass(model, cache)
 
@@ -113,8 +115,10 @@ def _close(found: torch.Tensor, expected: torch.Tensor, limit: float = _CLOSE) -
 
 
 @torch.inference_mode()
-def _short_is_right(model: Any) -> bool:
+def _short_is_right(model: PreTrainedModel, cache: KVCache) -> bool:
     """Whether three passes through the first layers give what the model's own ``forward`` gives, up to rounding.
+
+    What they add to the cache is taken off again.
 
     Never for models elsewhere than on a CPU, or whose attention is not folded.
     """
@@ -124,14 +128,15 @@ def _short_is_right(model: Any) -> bool:
         sample = first_layers(model, min(2, model.config.get_text_config(decoder=True).num_hidden_layers))
     except (ValueError, UsageError):
         return False
-    ordinary = OrdinaryPass(sample, DynamicKVCache(sample.config))
-    short = ShortPass(sample, DynamicKVCache(sample.config))
+    past, passes = cache.length, []
+    for kind in (OrdinaryPass, ShortPass):
+        forward = kind(sample, cache)
+        parts = [torch.tensor([part]) % len(_embeddings(sample)) for part in _PARTS]
+        passes.append(torch.cat([forward(ids, ids.shape[1]) for ids in parts]))
+        cache.rollback(past)
+    expected, found = passes
     limit = _CLOSE_SHORT.get(torch.int8 if rounds_to_int8(sample) else model.dtype, 0.0)
-    for part in ((1, 2, 3, 5), (8,), (13, 21, 34)):
-        ids = torch.tensor([part]) % len(_embeddings(sample))
-        if not _close(short(ids, len(part)), ordinary(ids, len(part)), limit):
-            return False
-    return True
+    return _close(found, expected, limit)
 
 
 # -- trees -------------------------------------------------------------------------------------------
