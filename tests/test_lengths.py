@@ -207,7 +207,14 @@ def test_so_it_is_with_what_was_learnt_before(rule: str, new: int) -> None:
     assert gap(found) < 1e-6
 
 
-@pytest.mark.parametrize("drafter", [LookupDrafter, NGramDrafter, lambda: NGramDrafter(NGram(sample=True))])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        lambda: LookupDrafter(clock=UnsteadyClock()),
+        lambda: NGramDrafter(clock=UnsteadyClock()),
+        lambda: NGramDrafter(NGram(sample=True), clock=UnsteadyClock()),
+    ],
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_so_it_is_with_drafters_without_logits(rule: str, drafter: Callable[[], Any]) -> None:
     found, _ = distribution(RULES[rule], drafter)
@@ -227,7 +234,11 @@ def test_so_it_is_with_a_target_that_drafts_for_itself(rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "free", [lambda: LookupDrafter(Lookup(min=2)), lambda: NGramDrafter(NGram(sample=True))]
+    "free",
+    [
+        lambda: LookupDrafter(Lookup(min=2), clock=UnsteadyClock()),
+        lambda: NGramDrafter(NGram(sample=True), clock=UnsteadyClock()),
+    ],
 )
 @pytest.mark.parametrize("rule", RULES)
 def test_so_it_is_with_a_cascade(rule: str, free: Callable[[], Any]) -> None:
