@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any, get_args
 
 import parts  # noqa: F401 - before torch
@@ -27,6 +28,7 @@ from torch import nn
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
 from specbench.backends.torch.scorer import Scorer
+from specbench.bench.passes import time_in_turn
 from specbench.models.prepare import load_target
 from specbench.options import LoadOptions
 
@@ -94,20 +96,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         return took
 
     ways = readers(torch.zeros(BUFFER_BYTES, dtype=torch.uint8))
-    passes: dict[int, list[float]] = {length: [] for length in given.contexts}
-    reads: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(given.rounds + 1):
-        for length in given.contexts:
-            took = one_pass(length)
-            passes[length] += [took] if round_ else []  # the first of all warms up
-        if round_ % 4 == 0:
-            for name, (read, moved) in ways.items():
-                took = seconds(read)
-                reads[name] += [moved / took] if round_ else []
-    bandwidth = {name: statistics.median(values) for name, values in reads.items()}
+    jobs: dict[int | str, Callable[[], float]] = {
+        **{length: lambda n=length: one_pass(n) for length in given.contexts},  # type: ignore[misc]
+        **{name: lambda r=read: seconds(r) for name, (read, _) in ways.items()},  # type: ignore[misc]
+    }
+    times = time_in_turn(jobs, given.rounds, Random(0))
+    bandwidth = {name: moved / statistics.median(times[name]) for name, (_, moved) in ways.items()}
     best = max(bandwidth.values())
     shortest, longest = min(given.contexts), max(given.contexts)
-    pass_s = {length: statistics.median(times) for length, times in passes.items()}
+    pass_s = {length: statistics.median(times[length]) for length in given.contexts}
     weights = weight_bytes(model)
     allowed = GROWTH * pass_s[shortest] + cache_bytes(model, longest) / best
     return {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from specbench.decoding.records import Generation, Prefill, Step
+from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 
 __all__ = [
     "PositionRate",
@@ -113,20 +113,10 @@ def _after_first_emission(prefill: Prefill, steps: Sequence[Step]) -> tuple[floa
 def time_split(prefill: Prefill, steps: Sequence[Step]) -> TimeSplit:
     """Add up the time of a generation."""
     ttft, rest = _after_first_emission(prefill, steps)
-    times = [step.times for step in rest]
     parts = {
-        name: math.fsum(getattr(t, name) for t in times)
-        for name in ("draft_s", "verify_s", "accept_s", "rollback_s", "other_s", "draft_prefill_s")
+        each.name: math.fsum(getattr(step.times, each.name) for step in rest) for each in fields(StepTimes)
     }
-    return TimeSplit(
-        ttft_s=ttft,
-        decode_s=parts["draft_s"]
-        + parts["verify_s"]
-        + parts["accept_s"]
-        + parts["rollback_s"]
-        + parts["other_s"],
-        **parts,
-    )
+    return TimeSplit(ttft_s=ttft, decode_s=StepTimes(**parts).total_s, **parts)
 
 
 def tokens_per_second(prefill: Prefill, steps: Sequence[Step]) -> float | None:
@@ -139,7 +129,6 @@ def tokens_per_second(prefill: Prefill, steps: Sequence[Step]) -> float | None:
 def summary(generation: Generation) -> dict[str, Any]:
     """The figures of one generation, ready for JSON; times in seconds, rates ``None`` where they have no meaning."""
     steps = generation.steps
-    split = time_split(generation.prefill, steps)
     return {
         "text": generation.text,
         "token_ids": list(generation.token_ids),
@@ -156,16 +145,7 @@ def summary(generation: Generation) -> dict[str, Any]:
         "accepted_lengths": [step.accepted for step in steps],
         "gammas": [step.gamma for step in steps],
         "acceptance_by_position": [rate.rate for rate in acceptance_by_position(steps)],
-        "time": {
-            "ttft_s": split.ttft_s,
-            "decode_s": split.decode_s,
-            "draft_s": split.draft_s,
-            "verify_s": split.verify_s,
-            "accept_s": split.accept_s,
-            "rollback_s": split.rollback_s,
-            "other_s": split.other_s,
-            "draft_prefill_s": split.draft_prefill_s,
-        },
+        "time": asdict(time_split(generation.prefill, steps)),
         "tokens_per_second": tokens_per_second(generation.prefill, steps),
         "seed": generation.seed,
         "target": generation.target,
