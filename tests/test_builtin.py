@@ -19,8 +19,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from refusals import refusal
 from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
+from told import refusal
 from transformers import AutoTokenizer
 
 from specbench.errors import RunError, UsageError

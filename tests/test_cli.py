@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from told import Result
 
 import specbench.decoding.loop
 import specbench.generate
@@ -32,27 +33,7 @@ from specbench.lengths import policy_names
 from specbench.specs.drafters import DRAFTERS
 from specbench.textsafe import terminal_safe
 
-Cli = Callable[..., "Result"]
-
-
-class Result:
-    """What one command did."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    def json(self) -> dict[str, Any]:
-        assert self.code == 0, self.err
-        assert self.out.count("\n") == 1
-        return dict(json.loads(self.out))
-
-    def refused(self, code: int, *fragments: str) -> None:
-        """Nothing on stdout, and one sentence on stderr that holds the fragments."""
-        assert self.code == code, self.err
-        assert self.out == ""
-        assert re.fullmatch(r"specbench: [^\n]+\.\n", self.err), self.err
-        for fragment in fragments:
-            assert fragment in self.err
+Cli = Callable[..., Result]
 
 
 @pytest.fixture

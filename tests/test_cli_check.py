@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from told import Result
 
 import specbench.check.run
 import specbench.decoding.loop
@@ -20,27 +21,12 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.records import Prefill, Step
 from specbench.generate import encode_prompt
 
-Check = Callable[..., "Result"]
+Check = Callable[..., "Checked"]
 
 
-class Result:
-    """What one command did."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
+class Checked(Result):
     def json(self, code: int = 0) -> dict[str, Any]:
-        assert self.code == code, self.err
-        assert self.out.count("\n") == 1
-        return only(json.loads(self.out))
-
-    def refused(self, *fragments: str) -> None:
-        """Nothing on stdout, and one sentence on stderr that holds the fragments."""
-        assert self.code == 2, self.err
-        assert self.out == ""
-        assert re.fullmatch(r"specbench: [^\n]+\.\n", self.err), self.err
-        for fragment in fragments:
-            assert fragment in self.err
+        return only(super().json(code))
 
 
 def only(figures: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +56,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(capsys: pytest.CaptureFixture[str], folder: Path, prompts: Path) -> Check:
     """`check` with the tiny target, the tiny prompts unless outputs are checked, and ten tokens each."""
 
-    def call(*arguments: object, target: Path | None = None) -> Result:
+    def call(*arguments: object, target: Path | None = None) -> Checked:
         given = [str(argument) for argument in arguments]
         if "--outputs" not in given:
             given = ["--prompts", str(prompts), "-n", "10", *given]
@@ -78,7 +64,7 @@ def check(capsys: pytest.CaptureFixture[str], folder: Path, prompts: Path) -> Ch
             given += ["--dtype", "float32"]
         capsys.readouterr()
         code = run(["check", "--target", str(target or folder), *given])
-        return Result(code, *capsys.readouterr())
+        return Checked(code, *capsys.readouterr())
 
     return call
 
@@ -284,7 +270,7 @@ def test_an_unfit_drafter_model_is_refused_before_anything_takes_time(
         raise AssertionError("transformers was asked")
 
     monkeypatch.setattr(sys.modules["specbench.cli.check"]._DecodingJob, "_references", never)
-    check("--drafter", other).refused("tokenizer")
+    check("--drafter", other).refused(2, "tokenizer")
 
 
 def test_an_int8_target_is_not_compared_with_transformers(check: Check) -> None:
@@ -308,7 +294,7 @@ def test_an_int8_target_is_checked_bit_by_bit(check: Check) -> None:
     grown = check("--dtype", "int8", "--json", "--drafter", "lookup", "--cache", "dynamic")
     assert not grown.json()["bitwise"]["asked"]
     assert grown.err.count("outputs of this int8 target may part") == 1
-    check("--dtype", "int8", "--siblings", 3).refused("--dtype int8 does not go with siblings")
+    check("--dtype", "int8", "--siblings", 3).refused(2, "--dtype int8 does not go with siblings")
 
 
 def test_bit_exact_passes_are_compared_bit_by_bit(check: Check) -> None:
@@ -318,13 +304,13 @@ def test_bit_exact_passes_are_compared_bit_by_bit(check: Check) -> None:
     figures = result.json()
     assert figures["options"]["cache"] == "preallocated"
     assert figures["length_policy"] == "auto:siblings=0"
-    check("--bit-exact", "--siblings", 3).refused("--bit-exact does not go with siblings")
+    check("--bit-exact", "--siblings", 3).refused(2, "--bit-exact does not go with siblings")
     check("--bit-exact", "--length-policy", "svip:siblings=2", "--drafter", "self:layers=1").refused(
-        "siblings=2"
+        2, "siblings=2"
     )
     assert figures["bitwise"] == {"asked": True, "rows": 30, "equal": 30}
     assert figures["greedy"]["against_plain"]["identical"] == 3
-    check("--bit-exact", "--cache", "none").refused("--bit-exact does not go with --cache none")
+    check("--bit-exact", "--cache", "none").refused(2, "--bit-exact does not go with --cache none")
 
 
 def broken(**changed: Any) -> Callable[..., Iterator[Prefill | Step]]:
@@ -397,7 +383,7 @@ def test_an_interrupt_loses_nothing(check: Check, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_what_cannot_be_is_refused(check: Check, arguments: list[str], fragments: list[str]) -> None:
-    check(*arguments).refused(*fragments)
+    check(*arguments).refused(2, *fragments)
 
 
 def test_prompts_that_do_not_fit_are_left_out(check: Check, tmp_path: Path) -> None:
@@ -412,7 +398,7 @@ def test_prompts_that_do_not_fit_are_left_out(check: Check, tmp_path: Path) -> N
     tinier = tmp_path / "tinier"
     tiny_llama(context=8).save_pretrained(tinier)
     tiny_tokenizer().save_pretrained(tinier)
-    check("--quiet", target=tinier).refused("No prompt leaves room")
+    check("--quiet", target=tinier).refused(2, "No prompt leaves room")
 
 
 # --- Outputs of other engines ---------------------------------------------------------------------
@@ -572,7 +558,7 @@ def test_options_of_decoding_say_nothing_about_given_outputs(
 
 
 def test_files_that_are_none_are_refused(check: Check, outputs: Callable[..., Path], tmp_path: Path) -> None:
-    check("--outputs", tmp_path / "missing.jsonl").refused("cannot be read")
-    check("--outputs", tmp_path).refused("cannot be read")
-    check("--outputs", outputs(b"", b"  ")).refused("There are no outputs")
-    check("--outputs", outputs(b"{}"), "--prompts", "chat").refused("brings its own prompts")
+    check("--outputs", tmp_path / "missing.jsonl").refused(2, "cannot be read")
+    check("--outputs", tmp_path).refused(2, "cannot be read")
+    check("--outputs", outputs(b"", b"  ")).refused(2, "There are no outputs")
+    check("--outputs", outputs(b"{}"), "--prompts", "chat").refused(2, "brings its own prompts")

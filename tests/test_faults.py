@@ -28,10 +28,10 @@ import fault_child
 import pytest
 import torch
 from killed_sweep import sweep as scripted_sweep
-from refusals import refusal
 from scripted_engine import ScriptedEngine, make_sweep, new_store
 from test_builtin import BuiltinModel, left_in, register, write_gguf, write_wheel
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from told import refusal
 
 from specbench.bench.runner import run_sweep
 from specbench.errors import RunError, UsageError

@@ -216,7 +216,8 @@ def functions(name: str) -> Functions:
 def called(call: ast.Call, name: str) -> Iterator[tuple[str, ast.FunctionDef]]:
     """The functions of the tests that a call may mean, each behind the name of its file."""
     if isinstance(call.func, ast.Attribute):
-        yield from ((name, function) for function in functions(name).methods.get(call.func.attr, []))
+        for file in {name, *(file for file, _ in functions(name).imported.values())}:
+            yield from ((file, function) for function in functions(file).methods.get(call.func.attr, []))
     elif isinstance(call.func, ast.Name):
         file, own_name = functions(name).imported.get(call.func.id, (name, call.func.id))
         yield from ((file, function) for function in functions(file).named.get(own_name, []))

@@ -13,6 +13,7 @@ import pytest
 from scripted_engine import describe, make_sweep, specs_of
 from test_lengths import UnsteadyClock
 from tiny import tiny_language_model, tiny_tokenizer
+from told import Result
 
 import specbench.drafters.model
 import specbench.generate
@@ -345,7 +346,7 @@ def test_the_state_of_one_configuration_is_not_that_of_another() -> None:
 
 # -- the commands ------------------------------------------------------------------------------------
 
-Call = Callable[..., tuple[int, str, str]]
+Call = Callable[..., Result]
 
 
 @pytest.fixture
@@ -356,30 +357,16 @@ def call(
     line = {"id": "a", "category": "chat", "turns": ["Hello there, one two one two"]}
     (tmp_path / "mine.jsonl").write_text(json.dumps(line) + "\n")
 
-    def run_it(command: str, *arguments: object) -> tuple[int, str, str]:
+    def run_it(command: str, *arguments: object) -> Result:
         capsys.readouterr()
         shared = ["--target", models / "target", "--dtype", "float32", "-n", 16]
         if command == "sweep":
             shared += ["-p", "./mine.jsonl", "-r", 1, "--warmup", 0, "--quiet", "--ignore-eos"]
         words = [str(argument) for argument in (command, *shared, *arguments)]
         monkeypatch.setattr(sys, "argv", ["specbench", *words])
-        return run(words), *capsys.readouterr()
+        return Result(run(words), *capsys.readouterr())
 
     return run_it
-
-
-def refused(result: tuple[int, str, str], *fragments: str) -> None:
-    """One sentence with its hint, and exit code 2."""
-    code, out, err = result
-    assert (code, out) == (2, ""), err
-    assert re.fullmatch(r"specbench: [^\n]+\.\n", err), err
-    for fragment in fragments:
-        assert fragment in err
-
-
-def figures(result: tuple[int, str, str]) -> dict[str, Any]:
-    assert result[0] == 0, result[2]
-    return dict(json.loads(result[1]))
 
 
 @pytest.mark.parametrize(
@@ -402,8 +389,8 @@ def figures(result: tuple[int, str, str]) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_generate_with_each_rule(call: Call, arguments: tuple[object, ...], name: str) -> None:
-    plain = figures(call("generate", "the thing", "--drafter", "none", "--json"))
-    found = figures(call("generate", "the thing", "--drafter", "self:layers=1", "--json", *arguments))
+    plain = call("generate", "the thing", "--drafter", "none", "--json").json()
+    found = call("generate", "the thing", "--drafter", "self:layers=1", "--json", *arguments).json()
     assert found["options"]["length_policy"] == name
     assert found["options"]["gamma"] == (int(name[-1]) if name.startswith("fixed") else None)
     assert found["token_ids"] == plain["token_ids"]
@@ -414,9 +401,9 @@ def test_generate_with_each_rule(call: Call, arguments: tuple[object, ...], name
 
 def test_a_sampled_output_hangs_on_no_clock_by_default(call: Call) -> None:
     arguments = ("generate", "the thing", "--drafter", "self:layers=1", "--json", "-t", 1)
-    found = figures(call(*arguments))
+    found = call(*arguments).json()
     assert found["options"]["length_policy"] == "fixed:gamma=5"
-    assert figures(call(*arguments))["token_ids"] == found["token_ids"]
+    assert call(*arguments).json()["token_ids"] == found["token_ids"]
 
 
 @pytest.mark.parametrize(
@@ -442,14 +429,14 @@ def test_generate_refuses_what_the_rule_does_not_read(
         raise AssertionError("weights are loaded before the options are checked")
 
     monkeypatch.setattr("specbench.models.prepare.load_target", unwanted)
-    refused(call("generate", "the thing", "--drafter", "lookup", *arguments), *fragments)
+    call("generate", "the thing", "--drafter", "lookup", *arguments).refused(2, *fragments)
 
 
 def test_the_summary_and_the_trace_name_the_rule(call: Call) -> None:
     arguments = ("the thing", "--drafter", "self:layers=1", "--egag", "--egag-scale", 1)
     code, _, err = call("generate", *arguments, "--debug")
     assert code == 0
-    mean = sum(found := figures(call("generate", *arguments, "--json"))["gammas"]) / len(found)
+    mean = sum(found := call("generate", *arguments, "--json").json()["gammas"]) / len(found)
     assert f"drafter self:layers=1, γ by egag:scale=1.0, {mean:.1f} on average\n" in err
     assert "length_policy egag:scale=1.0" in err
     assert re.search(r"policy +H_norm 0\.\d+  H_ema 0\.\d+  gamma \d", err)
@@ -460,15 +447,15 @@ def test_without_a_drafter_no_rule_has_an_effect(call: Call) -> None:
     code, _, err = call("generate", "the thing", "--drafter", "none", "--egag", "--egag-scale", 0.5)
     assert code == 0
     assert "--egag, --egag-scale have no effect with the drafter none." in err
-    figure = figures(call("generate", "hm", "--drafter", "none", "--length-policy", "auto", "--json"))
+    figure = call("generate", "hm", "--drafter", "none", "--length-policy", "auto", "--json").json()
     assert figure["costs"] is None
 
 
 def test_generate_gives_its_costs_and_takes_them_back(call: Call, tmp_path: Path, models: Path) -> None:
     sampled = ("the thing", "--drafter", models / "small", "--length-policy", "auto", "-t", 1, "--json")
-    first = figures(call("generate", *sampled))
+    first = call("generate", *sampled).json()
     (tmp_path / "first.json").write_text(json.dumps(first))
-    again = figures(call("generate", *sampled, "--costs", "first.json"))
+    again = call("generate", *sampled, "--costs", "first.json").json()
     assert again["options"]["costs"] == "given"
     assert first["options"]["costs"] is None
     assert (again["token_ids"], again["gammas"]) == (first["token_ids"], first["gammas"])
@@ -530,8 +517,8 @@ def test_the_costs_of_a_sweep_are_those_of_another(call: Call, tmp_path: Path, m
     for config in ("lookup@auto,t=1", "small (int8)@auto,t=1"):
         assert tuple(two["token_ids"][config]) == tuple(three["token_ids"][config])
         assert list(two["steps_drafted"][config]) == list(three["steps_drafted"][config])
-    refused(
-        call("sweep", "--drafter", "ngram", *sampled, "-o", "four"),
+    call("sweep", "--drafter", "ngram", *sampled, "-o", "four").refused(
+        2,
         "The costs are of lookup, small (int8), not of ngram",
     )
 
@@ -553,7 +540,7 @@ def test_the_costs_of_a_sweep_are_those_of_another(call: Call, tmp_path: Path, m
 def test_a_sweep_refuses_what_its_rules_do_not_read(
     call: Call, arguments: tuple[object, ...], fragments: tuple[str, ...]
 ) -> None:
-    refused(call("sweep", "--drafter", "lookup", *arguments), *fragments)
+    call("sweep", "--drafter", "lookup", *arguments).refused(2, *fragments)
 
 
 def test_a_dry_run_names_the_rules(call: Call) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refusal
 from safetensors.torch import load_file, save_file
 from tiny import (
     CHAT_TEMPLATE,
@@ -23,6 +22,7 @@ from tiny import (
     tiny_llama,
     tiny_tokenizer,
 )
+from told import refusal
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
