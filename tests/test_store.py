@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,10 +15,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import specbench.results.store as store_module
 from specbench.errors import RunError, UsageError
 from specbench.files import write_text
-from specbench.results.store import RunStore, find_runs, key_of, load_results, read_run, write_csv
+from specbench.results.rows import LINE, MEASURED, STEP_FIELDS, STEP_OTHERS, key_of
+from specbench.results.store import RunStore, find_runs, load_results, read_run, write_csv
 
 RUN: dict[str, Any] = {
     "run_id": "abc",
@@ -62,7 +63,7 @@ def row(config: str = "d@2", prompt: str = "p", repeat: int = 0, **changed: Any)
         "started": 1.5, "warnings": ["steal"],
         "steps": {
             "drafted": [2, 2, 0], "tested": [2, 2, 0], "accepted": [2, 1, 0], "emitted": [3, 2, 1],
-            **{name: [0.25, 0.5, 0.25] for name in store_module.STEP_LISTS if name.endswith("_s")},
+            **{field.name: [0.25, 0.5, 0.25] for field in STEP_FIELDS if field.kind is float},
             "expected_acceptance": [[1.0, 0.5], [0.75, 0.25], []], "closing": ["bonus", "corrected", "target"],
             "policy": {"H_norm": [0.5, None, 0.25]},
         },
@@ -516,3 +517,21 @@ def test_text_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(OSError, match="broken"):
         write_text(tmp_path / "x.md", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.md", "old")]
+
+
+def test_the_documented_fields_are_those_of_a_line() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "results-format.md").read_text(encoding="utf-8")
+    section = text.partition("## `generations.jsonl`")[2].partition("\n## ")[0]
+    line, steps, _ = re.split(r"^[A-Z].*\n", section, flags=re.MULTILINE)
+    described = [
+        [
+            name
+            for item in re.findall(r"^- ([^:\n]+)", items, re.MULTILINE)
+            for name in re.findall(r"\w+", item)
+        ]
+        for items in (line, steps)
+    ]
+    assert sorted(described[0]) == sorted(name.removesuffix("?") for name in (*LINE, *MEASURED))
+    assert sorted(described[1]) == sorted([*(field.name for field in STEP_FIELDS), *STEP_OTHERS])
+    older = [field.name for field in STEP_FIELDS if field.before]
+    assert re.findall(r"^- `(\w+)`:.*Older lines lack it", steps, re.MULTILINE) == older

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
-from specbench.results.store import Key
+from specbench.results.rows import Key
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt

@@ -6,7 +6,6 @@ after a crash is the same call.
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import Counter, deque
@@ -22,11 +21,11 @@ from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
 from specbench.results.advice import RunWarning, during, review
 from specbench.results.load import LoadSnapshot, load_snapshot
-from specbench.results.store import RESULTS_VERSION, RunStore, key_of, load_results
+from specbench.results.rows import key_of, rounded, step_lists
+from specbench.results.store import RESULTS_VERSION, RunStore, load_results
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
-    from specbench.decoding.records import Step
 
 __all__ = [
     "Begun",
@@ -275,8 +274,8 @@ class _Runner:
         return {
             **row,
             **figures,
-            "steal_share": _rounded(after.steal_share(before), 4),
-            "busy_elsewhere": _rounded(after.busy_elsewhere(before), 2),
+            "steal_share": rounded(after.steal_share(before), 4),
+            "busy_elsewhere": rounded(after.busy_elsewhere(before), 2),
             "warnings": [warning.id for warning in during(before, after, self._fastest_mhz or None)],
         }
 
@@ -313,35 +312,13 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
         "token_ids": list(outcome.token_ids),
         "finish_reason": outcome.finish_reason,
         "first_tokens": outcome.first_tokens,
-        "ttft_s": _rounded(outcome.ttft_s),
-        "prefill_s": _rounded(outcome.prefill_s),
-        "decode_s": _rounded(outcome.decode_s),
-        "total_s": _rounded(outcome.ttft_s + outcome.decode_s),
+        "ttft_s": rounded(outcome.ttft_s),
+        "prefill_s": rounded(outcome.prefill_s),
+        "decode_s": rounded(outcome.decode_s),
+        "total_s": rounded(outcome.ttft_s + outcome.decode_s),
         "peak_memory_bytes": outcome.peak_memory_bytes,
-        "steps": _step_lists(outcome.steps),
+        "steps": step_lists(outcome.steps),
     }
-
-
-def _step_lists(steps: Sequence[Step]) -> dict[str, Any]:
-    times = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
-    notes = dict.fromkeys(name for step in steps for name in step.policy)
-    return {
-        "drafted": [step.gamma for step in steps],
-        "tested": [step.tested for step in steps],
-        "accepted": [step.accepted for step in steps],
-        "emitted": [len(step.tokens) for step in steps],
-        "siblings": [len(step.siblings) for step in steps],
-        "passes": [step.gamma if step.passes is None else step.passes for step in steps],
-        **{name: [_rounded(getattr(step.times, name)) for step in steps] for name in times},
-        "expected_acceptance": [[_rounded(value) for value in step.expected_acceptance] for step in steps],
-        "closing": [step.closing for step in steps],
-        "policy": {name: [_rounded(step.policy.get(name)) for step in steps] for name in notes},
-    }
-
-
-def _rounded(value: float | None, digits: int = 9) -> float | None:
-    """To the nanosecond: what lies behind is noise, and half of the file. ``None`` for what JSON has no number for."""
-    return None if value is None or not math.isfinite(value) else round(float(value), digits)
 
 
 _PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\":,;/\\]+[/\\])+")
@@ -421,8 +398,8 @@ def _difference(
         return result
     if difference is not None:
         result.update(
-            gap=_rounded(difference.gap),
-            gap_units=_rounded(difference.gap_units, 3),
+            gap=rounded(difference.gap),
+            gap_units=rounded(difference.gap_units, 3),
             numerical_tie=difference.numerical_tie,
         )
     return result

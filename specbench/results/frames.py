@@ -6,11 +6,10 @@ and their pitfalls: docs/metrics.md.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,10 +24,8 @@ from specbench.decoding.theory import (
 )
 from specbench.errors import UsageError
 from specbench.results import stats
+from specbench.results.rows import STEP_FIELDS
 from specbench.textsafe import one_line
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "Steps",
@@ -243,10 +240,10 @@ def position_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame
     out = []
     for config, fields in _configs(df).items():
         mine = groups.get(config)
-        longest = 0 if mine is None else int(mine.drafted.max(initial=0))
+        longest = 0 if mine is None else int(mine["drafted"].max(initial=0))
         if mine is None or not longest:
             continue
-        counts = {name: _at_least(getattr(mine, name), longest) for name in ("drafted", "tested", "accepted")}
+        counts = {name: _at_least(mine[name], longest) for name in ("drafted", "tested", "accepted")}
         alpha = mine.alpha_by_position(longest)
         out += [
             {
@@ -289,13 +286,13 @@ def accepted_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame
     out = []
     for config, fields in _configs(df).items():
         mine = groups.get(config)
-        if mine is None or not mine.drafted.any():
+        if mine is None or not mine["drafted"].any():
             continue
-        drafting = mine.drafted > 0
-        gammas = mine.drafted[drafting]
+        drafting = mine["drafted"] > 0
+        gammas = mine["drafted"][drafting]
         longest = int(gammas.max())
-        counts = np.bincount(mine.accepted[drafting], minlength=longest + 1)
-        alpha = _ratio(mine.alpha_sum.sum(), mine.tested.sum())
+        counts = np.bincount(mine["accepted"][drafting], minlength=longest + 1)
+        alpha = _ratio(mine.alpha_sum.sum(), mine["tested"].sum())
         k = np.arange(longest + 1)
         # At least k pass if k were drafted; steps differ in their draft length.
         reach = np.array([(gammas >= n).mean() for n in k]) * alpha**k
@@ -324,9 +321,8 @@ class Steps:
     Attributes:
         row: Place of the generation in the data frame.
         prompt: A number per prompt.
-        drafted, tested, accepted, emitted, siblings: Tokens.
-        passes: Of the drafter's model.
-        draft_s, draft_prefill_s, verify_s, accept_s, rollback_s, other_s: Seconds.
+        numbers: Tokens, passes and seconds, by the names of ``specbench.results.rows.STEP_FIELDS``; ``steps[name]`` is
+            short for them.
         alpha_sum: Sum of the step's expected acceptances.
         alpha_at: Where they begin in ``alphas``; there are as many as were tested.
         alphas: The expected acceptances of all steps, shape [tested positions]; the only one of another shape.
@@ -334,18 +330,7 @@ class Steps:
 
     row: NDArray[np.intp]
     prompt: NDArray[np.intp]
-    drafted: Ints
-    tested: Ints
-    accepted: Ints
-    emitted: Ints
-    siblings: Ints
-    passes: Ints
-    draft_s: Floats
-    draft_prefill_s: Floats
-    verify_s: Floats
-    accept_s: Floats
-    rollback_s: Floats
-    other_s: Floats
+    numbers: dict[str, NDArray[Any]]
     alpha_sum: Floats
     alpha_at: Ints
     alphas: Floats
@@ -353,14 +338,19 @@ class Steps:
     def __len__(self) -> int:
         return len(self.row)
 
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.numbers[name]
+
     def take(self, which: NDArray[Any] | slice) -> Steps:
         """Some of the steps, by place, by a mask or by a slice."""
-        values = {
-            each.name: getattr(self, each.name)[which]
-            for each in dataclasses.fields(self)
-            if each.name != "alphas"
-        }
-        return Steps(**values, alphas=self.alphas)
+        return Steps(
+            self.row[which],
+            self.prompt[which],
+            {name: values[which] for name, values in self.numbers.items()},
+            self.alpha_sum[which],
+            self.alpha_at[which],
+            self.alphas,
+        )
 
     def split(self, codes: NDArray[np.intp]) -> dict[int, Steps]:
         """The steps of each code, in their order, without a copy per code."""
@@ -373,15 +363,15 @@ class Steps:
 
     def total_s(self) -> Floats:
         """Seconds of each step."""
-        return self.draft_s + self.verify_s + self.accept_s + self.rollback_s + self.other_s
+        return np.asarray(sum(self[f"{part}_s"] for part in PARTS))
 
     def rates(self, longest: int) -> Floats:
         """Accepted over tested at positions 1 to ``longest``; NaN where none was tested."""
-        return _shares(_at_least(self.accepted, longest), _at_least(self.tested, longest))
+        return _shares(_at_least(self["accepted"], longest), _at_least(self["tested"], longest))
 
     def alpha_by_position(self, longest: int) -> Floats:
         """Mean expected acceptance at positions 1 to ``longest``; NaN where none was tested."""
-        at = [self.alpha_at[self.tested > i] + i for i in range(longest)]
+        at = [self.alpha_at[self["tested"] > i] + i for i in range(longest)]
         return np.array([self.alphas[places].mean() if len(places) else _NAN for places in at])
 
 
@@ -392,12 +382,13 @@ def step_arrays(df: pd.DataFrame) -> Steps:
         UsageError: The expected acceptances of a generation do not fit its steps.
     """
     rows = np.flatnonzero((df["status"] == "ok").to_numpy())
-    lists = {name: df[f"steps_{name}"].to_numpy()[rows] for name in _STEP_LISTS}
-    lengths = np.array([len(each) for each in lists["drafted"]], dtype=np.intp)
-    row = np.repeat(rows, lengths)
+    lists = {field: df[f"steps_{field.name}"].to_numpy()[rows] for field in STEP_FIELDS}
     joined = {
-        name: _joined(each, np.float64 if name.endswith("_s") else np.int64) for name, each in lists.items()
+        field.name: _joined(each, np.int64 if field.kind is int else np.float64)
+        for field, each in lists.items()
     }
+    lengths = np.array([len(each) for each in df["steps_drafted"].to_numpy()[rows]], dtype=np.intp)
+    row = np.repeat(rows, lengths)
     by_step = chain.from_iterable(df["steps_expected_acceptance"].to_numpy()[rows])
     alphas = np.fromiter(chain.from_iterable(by_step), dtype=np.float64)
     ends = np.cumsum(joined["tested"])
@@ -412,17 +403,11 @@ def step_arrays(df: pd.DataFrame) -> Steps:
     return Steps(
         row=row,
         prompt=pd.factorize(df["prompt"])[0][row],
-        **joined,
+        numbers=joined,
         alpha_sum=sums[ends] - sums[begins],
         alpha_at=begins,
         alphas=alphas,
     )
-
-
-_STEP_LISTS = (
-    "drafted", "tested", "accepted", "emitted", "siblings", "passes",
-    "draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s",
-)  # fmt: skip
 
 
 def _joined(lists: NDArray[Any], kind: type) -> NDArray[Any]:
@@ -544,24 +529,24 @@ def _cause(differences: Sequence[Mapping[str, Any]] | None, config: str) -> str:
 
 
 def _step_figures(steps: Steps) -> dict[str, float]:
-    if not steps.drafted.any():
-        each = {"tokens_per_step": _ratio(steps.emitted.sum(), len(steps))}
+    if not steps["drafted"].any():
+        each = {"tokens_per_step": _ratio(steps["emitted"].sum(), len(steps))}
         return {**each, "acceptance_rate": _NAN, "acceptance_tested": _NAN, "alpha": _NAN, "mean_gamma": _NAN}
     return {
-        **_named("tokens_per_step", stats.pooled_rate(steps.emitted, np.ones(len(steps)), steps.prompt)),
-        **_named("acceptance_rate", stats.pooled_rate(steps.accepted, steps.drafted, steps.prompt)),
-        **_named("acceptance_tested", stats.pooled_rate(steps.accepted, steps.tested, steps.prompt)),
-        **_named("alpha", stats.pooled_rate(steps.alpha_sum, steps.tested, steps.prompt)),
-        "mean_gamma": float(steps.drafted.mean()),
+        **_named("tokens_per_step", stats.pooled_rate(steps["emitted"], np.ones(len(steps)), steps.prompt)),
+        **_named("acceptance_rate", stats.pooled_rate(steps["accepted"], steps["drafted"], steps.prompt)),
+        **_named("acceptance_tested", stats.pooled_rate(steps["accepted"], steps["tested"], steps.prompt)),
+        **_named("alpha", stats.pooled_rate(steps.alpha_sum, steps["tested"], steps.prompt)),
+        "mean_gamma": float(steps["drafted"].mean()),
     }
 
 
 def _times(steps: Steps) -> dict[str, float]:
     total = steps.total_s().sum()
     return {
-        "ms_per_token": 1000.0 * _ratio(total, steps.emitted.sum()),
-        **{f"share_{part}": _ratio(getattr(steps, f"{part}_s").sum(), total) for part in PARTS},
-        "share_draft_prefill": _ratio(steps.draft_prefill_s.sum(), total),
+        "ms_per_token": 1000.0 * _ratio(total, steps["emitted"].sum()),
+        **{f"share_{part}": _ratio(steps[f"{part}_s"].sum(), total) for part in PARTS},
+        "share_draft_prefill": _ratio(steps["draft_prefill_s"].sum(), total),
     }
 
 
@@ -570,27 +555,27 @@ def _predictions(
 ) -> dict[str, float]:
     """What theory makes of each prompt's acceptance and the run's costs, as a geometric mean over prompts."""
     timed, drafter = PassCosts.from_json(costs or {}), fields["drafter"]
-    if 1 not in timed.target_s or not steps.drafted.any():
+    if 1 not in timed.target_s or not steps["drafted"].any():
         return {}
     if drafter in timed.drafter_s:
         c = timed.c(drafter)
-    elif steps.passes.any():  # it was not timed apart: what a drafted token took here
-        c = (steps.draft_s - steps.draft_prefill_s).sum() / steps.passes.sum() / timed.target_s[1]
+    elif steps["passes"].any():  # it was not timed apart: what a drafted token took here
+        c = (steps["draft_s"] - steps["draft_prefill_s"]).sum() / steps["passes"].sum() / timed.target_s[1]
     else:
         return {}
-    widest = int((steps.drafted + steps.siblings).max()) + 1
+    widest = int((steps["drafted"] + steps["siblings"]).max()) + 1
     v = np.array([timed.v(n) for n in range(widest + 1)])
     by_position, iid, prompts = [], [], []
     for prompt, mine in steps.split(steps.prompt).items():
-        longest = int(mine.drafted.max())
-        alpha = _ratio(mine.alpha_sum.sum(), mine.tested.sum())
+        longest = int(mine["drafted"].max())
+        alpha = _ratio(mine.alpha_sum.sum(), mine["tested"].sum())
         by_length = expected_tokens_by_position(mine.rates(longest))
         by_length_iid = [1.0, *(expected_tokens(alpha, gamma) for gamma in range(1, longest + 1))]
         # Of siblings no acceptance tells.
-        gained = np.maximum(mine.emitted - mine.accepted - 1, 0).sum()
-        cost = (mine.passes.sum(), c, v[mine.drafted + mine.siblings + 1].sum())
-        by_position.append(predicted_speedup(np.array(by_length)[mine.drafted].sum() + gained, *cost))
-        iid.append(predicted_speedup(np.array(by_length_iid)[mine.drafted].sum() + gained, *cost))
+        gained = np.maximum(mine["emitted"] - mine["accepted"] - 1, 0).sum()
+        cost = (mine["passes"].sum(), c, v[mine["drafted"] + mine["siblings"] + 1].sum())
+        by_position.append(predicted_speedup(np.array(by_length)[mine["drafted"]].sum() + gained, *cost))
+        iid.append(predicted_speedup(np.array(by_length_iid)[mine["drafted"]].sum() + gained, *cost))
         prompts.append(prompt)
     return {
         "c": c,

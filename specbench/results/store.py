@@ -20,6 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.errors import RunError, UsageError
 from specbench.files import refuse_link, sync, write_text
+from specbench.results.rows import (
+    STEP_FIELDS,
+    STEP_OTHERS,
+    Key,
+    key_of,
+    numbers,
+    parse_json,
+    parse_line,
+    step_columns,
+)
 from specbench.shapes import count, length, misfit, number, size
 
 if TYPE_CHECKING:
@@ -27,10 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RESULTS_VERSION",
-    "Key",
     "RunStore",
     "find_runs",
-    "key_of",
     "load_results",
     "read_run",
     "stored_runs",
@@ -42,24 +50,6 @@ RESULTS_VERSION = 1
 
 KIND = "specbench-sweep"
 RUN, GENERATIONS, COSTS, LOCK = "run.json", "generations.jsonl", "costs.jsonl", ".lock"
-
-Key = tuple[str, str, int, int, bool]
-"""What is measured at most once: configuration, prompt, turn, repeat, and whether it is a warm-up."""
-
-STEP_LISTS = (
-    "drafted", "tested", "accepted", "emitted",
-    "draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s",
-)  # fmt: skip
-"""The per-step numbers of a line; beside them stand ``expected_acceptance``, ``closing`` and ``policy``."""
-
-LATER_STEP_LISTS = ("siblings", "passes")
-"""More of them, which older lines lack: no siblings then, and a pass of the drafter for every drafted token."""
-
-
-def key_of(row: Mapping[str, Any]) -> Key:
-    """The key of a line of ``generations.jsonl``."""
-    return row["config"], row["prompt"], row["turn"], row["repeat"], row["warmup"]
-
 
 # -- writing ---------------------------------------------------------------------------------------
 
@@ -164,7 +154,7 @@ class RunStore:
         with _explained(self.path):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             file = self._file = os.open(self.path / GENERATIONS, flags, 0o644)
-            _end_last_line(file, (self.path / GENERATIONS).read_bytes(), _parsed)
+            _end_last_line(file, (self.path / GENERATIONS).read_bytes(), parse_line)
             sync(self.path)
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -193,7 +183,7 @@ class RunStore:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             file = os.open(self.path / COSTS, flags, 0o644)
             try:
-                _end_last_line(file, (self.path / COSTS).read_bytes(), _json)
+                _end_last_line(file, (self.path / COSTS).read_bytes(), parse_json)
                 _append(file, b"".join(map(_line, rows)))
             finally:
                 os.close(file)
@@ -201,7 +191,7 @@ class RunStore:
     def costs(self) -> list[dict[str, Any]]:
         """The lines of ``costs.jsonl``; what a crash or a hand has damaged is left out."""
         file = self.path / COSTS
-        rows = [_json(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+        rows = [parse_json(line) for line in file.read_bytes().splitlines()] if file.exists() else []
         return [row for row in rows if misfit(row, _COST_SHAPES) is None]
 
     def update(self, **fields: Any) -> None:
@@ -408,7 +398,6 @@ def read_run(path: str | Path) -> dict[str, Any]:
 
 
 _MAYBE_TEXT = (str, None)
-_MAYBE_NUMBER = (number, None)
 _FACT = (str, bool, number, None)
 _MACHINE = (
     "cpu", "cpu_capability", "physical_cores", "cores", "threads", "huge_pages", "ram_gb", "os", "python", "torch",
@@ -533,7 +522,7 @@ def _rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         raise UsageError(f"{str(path)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
     with file:
         for number, line in enumerate(file, 1):
-            row = _parsed(line)
+            row = parse_line(line)
             if row is None:
                 what = "is damaged" if line.endswith(b"\n") else "was cut short by a crash"
                 problems.append(f"Line {number} of {path.parent.name}/{path.name} {what} and is not used.")
@@ -543,56 +532,10 @@ def _rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A line as a row, or ``None`` if it is not a whole one."""
-    row = _json(line)
-    return row if isinstance(row, dict) and _is_row(row) else None
-
-
-def _json(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-_FIGURES = ("prompt_tokens", "new_tokens", "ttft_s", "prefill_s", "decode_s", "total_s")
-_ROW_SHAPE = {
-    "schema": count, "config": str, "prompt": str, "turn": count, "repeat": count, "warmup": bool,
-    "run_id?": str, "category?": str, "order?": count, "seed?": count, "started?": _MAYBE_NUMBER,
-    "status": str, "error?": _MAYBE_TEXT, "load_average?": _MAYBE_NUMBER,
-    "steal_share?": _MAYBE_NUMBER, "busy_elsewhere?": _MAYBE_NUMBER, "warnings?": [str],
-}  # fmt: skip
-_MEASURED_SHAPE = {
-    "prompt_tokens": count, "new_tokens": count, "first_tokens?": count, "ttft_s": size, "prefill_s": size,
-    "decode_s": size, "total_s": size, "peak_memory_bytes?": (count, None), "finish_reason?": _MAYBE_TEXT,
-    "token_ids": list, "steps": dict,
-}  # fmt: skip
 _COST_SHAPES = (
     {"kind": "target", "tokens": count, "seconds": [size], "context_tokens": count},
     {"kind": "drafter", "drafter": str, "seconds": [size], "context_tokens": count},
 )
-
-
-def _is_row(row: dict[str, Any]) -> bool:
-    """Whether it is one, but for the numbers in its lists."""
-    if misfit(row, _ROW_SHAPE) is not None:
-        return False
-    if row["status"] == "failed":
-        return True
-    if row["status"] != "ok" or misfit(row, _MEASURED_SHAPE) is not None:
-        return False
-    if not set(map(type, row["token_ids"])) <= {int}:
-        return False
-    steps = row["steps"]
-    lists = [steps.get(name) for name in (*STEP_LISTS, "expected_acceptance")]
-    lists += [steps[name] for name in LATER_STEP_LISTS if name in steps]
-    return (
-        all(isinstance(each, list) for each in lists)
-        and len({len(each) for each in lists if each is not None}) == 1
-        and isinstance(steps.get("policy", {}), dict)
-        and isinstance(steps.get("closing", []), list)
-    )
 
 
 def _unique(rows: Iterable[dict[str, Any]], problems: list[str]) -> Iterator[dict[str, Any]]:
@@ -621,7 +564,9 @@ _PLAIN_FIELDS = (
     "run_id", "config", "prompt", "category", "turn", "repeat", "order", "status", "error", "finish_reason",
     "started",
 )  # fmt: skip
-_MEASURED_FIELDS = (*_FIGURES, "peak_memory_bytes", "load_average")
+_MEASURED_FIELDS = (
+    "prompt_tokens", "new_tokens", "ttft_s", "prefill_s", "decode_s", "total_s", "peak_memory_bytes", "load_average",
+)  # fmt: skip
 _DERIVED = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
 
 
@@ -632,8 +577,7 @@ class _Columns:
     def __init__(self) -> None:
         names = (
             *_PLAIN_FIELDS, *_MEASURED_FIELDS, "token_ids", "warnings", "target", *_CONFIG_FIELDS, *_DERIVED,
-            *(f"steps_{name}" for name in (*STEP_LISTS, *LATER_STEP_LISTS)),
-            *(f"steps_{name}" for name in ("expected_acceptance", "closing", "policy")),
+            *(f"steps_{field.name}" for field in STEP_FIELDS), *(f"steps_{name}" for name in STEP_OTHERS),
         )  # fmt: skip
         self.values: dict[str, list[Any]] = {name: [] for name in names}
 
@@ -677,54 +621,11 @@ def _cells(row: Mapping[str, Any], config: Mapping[str, Any], target: str | None
     for name in _CONFIG_FIELDS:
         value = config.get(name)
         cells[name] = _NAN if name == "gamma" and value is None else value
-    cells["token_ids"] = _array(row.get("token_ids") or [], int)
-    steps = _step_arrays(row.get("steps") or {})
+    cells["token_ids"] = numbers(row.get("token_ids") or [], int)
+    steps = step_columns(row.get("steps") or {})
     cells.update({f"steps_{name}": values for name, values in steps.items()})
     cells.update(_derived(row, steps))
     return cells
-
-
-def _array(values: Sequence[Any], kind: type) -> Any:
-    """Whole numbers from 0, or finite ones.
-
-    Raises:
-        ValueError: They are something else.
-    """
-    import numpy as np
-
-    found = np.array(values, dtype=None if values else kind)
-    whole = found.dtype.kind == "i"
-    if found.ndim != 1 or not (whole or (kind is float and found.dtype.kind == "f")):
-        raise ValueError("no list of numbers")
-    low, high = (0, 2**31) if kind is int else (-1e18, 1e18)
-    if not np.all((found >= low) & (found < high)):
-        raise ValueError("a number is out of range")
-    return found.astype(np.int32 if kind is int else np.float64)
-
-
-def _step_arrays(steps: Mapping[str, Any]) -> dict[str, Any]:
-    arrays: dict[str, Any] = {
-        name: _array(steps.get(name, ()), float if name.endswith("_s") else int) for name in STEP_LISTS
-    }
-    drafted = arrays["drafted"]
-    arrays["siblings"] = _array(steps.get("siblings", [0] * len(drafted)), int)
-    arrays["passes"] = _array(steps["passes"], int) if "passes" in steps else drafted
-    arrays["expected_acceptance"] = steps.get("expected_acceptance", [])
-    arrays["closing"] = [None if each is None else intern(each) for each in steps.get("closing", ())]
-    arrays["policy"] = {name: _with_gaps(values) for name, values in steps.get("policy", {}).items()}
-    if any(
-        len(values) != len(drafted) for values in (arrays["closing"], *arrays["policy"].values()) if steps
-    ):
-        raise ValueError("lists of other lengths")
-    return arrays
-
-
-def _with_gaps(values: Sequence[Any]) -> Any:
-    """Numbers, NaN for ``None``."""
-    gaps = [value is None for value in values]
-    known = _array([0.0 if gap else value for value, gap in zip(values, gaps, strict=True)], float)
-    known[gaps] = _NAN
-    return known
 
 
 def _derived(row: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, float]:
@@ -732,7 +633,7 @@ def _derived(row: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, floa
     if row["status"] != "ok":
         return dict.fromkeys(_DERIVED, _NAN)
     rest = row["new_tokens"] - row.get("first_tokens", 1)
-    alphas = _array([value for step in steps["expected_acceptance"] for value in step], float)
+    alphas = numbers([value for step in steps["expected_acceptance"] for value in step], float)
     return {
         "tokens_per_second": _ratio(rest, row["decode_s"]) if rest > 0 else _NAN,
         "tokens_per_step": _ratio(float(steps["emitted"].sum()), len(steps["emitted"])),

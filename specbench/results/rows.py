@@ -1,0 +1,203 @@
+"""The lines of ``generations.jsonl``: their fields, each declared once, and what a table of them holds.
+
+The writer, the check on reading and the columns of the table follow from what is declared here;
+docs/results-format.md describes the fields, and a test holds it against this.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from sys import intern
+from typing import Any
+
+from specbench.decoding.records import Step
+from specbench.shapes import count, misfit, number, size
+
+__all__ = [
+    "LINE",
+    "MEASURED",
+    "STEP_FIELDS",
+    "STEP_OTHERS",
+    "Key",
+    "StepField",
+    "key_of",
+    "numbers",
+    "parse_json",
+    "parse_line",
+    "rounded",
+    "step_columns",
+    "step_lists",
+]
+
+Key = tuple[str, str, int, int, bool]
+"""What is measured at most once: configuration, prompt, turn, repeat, and whether it is a warm-up."""
+
+_MAYBE_TEXT, _MAYBE_NUMBER = (str, None), (number, None)
+
+LINE = {
+    "schema": count, "run_id?": str, "config": str, "prompt": str, "category?": str, "turn": count, "repeat": count,
+    "order?": count, "warmup": bool, "seed?": count, "started?": _MAYBE_NUMBER, "status": str, "error?": _MAYBE_TEXT,
+    "load_average?": _MAYBE_NUMBER, "steal_share?": _MAYBE_NUMBER, "busy_elsewhere?": _MAYBE_NUMBER, "warnings?": [str],
+}  # fmt: skip
+"""Shape of every line."""
+
+MEASURED = {
+    "prompt_tokens": count, "new_tokens": count, "token_ids": list, "finish_reason?": _MAYBE_TEXT,
+    "first_tokens?": count, "ttft_s": size, "prefill_s": size, "decode_s": size, "total_s": size,
+    "peak_memory_bytes?": (count, None), "steps": dict,
+}  # fmt: skip
+"""What a line of a generation that has not failed holds beside that."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepField:
+    """A number of every step; a line holds a list of them.
+
+    Attributes:
+        name: Of the list, and of the column behind ``steps_``.
+        kind: ``int`` for tokens and passes, ``float`` for seconds.
+        of: Takes it from a step.
+        before: What it was where a line is older than the field, from the list ``drafted``; ``None``: all have it.
+    """
+
+    name: str
+    kind: type
+    of: Callable[[Step], float]
+    before: Callable[[Sequence[int]], Sequence[int]] | None = None
+
+
+STEP_FIELDS = (
+    StepField("drafted", int, lambda step: step.gamma),
+    StepField("tested", int, lambda step: step.tested),
+    StepField("accepted", int, lambda step: step.accepted),
+    StepField("emitted", int, lambda step: len(step.tokens)),
+    *(
+        StepField(name, float, attrgetter(f"times.{name}"))
+        for name in ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
+    ),
+    StepField("siblings", int, lambda step: len(step.siblings), lambda drafted: [0] * len(drafted)),
+    StepField(
+        "passes",
+        int,
+        lambda step: step.gamma if step.passes is None else step.passes,
+        lambda drafted: drafted,
+    ),
+)
+
+STEP_OTHERS = ("expected_acceptance", "closing", "policy")
+"""Beside the numbers: a list over the tested positions, a word or ``None``; and for each note of the rule a list."""
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """The key of a line."""
+    return row["config"], row["prompt"], row["turn"], row["repeat"], row["warmup"]
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def step_lists(steps: Sequence[Step]) -> dict[str, Any]:
+    """The field ``steps`` of a line."""
+    notes = dict.fromkeys(name for step in steps for name in step.policy)
+    return {
+        **{
+            field.name: [field.of(step) if field.kind is int else rounded(field.of(step)) for step in steps]
+            for field in STEP_FIELDS
+        },
+        "expected_acceptance": [[rounded(value) for value in step.expected_acceptance] for step in steps],
+        "closing": [step.closing for step in steps],
+        "policy": {name: [rounded(step.policy.get(name)) for step in steps] for name in notes},
+    }
+
+
+def rounded(value: float | None, digits: int = 9) -> float | None:
+    """To the nanosecond: what lies behind is noise, and half of the file. ``None`` for what JSON has no number for."""
+    return None if value is None or not math.isfinite(value) else round(float(value), digits)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """A line as a row, or ``None`` if it is not a whole one; the numbers in its lists are not looked at."""
+    row = parse_json(line)
+    return row if isinstance(row, dict) and _is_row(row) else None
+
+
+def parse_json(line: bytes) -> Any:
+    """What a line holds; ``None`` if it is no JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    if misfit(row, LINE) is not None:
+        return False
+    if row["status"] == "failed":
+        return True
+    if row["status"] != "ok" or misfit(row, MEASURED) is not None:
+        return False
+    steps = row["steps"]
+    names = [field.name for field in STEP_FIELDS if field.before is None or field.name in steps]
+    lists = [steps.get(name) for name in (*names, "expected_acceptance")]
+    return (
+        set(map(type, row["token_ids"])) <= {int}
+        and all(isinstance(each, list) for each in lists)
+        and len(set(map(len, lists))) == 1
+        and isinstance(steps.get("policy", {}), dict)
+        and isinstance(steps.get("closing", []), list)
+    )
+
+
+def step_columns(steps: Mapping[str, Any]) -> dict[str, Any]:
+    """The field ``steps`` of a line as cells of a table: ``STEP_FIELDS`` and the notes as arrays of shape [steps].
+
+    Raises:
+        ValueError, TypeError, AttributeError, OverflowError: They hold something else than numbers.
+    """
+    drafted = steps.get("drafted", ())
+    cells: dict[str, Any] = {
+        field.name: numbers(
+            field.before(drafted) if field.before and field.name not in steps else steps.get(field.name, ()),
+            field.kind,
+        )
+        for field in STEP_FIELDS
+    }
+    cells["expected_acceptance"] = steps.get("expected_acceptance", [])
+    cells["closing"] = [None if each is None else intern(each) for each in steps.get("closing", ())]
+    cells["policy"] = {name: _with_gaps(values) for name, values in steps.get("policy", {}).items()}
+    if any(len(values) != len(drafted) for values in (cells["closing"], *cells["policy"].values()) if steps):
+        raise ValueError("lists of other lengths")
+    return cells
+
+
+def numbers(values: Sequence[Any], kind: type) -> Any:
+    """Whole numbers from 0 (``int``) as int32, or finite ones (``float``) as float64; shape [values].
+
+    Raises:
+        ValueError: They are something else.
+    """
+    import numpy as np
+
+    found = np.array(values, dtype=None if values else kind)
+    whole = found.dtype.kind == "i"
+    if found.ndim != 1 or not (whole or (kind is float and found.dtype.kind == "f")):
+        raise ValueError("no list of numbers")
+    low, high = (0, 2**31) if kind is int else (-1e18, 1e18)
+    if not np.all((found >= low) & (found < high)):
+        raise ValueError("a number is out of range")
+    return found.astype(np.int32 if kind is int else np.float64)
+
+
+def _with_gaps(values: Sequence[Any]) -> Any:
+    """Numbers, NaN for ``None``."""
+    gaps = [value is None for value in values]
+    known = numbers([0.0 if gap else value for value, gap in zip(values, gaps, strict=True)], float)
+    known[gaps] = math.nan
+    return known
