@@ -17,7 +17,6 @@ from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, pro
 from test_trace import REJECTION, SUMMARY, event, header, prefill
 from tiny import save_tiny
 
-import specbench.show.report
 from specbench.bench.manifest import changes, merge_runs
 from specbench.bench.passes import PassTimes
 from specbench.bench.runner import run_sweep
@@ -26,7 +25,10 @@ from specbench.generate import autoregressive_generate
 from specbench.models.prepare import load_target
 from specbench.results.store import RunStore, load_results
 from specbench.show.compare import compare_configs, compare_runs
-from specbench.show.report import make_report, to_html, to_markdown
+from specbench.show.report import content
+from specbench.show.report.content import make_report
+from specbench.show.report.markdown import to_markdown
+from specbench.show.report.page import to_html
 from specbench.show.trace import TraceView, parse_trace
 
 WRONG = (None, "x", ["x"], {"x": 1}, True, -1.5, 10**400, 1e308, math.nan)
@@ -90,7 +92,7 @@ SWEEP = make_sweep(prompts(1, 1), gammas=(2,))
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
     """The folder of a run with everything that a run can hold."""
-    monkeypatch.setattr(specbench.show.report, "_pictures", lambda df, folder: ([], {}))
+    monkeypatch.setattr(content, "_pictures", lambda df, folder: ([], {}))
     with new_store(tmp_path / "run", SWEEP) as store:
         run_sweep(SWEEP, store, ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=False))
         store.update(

@@ -23,11 +23,13 @@ from specbench.errors import RunError, UsageError
 from specbench.results import frames
 from specbench.results.advice import review
 from specbench.results.store import load_results
-from specbench.show import report as module
 from specbench.show import tables
 from specbench.show.answer import generate_command
 from specbench.show.plots import FIGURES
-from specbench.show.report import Report, make_report, to_html, to_markdown, write_report
+from specbench.show.report import content, write_report
+from specbench.show.report.content import Report, make_report
+from specbench.show.report.markdown import to_markdown
+from specbench.show.report.page import templates, to_html
 
 PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
 PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
@@ -45,7 +47,7 @@ def times(factor: float, spread: float = 0.02, code: float = 1.0) -> dict[str, l
 @pytest.fixture
 def unpictured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures take a second and more; most tests do without."""
-    monkeypatch.setattr(module, "_pictures", lambda df, folder: ([], {}))
+    monkeypatch.setattr(content, "_pictures", lambda df, folder: ([], {}))
 
 
 def reported(path: Path, speeds: Any, **fields: Any) -> Report:
@@ -488,7 +490,7 @@ def test_long_tables_are_folded_without_a_script(
 
 
 def test_cells_break_before_an_interval_only(page: Page) -> None:
-    html = module._breakable("1.65 [1.51, 1.79]*")
+    html = templates().get_template("parts.html.jinja").module.with_intervals("1.65 [1.51, 1.79]*").strip()
     assert html == '1.65 <span class="ratio">[1.51, 1.79]*</span>'
     assert ".ratio { white-space: nowrap; }" in page.raw["style"]
     assert "td { padding: .32rem .6rem; text-align: right; border" in page.raw["style"], "and may break"

@@ -1,0 +1,44 @@
+"""A run as a report: one HTML file that needs nothing else, and Markdown with its figures beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specbench.errors import RunError
+from specbench.files import refuse_link, write_text
+from specbench.results.store import load_results
+from specbench.show.report.content import Report, make_report
+from specbench.show.report.markdown import to_markdown
+from specbench.show.report.page import to_html
+
+__all__ = ["write_report"]
+
+
+def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Path]]:
+    """Write ``report.html``, ``report.md`` and the figures that the latter shows, in ``plots/``.
+
+    Args:
+        folder: Of the run.
+        out: Where to write; ``None`` for the run's folder.
+
+    Returns:
+        The report, and the paths of ``report.html`` and ``report.md``.
+
+    Raises:
+        UsageError: There is no run, no generation of it has finished, or a link stands where something is to be
+            written. RunError: The report cannot be written.
+    """
+    df = load_results(folder)
+    out = folder if out is None else out
+    paths = [out / "report.html", out / "report.md"]
+    try:
+        refuse_link(out / "plots")
+        (out / "plots").mkdir(parents=True, exist_ok=True)
+        report = make_report(df, folder.resolve().name, out / "plots")
+        for path, text in zip(paths, (to_html(report), to_markdown(report)), strict=True):
+            write_text(path, text)
+    except OSError as error:
+        raise RunError(
+            f"The report cannot be written to {str(out)!r} ({error.strerror}).", "Give another --out."
+        ) from error
+    return report, paths

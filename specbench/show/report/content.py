@@ -1,0 +1,296 @@
+"""What a report says, before it is escaped for anything.
+
+A report opens with the answer in a sentence, says what is doubtful about it, shows tables and figures, and ends with
+how and on what all was measured. Definitions of the figures: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbench.decoding.theory import PassCosts
+from specbench.errors import UsageError
+from specbench.results import frames, stats
+from specbench.results.advice import RunWarning, review
+from specbench.show.answer import Answer, find_answers
+from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
+from specbench.textsafe import counted, one_line
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "COST_HEADINGS",
+    "LONG_TABLE",
+    "Picture",
+    "Report",
+    "alternative",
+    "make_report",
+    "missing_figures",
+]
+
+LONG_TABLE = 16
+"""Rows up to which a table is shown without being asked for."""
+
+COST_HEADINGS = ["pass", "ms", "relative"]
+"""Of ``Report.costs``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure: its name, what it shows, and the bytes of a PNG; of another one for narrow screens, if there is one."""
+
+    name: str
+    about: str
+    png: bytes
+    narrow: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report says, not escaped for anything yet.
+
+    Attributes:
+        name: Of the run.
+        answers: One per temperature.
+        warnings: What is doubtful.
+        summary, categories, positions: Frames of ``specbench.results.frames``.
+        pictures: Figures.
+        missing: Why a figure is not there, by name.
+        method: How it was measured, heading and text.
+        costs: Heading and lines of the tables of single passes.
+        facts: What it was measured on: groups of names and values.
+    """
+
+    name: str
+    answers: list[Answer]
+    warnings: list[RunWarning]
+    summary: pd.DataFrame
+    categories: pd.DataFrame
+    positions: pd.DataFrame
+    pictures: list[Picture]
+    missing: dict[str, str]
+    method: list[tuple[str, str]]
+    costs: list[list[str]]
+    facts: dict[str, list[tuple[str, str]]]
+
+
+def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
+    """Everything a report says about one run.
+
+    Args:
+        df: Rows of the run, from ``specbench.results.store.load_results``.
+        name: Of the run.
+        plots: An existing folder for the figures.
+
+    Raises:
+        UsageError: No generation has finished. RunError: A figure cannot be written.
+    """
+    run = frames.run_of(df)
+    if not (df["status"] == "ok").any():
+        raise UsageError(
+            "There is nothing to report: no generation of this run has finished.", "Go on with its sweep."
+        )
+    steps = frames.step_arrays(df)
+    summary, categories = frames.summary_frame(df, steps), frames.category_frame(df)
+    pictures, missing = _pictures(df, plots)
+    return Report(
+        name=one_line(name),
+        answers=find_answers(df, summary, categories),
+        warnings=_warnings(df, run, summary),
+        summary=summary,
+        categories=categories,
+        positions=frames.position_frame(df, steps),
+        pictures=pictures,
+        missing=missing,
+        method=_method(df, run),
+        costs=_costs(run),
+        facts=_facts(run),
+    )
+
+
+_NARROW, _NARROW_DPI = 3.6, 150  # inches and resolution of a figure for narrow screens, which it fills
+
+
+def _pictures(df: pd.DataFrame, folder: Path) -> tuple[list[Picture], dict[str, str]]:
+    try:
+        drawn = draw_figures(df)
+    except UsageError as error:
+        return [], dict.fromkeys(FIGURES, error.message)
+    narrow = draw_figures(df, drawn.figures, Look(_NARROW)).figures
+    pictures = []
+    for name, figure in drawn.figures.items():
+        path = folder / f"{name}.png"
+        save_figure(figure, path)
+        small = figure_bytes(narrow[name], "png", dpi=_NARROW_DPI) if name in narrow else None
+        pictures.append(Picture(name, FIGURES[name][1], path.read_bytes(), small))
+    return pictures, drawn.skipped
+
+
+# --- What is doubtful, how and on what it was measured ----------------------------------------------
+
+
+def _warnings(df: pd.DataFrame, run: Mapping[str, Any], summary: pd.DataFrame) -> list[RunWarning]:
+    """The gravest first."""
+    planned = (
+        run.get("repeats", 1) * len(run["configs"]) * sum(each.get("turns", 1) for each in run["prompts"])
+    )
+    found = []
+    if not run.get("finished"):
+        found.append(
+            RunWarning(
+                "unfinished",
+                "warning",
+                f"The sweep has not come to its end: {len(df)} of {planned} generations are there.",
+                "Go on with it: the same command with --resume.",
+            )
+        )
+    differing = [what for change in run.get("changes") or () for what in change.get("differing", ())]
+    if differing:
+        found.append(
+            RunWarning(
+                "changed",
+                "warning",
+                f"The sweep was continued although something had changed ({'; '.join(differing)}).",
+                "Measure anew for figures that belong together.",
+            )
+        )
+    found += [
+        RunWarning("lines", "warning", problem, "They are measured again with --resume.")
+        for problem in df.attrs.get("problems", ())
+    ]
+    grave = {"error": 0, "warning": 1, "info": 2}
+    return sorted([*found, *review(df, summary)], key=lambda warning: grave[warning.severity])
+
+
+def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    done = df[df["status"] == "ok"]
+    categories = list(dict.fromkeys(done["category"].dropna().map(one_line)))
+    repeats, configs = done["repeat"].nunique(), done["config"].nunique()
+    temperatures = sorted(done["temperature"].dropna().unique())
+    length = f"up to {run['max_new_tokens']} tokens" if run.get("max_new_tokens") else "their natural length"
+    if run.get("ignore_eos"):
+        length = length.replace("up to ", "") + " (end tokens are ignored)"
+    warmups = run.get("warmup", 0)
+    foreign = done["kind"].isin(["transformers", "assisted"]).any()
+    return [
+        (
+            "Measured",
+            f"{counted(done['prompt'].nunique(), 'prompt')} of {counted(len(categories), 'category', 'categories')}"
+            f" ({', '.join(categories)}), {counted(configs, 'configuration')}, {counted(repeats, 'repeat')}; answers of"
+            f" {length}; "
+            + (
+                "greedy."
+                if temperatures == [0.0]
+                else f"temperature {', '.join(f'{t:g}' for t in temperatures)}."
+            ),
+        ),
+        (
+            "Interleaving",
+            "In every repeat all configurations decode the same prompt back to back, in a fresh random order"
+            f" (seed {run.get('seed')}), so that drift of the machine hits all alike. Models stay loaded;"
+            f" {counted(warmups, 'warm-up generation')} per configuration"
+            f" {'does' if warmups == 1 else 'do'} not count.",
+        ),
+        (
+            "Baseline",
+            "Plain decoding is the same loop, with the same cache and the same weights, and a drafter that proposes"
+            " nothing." + (" Rows named transformers are that library's own generate." if foreign else ""),
+        ),
+        (
+            "Speedup",
+            "Decode tokens/s over those of plain decoding for the same prompt, turn and repeat: the ratio of each"
+            " pair, averaged within a prompt, then as a geometric mean over prompts. The time to first token is apart;"
+            " 'with TTFT' includes it. 'Pooled' is all tokens over all seconds.",
+        ),
+        (
+            "Intervals",
+            f"{stats.CONFIDENCE:.0%}, over prompts: they say what other prompts of this kind would give. Repeats"
+            " sharpen a prompt and never count as prompts. Faster or slower: it lies wholly above or below 1.",
+        ),
+        (
+            "Acceptance",
+            "'Accepted': accepted over drafted tokens; 'of tested': over those that were tested, behind no rejection;"
+            " α: mean overlap of the drafter's and the target's distribution where tested. 'Tokens/step' counts the"
+            " corrected or bonus token too.",
+        ),
+        (
+            "Predicted",
+            "What theory makes of the acceptance and of the measured times of single passes: 'predicted' from"
+            " acceptance by position, 'i.i.d.' from α alone. Measured less means that something else takes time.",
+        ),
+        ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
+    ]
+
+
+def _costs(run: Mapping[str, Any]) -> list[list[str]]:
+    """Lines of a table of single passes: what, milliseconds, in target passes with one token."""
+    costs = PassCosts.from_json(run.get("costs") or {})
+    if 1 not in costs.target_s:
+        return []
+    lines = [(f"target, {counted(n, 'token')}", s, f"v({n})") for n, s in costs.target_s.items()]
+    lines += [(f"drafter {one_line(name)}, 1 token", s, "c") for name, s in costs.drafter_s.items()]
+    return [[what, f"{1000 * s:.2f}", f"{sign} = {_share(s / costs.target_s[1])}"] for what, s, sign in lines]
+
+
+_MACHINE = {
+    "cpu": "processor", "cpu_capability": "instruction set", "physical_cores": "cores", "cores": "logical cores",
+    "threads": "threads", "huge_pages": "huge pages", "ram_gb": "memory (GB)", "devices": "accelerators",
+    "os": "system", "python": "Python",
+    "torch": "torch", "transformers": "transformers", "specbench": "specbench", "git_commit": "commit",
+}  # fmt: skip
+_TARGET = {"name": "target", "dtype": "dtype", "device": "device", "fingerprint": "fingerprint"}
+
+
+def _facts(run: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """Machine, models and command; of what is recorded only fields that are known, so that nothing else gets out."""
+    environment = {"specbench": run.get("specbench"), **run["environment"]}
+    models = [(what, _shown(run["target"].get(name))) for name, what in _TARGET.items()]
+    drafters = {config.get("drafter"): config.get("drafter_fingerprint") for config in run["configs"]}
+    models += [
+        ("drafter", one_line(name) + (f", fingerprint {one_line(weights)}" if weights else ""))
+        for name, weights in drafters.items()
+        if name not in (None, "none")
+    ]
+    command = shlex.join(["specbench", *map(one_line, run.get("command") or ())])
+    made = [
+        ("command", command),
+        ("begun", _shown(run.get("created"))),
+        ("ended", _shown(run.get("finished"))),
+        ("run id", _shown(run["run_id"])),
+    ]
+    return {
+        "Machine": [
+            (what, _shown(environment.get(name))) for name, what in _MACHINE.items() if name in environment
+        ],
+        "Models": models,
+        "Run": made,
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(one_line, value)) or "none"
+    return "–" if value is None else one_line(value)
+
+
+def _share(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def alternative(picture: Picture, tables_of: Mapping[str, str]) -> str:
+    """What stands in for a picture: what it shows, and which table has its figures."""
+    table = tables_of.get(picture.name)
+    return f"Chart: {picture.about}." + (f" Its figures stand in the table '{table}'." if table else "")
+
+
+def missing_figures(report: Report) -> list[str]:
+    """Which figures could not be drawn and why, a sentence for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in report.missing.items():
+        reasons.setdefault(reason, []).append(FIGURES[name][1])
+    return [f"Not drawn: {', '.join(abouts)} ({reason.rstrip('.')})." for reason, abouts in reasons.items()]
