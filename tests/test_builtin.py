@@ -411,8 +411,8 @@ def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache):
 
 def test_a_gguf_is_hashed_once_and_again_when_it_changes(tmp_path, tiny_gguf, monkeypatch, cache):
     hashed: list[Path] = []
-    real = builtin._sha256
-    monkeypatch.setattr(builtin, "_sha256", lambda path, *_: (hashed.append(path), real(path))[1])
+    real = builtin.sha256
+    monkeypatch.setattr(builtin, "sha256", lambda path, *_: (hashed.append(path), real(path))[1])
     mine = shutil.copy(tiny_gguf, tmp_path / "mine.gguf")
     first = prepare_gguf(mine)
     assert prepare_gguf(mine) == first

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from specbench.errors import RunError, UsageError
+from specbench.files import reason
 
 __all__ = ["Prompt", "load_prompts", "prompt_sets", "read_prompt_text", "set_names"]
 
@@ -254,8 +255,9 @@ def _bytes_of(file: Traversable, name: str) -> bytes:
     except IsADirectoryError:
         raise UsageError(f"The prompt file {name} is a folder.", "Name a file in it.") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"The prompt file {name} cannot be read: {reason}.", "Check its path.") from None
+        raise UsageError(
+            f"The prompt file {name} cannot be read: {reason(error)}.", "Check its path."
+        ) from None
 
 
 def _decoded(data: bytes, where: str) -> str:

@@ -778,14 +778,16 @@ def _read_lines(file: Path, limit: int | None) -> list[GivenOutput | Refused]:
     """All lines, read before any model is loaded."""
     from specbench.check.outputs import read_outputs
     from specbench.errors import UsageError
+    from specbench.files import reason
     from specbench.textsafe import visible
 
     name = "standard input" if str(file) == "-" else visible(str(file))
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"The outputs in {name} cannot be read: {reason}.", "Check the path.") from None
+        raise UsageError(
+            f"The outputs in {name} cannot be read: {reason(error)}.", "Check the path."
+        ) from None
     lines = list(read_outputs(data.split(b"\n"), limit))
     if not lines:
         raise UsageError(f"There are no outputs in {name}.", "Give each a line of its own.")

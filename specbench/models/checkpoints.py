@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specbench.errors import RunError, UsageError
+from specbench.files import reason
 from specbench.progress import one_line, quiet_transformers
 from specbench.shapes import misfit
 
@@ -316,7 +317,7 @@ def safetensors_elements(path: Path) -> Counter[torch.dtype]:
             dtype = SAFETENSORS_DTYPES.get(entry["dtype"], torch.uint8)  # packed kinds count as their bytes
             counts[dtype] += (stop - start) // dtype.itemsize
     except OSError as error:
-        raise RunError(f"The file {str(path)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
+        raise RunError(f"The file {str(path)!r} cannot be read ({reason(error)}).") from error
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"The file {str(path)!r} is damaged: it has no valid safetensors header.") from error
     if 8 + length + end != size:

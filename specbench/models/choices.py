@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specbench.errors import RunError, UsageError
-from specbench.files import write_text
-from specbench.models.builtin import cache_folder
+from specbench.files import explained, reason, write_text
+from specbench.models.builtin import CACHE_VARIABLE, cache_folder
 from specbench.specs.drafters import SelfForm
 
 __all__ = ["Choice", "ChoiceKey", "any_choice", "read_choice", "write_choice"]
@@ -87,7 +87,7 @@ def read_choice(key: ChoiceKey) -> Choice:
             f"No calibration is stored for this target in {key.dtype} on {key.device}.", hint
         ) from None
     except OSError as error:
-        raise RunError(f"The stored calibration cannot be read ({error.strerror}).") from error
+        raise RunError(f"The stored calibration cannot be read ({reason(error)}).") from error
     except (ValueError, RecursionError):
         raise UsageError("The stored calibration is damaged.", hint) from None
     choice = _parse(data)
@@ -126,11 +126,9 @@ def write_choice(key: ChoiceKey, choice: Choice) -> None:
         RunError: The cache folder cannot be written. UsageError: A link stands in the file's place.
     """
     text = json.dumps({"format": _FORMAT, **asdict(choice)}, indent=1) + "\n"
-    try:
+    with explained(
+        f"The cache folder {str(cache_folder())!r} cannot be written",
+        f"Set {CACHE_VARIABLE} to a folder that can.",
+    ):
         _folder().mkdir(parents=True, exist_ok=True)
         write_text(key.path, text)
-    except OSError as error:
-        raise RunError(
-            f"The cache folder {str(cache_folder())!r} cannot be written ({error.strerror}).",
-            "Set SPECBENCH_CACHE to a folder that can.",
-        ) from error

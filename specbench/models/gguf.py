@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import shutil
 import struct
 import tempfile
@@ -17,6 +16,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.files import explained
 from specbench.models.checkpoints import check_config, check_memory
 from specbench.progress import Progress, one_line, quiet_transformers
 
@@ -61,15 +61,13 @@ def read_gguf_header(path: Path) -> GgufHeader:
         UsageError: It is one part of several.
     """
     try:
-        with path.open("rb") as file:
+        with explained(f"The file {str(path)!r} cannot be read"), path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise RunError(
                     f"The file {str(path)!r} is no GGUF file, or is damaged: it does not start with GGUF."
                 )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse_gguf(path, data)
-    except OSError as error:
-        raise RunError(f"The file {str(path)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
     except (struct.error, ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise RunError(f"The GGUF file {str(path)!r} is damaged or truncated.", "Fetch it again.") from error
 

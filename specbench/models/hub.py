@@ -7,10 +7,8 @@ What does not fit is fetched again.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from specbench.errors import RunError, UsageError
+from specbench.files import SMALL_FILE, explained, feed, is_full
 from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names, weight_candidates
 from specbench.progress import Progress, one_line, quiet_transformers
 
@@ -26,8 +25,6 @@ __all__ = ["HubModel"]
 
 HINT = "Check its spelling: a hub id is org/name or org/name@revision, and a folder is a path such as ./name."
 BESIDE_WEIGHTS = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
-SMALL_FILE = 16 << 20  # files up to this size have their hash checked on every load
-BLOCK = 1 << 22
 
 
 class _NotCachedError(RunError):
@@ -193,7 +190,7 @@ class HubModel:
         except errors.EntryNotFoundError:
             return None
         except Exception as error:  # what a network, a proxy or a disk can raise
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, OSError) and is_full(error):
                 raise RunError(
                     f"No space is left in the hub's cache for {self.name}.",
                     "Free some, or set HF_HOME to a folder on another disk.",
@@ -216,28 +213,19 @@ def _hashes(file: Path, size: int, report: Callable[[int, int], None]) -> tuple[
     digests = [hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size), hashlib.sha1()]  # noqa: S324 - git's choice
     if len(file.name) == 64:
         del digests[1:]
-    done = 0
-    with file.open("rb") as content:
-        while block := content.read(BLOCK):
-            for digest in digests:
-                digest.update(block)
-            done += len(block)
-            report(done, size)
+    feed(file, digests, report)
     return tuple(digest.hexdigest() for digest in digests)
 
 
 def _discard(path: Path, name: str) -> None:
     """Take a damaged file out of the hub's cache."""
     blob = path.resolve()
-    try:
+    with explained(
+        f"The hub's cache holds a damaged {path.name!r} of {name} that cannot be replaced",
+        "Set HF_HOME to a folder that can be written.",
+    ):
         path.unlink()
         blob.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"The hub's cache holds a damaged {path.name!r} of {name} that cannot be replaced"
-            f" ({os.strerror(error.errno or 0)}).",
-            "Set HF_HOME to a folder that can be written.",
-        ) from error
 
 
 def _reporting_bar(progress: Progress | None, stage: str) -> type[Any]:

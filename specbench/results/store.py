@@ -6,20 +6,19 @@ written in one piece and synchronised before the next one begins. docs/results-f
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from sys import intern
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from specbench.errors import RunError, UsageError
-from specbench.files import refuse_link, sync, write_text
+from specbench.files import explained, reason, refuse_link, sync, try_lock, write_text
 from specbench.results.rows import (
     STEP_FIELDS,
     STEP_OTHERS,
@@ -133,25 +132,23 @@ class RunStore:
 
     @classmethod
     def _locked(cls, path: Path, *, make: bool) -> RunStore:
-        import filelock
-
-        with _explained(path):
+        with _writing(path):
             if make:
-                path.mkdir(parents=True, exist_ok=True)
+                try:
+                    path.mkdir(parents=True, exist_ok=True)
+                except (FileExistsError, NotADirectoryError):
+                    raise UsageError(f"{str(path)!r} is no folder.", "Give another --out.") from None
             for name in (RUN, GENERATIONS, COSTS, LOCK):
                 refuse_link(path / name)
-            # The operating system's own lock: it ends with the process that holds it, however that ends.
-            lock = filelock.FileLock(path / LOCK)
-            try:
-                lock.acquire(timeout=0)
-            except filelock.Timeout:
-                raise UsageError(
-                    f"Another sweep is writing to {str(path)!r}.", "Wait for it, or give another --out."
-                ) from None
+            lock = try_lock(path / LOCK)
+        if lock is None:
+            raise UsageError(
+                f"Another sweep is writing to {str(path)!r}.", "Wait for it, or give another --out."
+            )
         return cls(path, lock)
 
     def _open_lines(self) -> None:
-        with _explained(self.path):
+        with _writing(self.path):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             file = self._file = os.open(self.path / GENERATIONS, flags, 0o644)
             _end_last_line(file, (self.path / GENERATIONS).read_bytes(), parse_line)
@@ -169,7 +166,7 @@ class RunStore:
             raise ValueError("the store is closed")
         if self._done.get(key_of(row)) == "ok":
             raise ValueError(f"{key_of(row)} has been measured already")
-        with _explained(self.path, writing=True):
+        with _writing(self.path, begun=True):
             _append(self._file, _line(row))
         self._remember(row)
 
@@ -179,7 +176,7 @@ class RunStore:
         Raises:
             RunError: The disk is full or fails.
         """
-        with _explained(self.path, writing=True):
+        with _writing(self.path, begun=True):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             file = os.open(self.path / COSTS, flags, 0o644)
             try:
@@ -204,7 +201,7 @@ class RunStore:
         self._write_run()
 
     def _write_run(self) -> None:
-        with _explained(self.path, writing=self._file is not None):
+        with _writing(self.path, begun=self._file is not None):
             write_text(self.path / RUN, json.dumps(self.run, indent=1, allow_nan=False) + "\n")
 
     def done_keys(self, *, retry_failed: bool = False) -> set[Key]:
@@ -267,42 +264,17 @@ def _end_last_line(file: int, data: bytes, parse: Callable[[bytes], Any]) -> Non
         os.fsync(file)
 
 
-class _explained:  # noqa: N801 - reads as a verb where it is used
-    """Turns what a file system can refuse into one sentence.
-
-    Args:
-        path: The folder of the run.
-        writing: Whether the run has begun, so that something measured is there to be kept.
-    """
-
-    def __init__(self, path: Path, *, writing: bool = False) -> None:
-        self._path, self._writing = path, writing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, OSError):
-            return
-        shown, reason = str(self._path), os.strerror(error.errno or 0)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            kept = " What was measured before is kept." if self._writing else ""
-            raise RunError(
-                f"The disk is full: {shown!r} takes no more results.{kept}",
-                "Free some space, then add --resume.",
-            ) from error
-        if self._writing:
-            raise RunError(
-                f"The results in {shown!r} can no longer be written ({reason}).",
-                "What was measured before is kept.",
-            ) from error
-        if isinstance(error, FileExistsError | NotADirectoryError):
-            raise UsageError(f"{shown!r} is no folder.", "Give another --out.") from error
-        raise UsageError(
-            f"The results folder {shown!r} cannot be written ({reason}).", "Give another --out."
-        ) from error
+def _writing(path: Path, *, begun: bool = False) -> AbstractContextManager[None]:
+    """What a file system refuses while a run is written; ``begun``: something measured is there to be kept."""
+    kept = "What was measured before is kept."
+    full = RunError(
+        f"The disk is full: {str(path)!r} takes no more results.{f' {kept}' if begun else ''}",
+        "Free some space, then add --resume.",
+    )
+    if begun:
+        return explained(f"The results in {str(path)!r} can no longer be written", kept, full=full)
+    problem = f"The results folder {str(path)!r} cannot be written"
+    return explained(problem, "Give another --out.", kind=UsageError, full=full)
 
 
 def write_csv(frame: DataFrame, path: str | Path) -> None:
@@ -380,7 +352,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
             f"There are no results in {str(path)!r}: it has no {RUN}.", "Name another folder."
         ) from None
     except OSError as error:
-        raise UsageError(f"{str(file)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
+        raise UsageError(f"{str(file)!r} cannot be read ({reason(error)}).") from error
     except (ValueError, RecursionError):
         raise UsageError(
             f"{str(file)!r} is damaged: it is not JSON.", "Restore it, or measure anew."
@@ -519,7 +491,7 @@ def _rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:  # a crash right at the start
         return
     except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be read ({os.strerror(error.errno or 0)}).") from error
+        raise UsageError(f"{str(path)!r} cannot be read ({reason(error)}).") from error
     with file:
         for number, line in enumerate(file, 1):
             row = parse_line(line)

@@ -29,8 +29,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from specbench.decoding.records import PARTS
-from specbench.errors import RunError, UsageError
-from specbench.files import write_bytes
+from specbench.errors import UsageError
+from specbench.files import explained, write_bytes
 from specbench.results import frames
 from specbench.show.tables import decimals
 from specbench.textsafe import counted, one_line
@@ -177,12 +177,8 @@ def save_figure(figure: Figure, path: Path) -> None:
     Raises:
         UsageError: A symbolic link stands there. RunError: The file cannot be written.
     """
-    try:
+    with explained(f"{str(path)!r} cannot be written", "Give another --out."):
         write_bytes(path, figure_bytes(figure, path.suffix[1:]))
-    except OSError as error:
-        raise RunError(
-            f"{str(path)!r} cannot be written ({error.strerror}).", "Give another --out."
-        ) from error
 
 
 def figure_bytes(figure: Figure, kind: str, dpi: float | None = None) -> bytes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specbench.errors import RunError
-from specbench.files import refuse_link, write_text
+from specbench.files import explained, refuse_link, write_text
 from specbench.results.store import load_results
 from specbench.show.report.content import Report, make_report
 from specbench.show.report.markdown import to_markdown
@@ -31,14 +30,10 @@ def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Pa
     df = load_results(folder)
     out = folder if out is None else out
     paths = [out / "report.html", out / "report.md"]
-    try:
+    with explained(f"The report cannot be written to {str(out)!r}", "Give another --out."):
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
         report = make_report(df, folder.resolve().name, out / "plots")
         for path, text in zip(paths, (to_html(report), to_markdown(report)), strict=True):
             write_text(path, text)
-    except OSError as error:
-        raise RunError(
-            f"The report cannot be written to {str(out)!r} ({error.strerror}).", "Give another --out."
-        ) from error
     return report, paths
