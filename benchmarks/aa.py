@@ -35,10 +35,9 @@ from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.errors import RunError
-from specbench.results.stats import Estimate, verdict
+from specbench.results.compare import compare_configs
+from specbench.results.stats import Estimate, ratio_text, verdict
 from specbench.results.store import RunStore, load_results
-from specbench.show.compare import compare_configs
-from specbench.show.tables import ratio_text
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 

@@ -46,7 +46,7 @@ from specbench.models.prepare import Target, load_drafter, load_target
 from specbench.options import LoadOptions
 from specbench.progress import quiet_transformers
 from specbench.results import stats
-from specbench.show.tables import ratio_text
+from specbench.results.stats import ratio_text
 from specbench.specs.drafters import parse_drafter
 
 GENERATE, ASSISTED, ASSISTED_5, LOOKUP = (

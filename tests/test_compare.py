@@ -17,17 +17,10 @@ from rich.console import Console
 from specbench.cli.compare import compare as command
 from specbench.errors import RunError, UsageError
 from specbench.results import stats
+from specbench.results.compare import Compared, Row, compare_configs, compare_runs, to_json
 from specbench.results.store import load_results
-from specbench.show.compare import (
-    Compared,
-    Row,
-    compare_configs,
-    compare_runs,
-    render_terminal,
-    to_json,
-    to_markdown,
-)
-from specbench.show.tables import markdown_text, ratio_text
+from specbench.show.compare import render_terminal, to_markdown
+from specbench.show.tables import markdown_text
 
 PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
 PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
@@ -95,7 +88,7 @@ def test_one_prompt_gives_no_verdict(tmp_path: Path) -> None:
     compared = compare_configs(load_results(write_exact(tmp_path / "r", speeds)), "d@1", "plain")
     (row,) = compared.rows
     assert (row.ratio.basis, row.verdict) == ("repeats", "cannot tell")
-    assert ratio_text(row.ratio).endswith("]*")
+    assert stats.ratio_text(row.ratio).endswith("]*")
     assert any(note.startswith("*: one prompt") for note in compared.notes)
 
 
@@ -366,7 +359,7 @@ def test_ratios_stand_with_their_intervals(
     ratio: tuple[float, float | None, float | None], text: str
 ) -> None:
     basis: Any = None if ratio[1] is None else "prompts"
-    assert ratio_text(stats.Estimate(*ratio, 5, basis)) == text
+    assert stats.ratio_text(stats.Estimate(*ratio, 5, basis)) == text
 
 
 def test_terminal_table_letter_by_letter(tmp_path: Path) -> None:

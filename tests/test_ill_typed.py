@@ -23,8 +23,8 @@ from specbench.bench.runner import run_sweep
 from specbench.errors import SpecbenchError
 from specbench.generate import autoregressive_generate
 from specbench.models.prepare import load_target
+from specbench.results.compare import compare_configs, compare_runs
 from specbench.results.store import RunStore, load_results
-from specbench.show.compare import compare_configs, compare_runs
 from specbench.show.report import content
 from specbench.show.report.content import make_report
 from specbench.show.report.markdown import to_markdown

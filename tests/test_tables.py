@@ -495,7 +495,7 @@ class TestRendering:
         ],
     )
     def test_numbers(self, value: float, text: str) -> None:
-        assert tables.decimals(value) == text
+        assert stats.decimals(value) == text
 
     @pytest.mark.parametrize(
         ("value", "text"), [(0.999, "99.9%"), (1.0, "100%"), (0.0, "0%"), (0.003, "0.3%"), (0.456, "46%")]

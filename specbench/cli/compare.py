@@ -12,7 +12,7 @@ import typer
 from specbench.cli.options import OUTPUT, TracebackOption, complete_configurations
 
 if TYPE_CHECKING:
-    from specbench.show.compare import Compared
+    from specbench.results.compare import Compared
 
 __all__ = ["compare"]
 
@@ -103,7 +103,7 @@ def compare(
         )
     below = compared.below(fail_below)
     if below:
-        from specbench.show.tables import ratio_text
+        from specbench.results.stats import ratio_text
 
         slow = "; ".join(f"{row.label}: {ratio_text(row.ratio)}" for row in below)
         raise RunError(f"Below {fail_below:g} with its whole interval: {slow}.")
@@ -118,8 +118,8 @@ def _compared(
 ) -> Compared:
     from specbench.cli.named_runs import named_runs
     from specbench.errors import UsageError
+    from specbench.results.compare import compare_configs, compare_runs
     from specbench.results.store import load_results
-    from specbench.show.compare import compare_configs, compare_runs
 
     if len(runs) > 2:
         raise UsageError(f"{len(runs)} runs are named.", "Name two, or one with --a and --b.")
@@ -159,7 +159,8 @@ def _name(folder: Path) -> str:
 def _show(
     compared: Compared, *, categories: bool | None, markdown: bool, as_json: bool, fail_below: float | None
 ) -> None:
-    from specbench.show.compare import render_terminal, to_json, to_markdown
+    from specbench.results.compare import to_json
+    from specbench.show.compare import render_terminal, to_markdown
 
     if as_json:
         typer.echo(json.dumps(to_json(compared, fail_below), indent=1, allow_nan=False))

@@ -6,10 +6,11 @@ and their pitfalls: docs/metrics.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -32,6 +33,7 @@ __all__ = [
     "accepted_frame",
     "category_frame",
     "disturbance",
+    "estimate_of",
     "paired_runs",
     "position_frame",
     "records",
@@ -593,3 +595,12 @@ def winners(frame: pd.DataFrame) -> set[str]:
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a frame as dicts."""
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def estimate_of(row: Mapping[str, Any], name: str = "speedup") -> stats.Estimate:
+    """A figure of a row of a frame with its interval."""
+    value, low, high = (float(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    if math.isnan(low) or math.isnan(high):
+        return stats.Estimate(value, None, None, int(row["prompts"]), None)
+    basis: Literal["prompts", "repeats"] = "repeats" if row.get("speedup_basis") == "repeats" else "prompts"
+    return stats.Estimate(value, low, high, int(row["prompts"]), basis)

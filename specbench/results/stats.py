@@ -22,11 +22,13 @@ __all__ = [
     "Estimate",
     "Verdict",
     "compare",
+    "decimals",
     "geometric_mean",
     "mean_interval",
     "nested_means",
     "pooled_rate",
     "pooled_speedup",
+    "ratio_text",
     "verdict",
 ]
 
@@ -292,3 +294,35 @@ def compare(
         interval = mean_interval(differences, confidence)
         ratio = _exponential(float(differences.mean()), interval, len(common), "prompts")
     return Comparison(ratio, verdict(ratio))
+
+
+# --- As text --------------------------------------------------------------------------------------
+
+
+def decimals(value: float, digits: int = 2) -> str:
+    """A figure with so many digits behind the point, fewer from 10 on, and no exponent."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞"
+    rounded = float(f"{value:.{digits}e}")  # 9.999 is shown as 10.0, and so has two digits in front
+    before = 1 if rounded < 1 else int(math.log10(rounded)) + 1
+    return f"{value:.{max(0, digits + 1 - before)}f}"
+
+
+def ratio_text(ratio: Estimate, times: str = "×") -> str:
+    """A ratio with its interval, as ``2.10× [1.93, 2.31]``; without one it says that this is too few to say.
+
+    An end that is not 1 is never shown as 1: on which side it lies is the verdict.
+    """
+    if math.isnan(ratio.value):
+        return "–"
+    if ratio.low is None or ratio.high is None:
+        return f"{decimals(ratio.value)}{times} [too few to say]"
+    ends = (ratio.low, ratio.high)
+    digits = 2
+    while digits < 9 and any(end != 1.0 and float(f"{end:.{digits}f}") == 1.0 for end in ends):
+        digits += 1
+    mark = "*" if ratio.basis == "repeats" else ""
+    value, low, high = (decimals(each, digits) for each in (ratio.value, *ends))
+    return f"{value}{times} [{low}, {high}]{mark}"

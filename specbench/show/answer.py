@@ -8,11 +8,12 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from specbench.results import frames, stats
-from specbench.show.compare import side_by_side
-from specbench.show.tables import decimals, identity_text, markdown_text, ratio_text
+from specbench.results.compare import side_by_side
+from specbench.results.frames import estimate_of
+from specbench.show.tables import identity_text, markdown_text
 from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
@@ -95,9 +96,9 @@ def _answer(
     winners = frames.winners(summary)
     top = max(measured, key=lambda row: float(row["speedup"]))
     best = next((row for row in measured if row["config"] in winners), top)
-    best_is = f"{_described(best)}, {ratio_text(_estimate(best))}"
+    best_is = f"{_described(best)}, {stats.ratio_text(estimate_of(best))}"
     if best["config"] in winners:
-        ratio = ratio_text(_estimate(best))
+        ratio = stats.ratio_text(estimate_of(best))
         headline = f"{_described(best)}: {ratio} over plain decoding{_by_category(best, cells)}."
     elif all(row["verdict"] == "slower" for row in measured):
         headline = (
@@ -147,7 +148,8 @@ def _details(
     if not math.isnan(best["identical_share"]):
         yield identity_text([best], frames.run_of(df)["target"].get("dtype"))
     if top is not best:
-        yield f"{_described(top)} measures more, {ratio_text(_estimate(top))}, but cannot be told from plain decoding."
+        ratio = stats.ratio_text(estimate_of(top))
+        yield f"{_described(top)} measures more, {ratio}, but cannot be told from plain decoding."
     if basis == "prompts" and len(measured) > 1:
         yield (
             f"As the best of {len(measured)} on these prompts it is somewhat flattered: expect a little less on others."
@@ -165,7 +167,7 @@ def _tied(df: pd.DataFrame, best: Mapping[str, Any], other: Mapping[str, Any]) -
 
 def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     shown = [
-        f"{one_line(row['label'])} {ratio_text(_estimate(row))}"
+        f"{one_line(row['label'])} {stats.ratio_text(estimate_of(row))}"
         for row in rows
         if not math.isnan(row["speedup"])
     ]
@@ -180,7 +182,10 @@ def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) ->
     ]
     if len(mine) < 2:
         return ""
-    named = {cell["category"]: f"{one_line(cell['category'])} {ratio_text(_estimate(cell))}" for cell in mine}
+    named = {
+        cell["category"]: f"{one_line(cell['category'])} {stats.ratio_text(estimate_of(cell))}"
+        for cell in mine
+    }
     if len(mine) <= _FEW:
         return f"; {', '.join(named.values())}"
     ranked = sorted(mine, key=lambda cell: float(cell["speedup"]))
@@ -194,21 +199,13 @@ def _described(row: Mapping[str, Any]) -> str:
     return f"{one_line(row['drafter'])} with {rule}"
 
 
-def _estimate(row: Mapping[str, Any], name: str = "speedup") -> stats.Estimate:
-    """A figure of a frame with its interval."""
-    value, low, high = (float(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
-    known = not math.isnan(low) and not math.isnan(high)
-    basis: Literal["prompts", "repeats"] = "repeats" if row.get("speedup_basis") == "repeats" else "prompts"
-    return stats.Estimate(
-        value, low if known else None, high if known else None, int(row["prompts"]), basis if known else None
-    )
-
-
 def _speed(row: Mapping[str, Any]) -> str:
-    speed = _estimate(row, "tokens_per_second")
+    speed = estimate_of(row, "tokens_per_second")
     if speed.low is None or speed.high is None:
-        return f"{decimals(speed.value)} tokens/s"
-    return f"{decimals(speed.value)} tokens/s [{decimals(speed.low)}, {decimals(speed.high)}]"
+        return f"{stats.decimals(speed.value)} tokens/s"
+    return (
+        f"{stats.decimals(speed.value)} tokens/s [{stats.decimals(speed.low)}, {stats.decimals(speed.high)}]"
+    )
 
 
 # --- What to type -----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from specbench.decoding.records import PARTS
 from specbench.errors import UsageError
 from specbench.files import explained, write_bytes
 from specbench.results import frames
-from specbench.show.tables import decimals
+from specbench.results.stats import decimals
 from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from specbench.decoding.records import PARTS
 from specbench.results import stats
-from specbench.results.frames import records, winners
+from specbench.results.frames import estimate_of, records, winners
 from specbench.textsafe import counted, one_line, terminal_safe
 
 if TYPE_CHECKING:
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Sheet",
-    "decimals",
     "identity_text",
     "markdown_row",
     "markdown_text",
     "notes",
-    "ratio_text",
     "render_terminal",
     "sheet_of",
     "spelled_out",
@@ -160,17 +158,6 @@ class _Column:
     text: Callable[[Mapping[str, Any]], str]
 
 
-def decimals(value: float, digits: int = 2) -> str:
-    """A figure with so many digits behind the point, fewer from 10 on, and no exponent."""
-    if math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞"
-    rounded = float(f"{value:.{digits}e}")  # 9.999 is shown as 10.0, and so has two digits in front
-    before = 1 if rounded < 1 else int(math.log10(rounded)) + 1
-    return f"{value:.{max(0, digits + 1 - before)}f}"
-
-
 def _percent(value: float) -> str:
     """A share; 99.97% is not 100%."""
     if math.isnan(value):
@@ -185,33 +172,8 @@ def _bytes(value: float) -> str:
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 
 
-def ratio_text(ratio: stats.Estimate, times: str = "×") -> str:
-    """A ratio with its interval, as ``2.10× [1.93, 2.31]``; without one it says that this is too few to say.
-
-    An end that is not 1 is never shown as 1: on which side it lies is the verdict.
-    """
-    if math.isnan(ratio.value):
-        return "–"
-    if ratio.low is None or ratio.high is None:
-        return f"{decimals(ratio.value)}{times} [too few to say]"
-    ends = (ratio.low, ratio.high)
-    digits = 2
-    while digits < 9 and any(end != 1.0 and float(f"{end:.{digits}f}") == 1.0 for end in ends):
-        digits += 1
-    mark = "*" if ratio.basis == "repeats" else ""
-    value, low, high = (decimals(each, digits) for each in (ratio.value, *ends))
-    return f"{value}{times} [{low}, {high}]{mark}"
-
-
 def _ratio_text(row: Mapping[str, Any], name: str) -> str:
-    """``ratio_text`` of a figure of a frame."""
-    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    known = not math.isnan(low) and not math.isnan(high)
-    basis: Literal["prompts", "repeats"] = "repeats" if row.get("speedup_basis") == "repeats" else "prompts"
-    estimate = (
-        stats.Estimate(value, low, high, 0, basis) if known else stats.Estimate(value, None, None, 0, None)
-    )
-    return ratio_text(estimate, "")
+    return stats.ratio_text(estimate_of(row, name), "")
 
 
 def _speedup_text(name: str) -> Callable[[Mapping[str, Any]], str]:
@@ -231,21 +193,21 @@ def _count(value: float) -> str:
 
 
 def _milliseconds(value: float) -> str:
-    return decimals(1000.0 * value)
+    return stats.decimals(1000.0 * value)
 
 
 _SUMMARY_COLUMNS = [
     _Column("configuration", "label", 0, lambda row: str(row["label"])),
-    _Column("tokens/s", "tokens_per_second", 1, _as(decimals, "tokens_per_second")),
+    _Column("tokens/s", "tokens_per_second", 1, _as(stats.decimals, "tokens_per_second")),
     _Column("speedup", "speedup", 0, _speedup_text("speedup")),
     _Column("verdict", "verdict", 0, lambda row: row["verdict"] if isinstance(row["verdict"], str) else "–"),
     _Column("with TTFT", "speedup_total", 14, _speedup_text("speedup_total")),
     _Column("pooled", "pooled_speedup", 15, _speedup_text("pooled_speedup")),
-    _Column("tokens/step", "tokens_per_step", 4, _as(decimals, "tokens_per_step")),
+    _Column("tokens/step", "tokens_per_step", 4, _as(stats.decimals, "tokens_per_step")),
     _Column("accepted", "acceptance_rate", 5, _as(_percent, "acceptance_rate")),
     _Column("of tested", "acceptance_tested", 16, _as(_percent, "acceptance_tested")),
-    _Column("α", "alpha", 6, _as(decimals, "alpha")),
-    _Column("mean γ", "mean_gamma", 12, _as(decimals, "mean_gamma")),
+    _Column("α", "alpha", 6, _as(stats.decimals, "alpha")),
+    _Column("mean γ", "mean_gamma", 12, _as(stats.decimals, "mean_gamma")),
     _Column("predicted", "predicted_speedup", 8, lambda row: _ratio_text(row, "predicted_speedup")),
     _Column(
         "predicted (i.i.d.)",
@@ -268,7 +230,7 @@ _POSITION_COLUMNS = [
     _Column("accepted", "accepted", 1, _as(_count, "accepted")),
     _Column("accepted/tested", "rate", 0, _as(_percent, "rate")),
     _Column("accepted/drafted", "rate_of_drafted", 0, _as(_percent, "rate_of_drafted")),
-    _Column("α", "alpha", 1, _as(decimals, "alpha")),
+    _Column("α", "alpha", 1, _as(stats.decimals, "alpha")),
 ]
 
 

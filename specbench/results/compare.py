@@ -1,0 +1,544 @@
+"""Two runs, or two configurations of one, held against each other: A over B with an interval and a verdict.
+
+Configurations of one run were measured side by side and are paired generation by generation. Two runs were not: they
+are paired by prompt, and what the machine did differently between them stays in the ratio. Definitions:
+docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from specbench.errors import UsageError
+from specbench.results import stats
+from specbench.results.frames import disturbance, paired_runs
+from specbench.textsafe import counted, one_line
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "Compared",
+    "Measure",
+    "Row",
+    "compare_configs",
+    "compare_runs",
+    "side_by_side",
+    "to_json",
+]
+
+COMPARISON_VERSION = 1
+"""Version of ``to_json``. 1: first release."""
+
+Measure: TypeAlias = Literal["speed", "speedup"]
+"""Decode tokens/s, or that over the plain decoding of the same run."""
+
+_MANY = 20  # intervals of which one is expected to miss
+_KEY = ["prompt", "turn", "repeat"]
+_MACHINE = {"cpu": "processor", "physical_cores": "cores", "cores": "logical cores", "ram_gb": "memory in GB",
+            "devices": "accelerators"}  # fmt: skip
+_SOFTWARE = ("os", "python", "torch", "transformers", "specbench", "git_commit", "cpu_capability", "threads",
+             "huge_pages")  # fmt: skip
+_OPTIONS = {
+    "max_new_tokens": "new tokens",
+    "ignore_eos": "ignore end tokens",
+    "cache": "cache",
+    "turns": "turns",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration of A over its counterpart of B.
+
+    Attributes:
+        config_a, config_b: Their ids.
+        label: Name of the row.
+        category: Whose prompts it is about; ``None`` for all.
+        a, b: Speed (tokens/s) or speedup of either, geometric mean over the prompts that both have.
+        ratio: A over B; NaN without common prompts.
+        verdict: What the interval allows to say about A.
+    """
+
+    config_a: str
+    config_b: str
+    label: str
+    category: str | None
+    a: stats.Estimate
+    b: stats.Estimate
+    ratio: stats.Estimate
+    verdict: stats.Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A comparison.
+
+    Attributes:
+        a, b: Names of the two sides.
+        measure: What is compared.
+        rows: For each configuration a row on all prompts, followed by one for each category where there are several.
+        notes: What has to be known to read it, sentences.
+        disturbance: Why there are no verdicts, empty where there are.
+    """
+
+    a: str
+    b: str
+    measure: Measure
+    rows: list[Row]
+    notes: list[str]
+    disturbance: str = ""
+
+    @property
+    def overall(self) -> list[Row]:
+        """The rows on all prompts."""
+        return [row for row in self.rows if row.category is None]
+
+    def below(self, ratio: float) -> list[Row]:
+        """The rows on all prompts whose interval over prompts lies wholly below ``ratio``; none without verdicts."""
+        return [
+            row
+            for row in self.overall
+            if row.ratio.basis == "prompts" and row.ratio.high is not None and row.ratio.high < ratio
+            if not self.disturbance
+        ]
+
+
+# --- Two configurations of one run ----------------------------------------------------------------
+
+
+def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
+    """Configuration ``a`` over ``b`` of one run, each named by id or label.
+
+    Args:
+        df: Rows of the run, from ``specbench.results.store.load_results``.
+        a, b: The configurations.
+
+    Raises:
+        UsageError: There is no such configuration, both are the same, or they have no generation in common.
+    """
+    run = df.attrs["run"]
+    first, second = _config(run, a, "this run"), _config(run, b, "this run")
+    if first["id"] == second["id"]:
+        raise UsageError(
+            "A configuration is compared with itself.", "Name two configurations with --a and --b."
+        )
+    pairs = side_by_side(df, first["id"], second["id"])
+    if pairs.empty:
+        raise UsageError(
+            f"{one_line(first['label'])} and {one_line(second['label'])} have no finished generation in common.",
+            "Go on with the sweep.",
+        )
+    labels = one_line(first["label"]), one_line(second["label"])
+    rows = []
+    for category, mine in _by_category(pairs):
+        prompts, repeats = mine["prompt"].to_numpy(), mine["repeat"].to_numpy()
+        speed_a, speed_b, ratio = (
+            stats.geometric_mean(values.to_numpy(), prompts, repeats)
+            for values in (mine["a"], mine["b"], mine["a"] / mine["b"])
+        )
+        rows.append(
+            Row(first["id"], second["id"], labels[0], category, speed_a, speed_b, ratio, stats.verdict(ratio))
+        )
+    notes = [
+        "A / B: decode tokens/s of A over those of B, geometric mean over prompts; above 1, A is faster."
+        " Both decoded each prompt back to back.",
+        *_interval_notes(rows),
+    ]
+    return _judged(Compared(*labels, "speed", rows, notes), disturbance(df))
+
+
+def _judged(compared: Compared, disturbed: str) -> Compared:
+    """A comparison without verdicts if the measurements were disturbed."""
+    if not disturbed:
+        return compared
+    rows = [dataclasses.replace(row, verdict="cannot tell") for row in compared.rows]
+    return dataclasses.replace(compared, rows=rows, notes=[disturbed, *compared.notes], disturbance=disturbed)
+
+
+def side_by_side(df: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
+    """Decode speeds of two configurations of one run for the same prompt, turn and repeat.
+
+    Args:
+        df: Rows of the run.
+        a, b: Ids of the configurations.
+
+    Returns:
+        One row per pair with ``prompt, turn, repeat, category, a, b``.
+    """
+    rows = _speeds(df)
+    ours, theirs = (rows[rows["config"] == config] for config in (a, b))
+    columns = [*_KEY, "value"]
+    return ours[[*columns, "category"]].rename(columns={"value": "a"}).merge(
+        theirs[columns].rename(columns={"value": "b"}), on=_KEY
+    )  # fmt: skip
+
+
+# --- Two runs -------------------------------------------------------------------------------------
+
+
+def compare_runs(
+    df_a: pd.DataFrame,
+    df_b: pd.DataFrame,
+    names: tuple[str, str] = ("A", "B"),
+    *,
+    a: str | None = None,
+    b: str | None = None,
+    measure: Measure | None = None,
+    other_target: bool = False,
+) -> Compared:
+    """Run A over run B: configurations matched by id, or else by label, and paired by prompt.
+
+    Args:
+        df_a, df_b: Rows of the runs, from ``specbench.results.store.load_results``.
+        names: Of the runs.
+        a, b: Compare this configuration of A with that of B only; one alone stands for both.
+        measure: ``None`` takes speeds on one kind of machine and speedups on two.
+        other_target: Compare although the targets differ.
+
+    Raises:
+        UsageError: They are one run, their targets differ, they have no configuration or prompt in common, or speeds
+            of two machines are asked for.
+    """
+    run_a, run_b = df_a.attrs["run"], df_b.attrs["run"]
+    if run_a["run_id"] == run_b["run_id"]:
+        raise UsageError(
+            "Both are the same run.",
+            "Name two configurations of it: `specbench compare RUN --a CONFIG --b CONFIG`.",
+        )
+    targets = _differing_targets(run_a, run_b)
+    if targets and not other_target:
+        raise UsageError(
+            f"The targets differ ({targets}).", "Add --other-target to compare them nevertheless."
+        )
+    machines = _differing_machines(run_a, run_b)
+    if machines and measure == "speed":
+        raise UsageError(
+            f"The runs were made on different machines ({machines}), so their speeds say nothing about each other.",
+            "Compare speedups: --measure speedup.",
+        )
+    measure = measure or ("speedup" if machines else "speed")
+    matches = _matched(run_a, run_b, a, b, measure)
+    values_a, values_b = (_values(df, measure) for df in (df_a, df_b))
+    prompts, left_out = _common_prompts(df_a, df_b)
+    rows: list[Row] = []
+    missing: list[str] = []
+    for config_a, config_b in matches:
+        found = list(
+            _rows(
+                config_a,
+                config_b,
+                *(
+                    values[(values["config"] == config["id"]) & values["prompt"].isin(prompts)]
+                    for values, config in ((values_a, config_a), (values_b, config_b))
+                ),
+            )
+        )
+        rows += found
+        missing += [] if found else [one_line(config_a["label"])]
+    if not rows:
+        what = "prompt" if not prompts else "finished generation"
+        raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
+    notes = [
+        _meaning(measure),
+        *_machine_notes(machines, measure, rows, {config["baseline"] for config in run_a["configs"]}),
+        *([f"The targets differ: {targets}."] if targets else []),
+        *_difference_notes(run_a, run_b),
+        *left_out,
+        *_missing_notes(missing, _unmatched(run_a, run_b, matches) if a is b is None else [], names),
+        *_interval_notes(rows),
+    ]
+    disturbed = [f"{'AB'[side]}: {why}" for side, df in enumerate((df_a, df_b)) if (why := disturbance(df))]
+    compared = Compared(one_line(names[0]), one_line(names[1]), measure, rows, notes)
+    return _judged(compared, " ".join(disturbed))
+
+
+def _rows(
+    config_a: Mapping[str, Any], config_b: Mapping[str, Any], ours: pd.DataFrame, theirs: pd.DataFrame
+) -> Iterator[Row]:
+    """All prompts, then each category. A turn that only one has finished is left out, for both to be alike."""
+    turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
+    ours, theirs = ours.merge(turns), theirs.merge(turns)
+    label = one_line(config_a["label"])
+    if config_a["id"] != config_b["id"] and config_a["label"] != config_b["label"]:
+        label = f"{label} / {one_line(config_b['label'])}"
+    if ours.empty:
+        return
+    for category, mine in _by_category(ours):
+        other = theirs[theirs["prompt"].isin(mine["prompt"])]
+        sides = [_arrays(each) for each in (mine, other)]
+        compared = stats.compare(*sides[0], *sides[1])
+        speed_a, speed_b = (stats.geometric_mean(*side) for side in sides)
+        yield Row(
+            config_a["id"],
+            config_b["id"],
+            label,
+            category,
+            speed_a,
+            speed_b,
+            compared.ratio,
+            compared.verdict,
+        )
+
+
+def _arrays(rows: pd.DataFrame) -> tuple[Any, Any, Any]:
+    """Values, prompts and repeats."""
+    return rows["value"].to_numpy(), rows["prompt"].to_numpy(), rows["repeat"].to_numpy()
+
+
+def _speeds(df: pd.DataFrame) -> pd.DataFrame:
+    """Decode speeds with their keys; attributes are dropped because pandas copies them with every operation."""
+    ok = df.loc[df["status"] == "ok", ["config", "category", *_KEY, "tokens_per_second"]].copy()
+    ok.attrs = {}
+    return ok[ok["tokens_per_second"] > 0].rename(columns={"tokens_per_second": "value"})
+
+
+def _values(df: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+    if measure == "speed":
+        return _speeds(df)
+    pairs = paired_runs(df)[["config", "category", *_KEY, "ratio"]]
+    return pairs[pairs["ratio"] > 0].rename(columns={"ratio": "value"})
+
+
+def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
+    """All rows, then those of each category where there are several."""
+    yield None, rows
+    categories = list(dict.fromkeys(rows["category"]))
+    if len(categories) > 1:
+        for category in categories:
+            yield one_line(category), rows[rows["category"] == category]
+
+
+# --- What can be compared -------------------------------------------------------------------------
+
+
+def _config(run: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """The configuration of that id or label."""
+    for field in ("id", "label"):
+        for config in run["configs"]:
+            if config.get(field) == name:
+                return dict(config)
+    known = ", ".join(repr(one_line(config["id"])) for config in run["configs"])
+    raise UsageError(f"There is no configuration {name!r} in {where}.", f"It has {known}.")
+
+
+def _matched(
+    run_a: Mapping[str, Any], run_b: Mapping[str, Any], a: str | None, b: str | None, measure: Measure
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    if a is not None or b is not None:
+        pair = _config(run_a, str(a or b), "run A"), _config(run_b, str(b or a), "run B")
+        if measure == "speedup" and any(config["id"] == config["baseline"] for config in pair):
+            raise UsageError(
+                "Plain decoding is what speedups are over, so it has none of its own.",
+                "Name another configuration.",
+            )
+        return [pair]
+    by_id = {config["id"]: config for config in run_b["configs"]}
+    by_label = {config["label"]: config for config in run_b["configs"]}
+    found = []
+    for config in run_a["configs"]:
+        other = by_id.get(config["id"]) or by_label.get(config["label"])
+        if other is not None and not (measure == "speedup" and config["id"] == config["baseline"]):
+            found.append((config, other))
+    if not found:
+        besides = " besides the baseline" if measure == "speedup" else ""
+        raise UsageError(
+            f"The runs have no configuration in common{besides}.", "Name one of each with --a and --b."
+        )
+    return found
+
+
+def _unmatched(
+    run_a: Mapping[str, Any],
+    run_b: Mapping[str, Any],
+    matches: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+) -> list[tuple[int, str]]:
+    """Configurations that only one run has: 0 for A or 1 for B, and the label."""
+    return [
+        (side, one_line(config["label"]))
+        for side, run in enumerate((run_a, run_b))
+        for config in run["configs"]
+        if config["id"] != config["baseline"] and config["id"] not in {pair[side]["id"] for pair in matches}
+    ]
+
+
+def _common_prompts(df_a: pd.DataFrame, df_b: pd.DataFrame) -> tuple[set[str], list[str]]:
+    """Prompts that both have, with the same text as far as that is known; and what to say about the others."""
+    texts = [
+        {prompt["id"]: prompt.get("fingerprint") for prompt in df.attrs["run"]["prompts"]}
+        for df in (df_a, df_b)
+    ]
+    ids = [set(df["prompt"]) for df in (df_a, df_b)]
+    both = ids[0] & ids[1]
+    other = {name for name in both if _differ(texts[0].get(name), texts[1].get(name))}
+    notes = []
+    if other:
+        notes.append(
+            f"{counted(len(other), 'prompt')} left out: of one name, but with another text in each run."
+        )
+    alone = len(ids[0] ^ ids[1])
+    if alone:
+        notes.append(f"{counted(alone, 'prompt')} left out: measured in one of the runs only.")
+    return both - other, notes
+
+
+def _differing_targets(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> str:
+    """In what the targets differ, empty if in nothing; one model under two names is one model."""
+    a, b = run_a["target"], run_b["target"]
+    known = a.get("fingerprint") is not None and b.get("fingerprint") is not None
+    differ = a["fingerprint"] != b["fingerprint"] if known else a.get("name") != b.get("name")
+    if not differ and a.get("dtype") == b.get("dtype"):
+        return ""
+    shown = [f"{one_line(each.get('name'))}, {one_line(each.get('dtype'))}" for each in (a, b)]
+    if shown[0] == shown[1]:
+        return f"both are called {shown[0]}, but their weights differ"
+    return " / ".join(shown)
+
+
+def _differing_machines(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> str:
+    """In what the machines differ, empty if in nothing. A run may have been continued on another machine."""
+    first, *others = [*_environments(run_a), *_environments(run_b)]
+    for other in others:
+        for name, what in _MACHINE.items():
+            a, b = first.get(name), other.get(name)
+            # The system's memory size varies a little from boot to boot.
+            near = name == "ram_gb" and a and b and math.isclose(a, b, rel_tol=0.05)
+            if not near and (a or None) != (b or None):
+                return f"{what}: {_shown(a)} / {_shown(b)}"
+    devices = [run["target"].get("device") for run in (run_a, run_b)]
+    return "" if devices[0] == devices[1] else f"device: {_shown(devices[0])} / {_shown(devices[1])}"
+
+
+def _environments(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    earlier = [change["environment"] for change in run.get("changes") or () if change.get("environment")]
+    return [run["environment"], *earlier]
+
+
+# --- Notes ----------------------------------------------------------------------------------------
+
+
+def _meaning(measure: Measure) -> str:
+    what = "decode tokens/s" if measure == "speed" else "speedup over the plain decoding of its own run,"
+    return f"A / B: {what} of A over that of B, geometric mean over the prompts that both have; above 1, A is faster."
+
+
+def _machine_notes(
+    machines: str, measure: Measure, rows: Sequence[Row], baselines: set[str]
+) -> Iterator[str]:
+    if machines:
+        yield f"The machines differ ({machines}), so only ratios to each run's own plain decoding are compared."
+    if measure == "speed":
+        yield (
+            "The runs were not made at the same time: what the machine did differently between them is in the ratios"
+            " and not in their intervals. --measure speedup compares each with its own plain decoding instead."
+        )
+        for row in rows:
+            if row.category is None and row.config_a in baselines and row.verdict != "cannot tell":
+                ratio = stats.ratio_text(row.ratio)
+                yield f"{row.label} decoding itself is {row.verdict} in A, {ratio}, and so may all be."
+
+
+def _difference_notes(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> Iterator[str]:
+    """Settings and versions that differ although the comparison stands."""
+    pairs = [
+        (what, run_a.get(name, run_a["options"].get(name)), run_b.get(name, run_b["options"].get(name)))
+        for name, what in _OPTIONS.items()
+    ]
+    pairs += [
+        (name.replace("_", " "), run_a["environment"].get(name), run_b["environment"].get(name))
+        for name in _SOFTWARE
+    ]
+    weights = [
+        {config.get("drafter"): config.get("drafter_fingerprint") for config in run["configs"]}
+        for run in (run_a, run_b)
+    ]
+    pairs += [
+        (f"weights of {one_line(name)}", weights[0][name], weights[1][name])
+        for name in weights[0]
+        if name in weights[1]
+    ]
+    differing = [f"{what}: {_shown(a)} / {_shown(b)}" for what, a, b in pairs if _differ(a, b)]
+    if differing:
+        yield f"Also different, A / B: {'; '.join(differing)}."
+
+
+def _missing_notes(
+    missing: Sequence[str], unmatched: Sequence[tuple[int, str]], names: tuple[str, str]
+) -> Iterator[str]:
+    if missing:
+        yield f"No common finished generation: {_listed(missing)}."
+    for side, name in enumerate(names):
+        only = [label for where, label in unmatched if where == side]
+        if only:
+            yield f"Only in {'AB'[side]} ({one_line(name)}): {_listed(only)}."
+
+
+def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
+    bases = [row.ratio.basis for row in rows]
+    if "prompts" in bases:
+        yield "In brackets the 95% interval over prompts. Faster or slower: it lies wholly above or below 1."
+    if (intervals := bases.count("prompts")) >= _MANY:
+        yield f"One interval in twenty misses its ratio: of these {intervals}, some do."
+    if "repeats" in bases:
+        yield "*: one prompt; the interval is over its repeats, holds within that prompt only, and is no verdict."
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two values that are both known differ."""
+    return a is not None and b is not None and a != b
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(one_line, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "unknown" if value is None else one_line(value)[:60]
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def to_json(compared: Compared, fail_below: float | None = None) -> dict[str, Any]:
+    """A comparison ready for JSON; ``null`` stands for what there is too little data for."""
+    return {
+        "schema": COMPARISON_VERSION,
+        "kind": "specbench-comparison",
+        "a": compared.a,
+        "b": compared.b,
+        "measure": "tokens_per_second" if compared.measure == "speed" else "speedup",
+        "confidence": stats.CONFIDENCE,
+        "rows": [
+            {
+                "config_a": row.config_a,
+                "config_b": row.config_b,
+                "label": row.label,
+                "category": row.category,
+                "prompts": row.ratio.prompts,
+                **{
+                    f"{name}{end}": _finite(getattr(estimate, part))
+                    for name, estimate in (("a", row.a), ("b", row.b), ("ratio", row.ratio))
+                    for end, part in (("", "value"), ("_low", "low"), ("_high", "high"))
+                },
+                "basis": row.ratio.basis,
+                "verdict": row.verdict,
+            }
+            for row in compared.rows
+        ],
+        "notes": compared.notes,
+        "fail_below": fail_below,
+        "below": [] if fail_below is None else [row.label for row in compared.below(fail_below)],
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
