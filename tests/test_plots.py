@@ -24,6 +24,7 @@ from specbench.errors import RunError, UsageError
 from specbench.results import frames
 from specbench.results.store import load_results
 from specbench.show import plots
+from specbench.show.plots import canvas
 
 LONG = Drafter("an-organisation/with-a-rather-long-model-name-$1B$_{x}-[red]-Int4", 0.7, 0.3)
 
@@ -131,7 +132,7 @@ class TestContent:
 
     def test_every_rule_lies_within_the_axis_of_gamma(self) -> None:
         axes = Figure().subplots()
-        plots._gamma_axis(axes, [0.4, 1, 2, 9.4])
+        canvas.gamma_axis(axes, [0.4, 1, 2, 9.4])
         assert axes.get_xlim()[0] < 0.4 < 9.4 < axes.get_xlim()[1]
 
     def test_bars_add_up_to_the_time_per_token(self, drawn: plots.Drawn, summary: pd.DataFrame) -> None:
@@ -289,10 +290,10 @@ class TestLooks:
                 assert wide < 1 or high < 1, f"{name}: {one!r} and {other!r}"
 
     def test_spreading(self) -> None:
-        assert plots._spread([10, 50], [8, 8], 0, 100) == [10, 50]
-        assert plots._spread([50, 50, 50], [10, 10, 10], 0, 100) == [40, 50, 60]
-        assert plots._spread([0, 1], [10, 10], 0, 100) == [5, 15]
-        assert plots._spread([99, 98], [10, 10], 0, 100) == [95, 85]
+        assert canvas._spread([10, 50], [8, 8], 0, 100) == [10, 50]
+        assert canvas._spread([50, 50, 50], [10, 10, 10], 0, 100) == [40, 50, 60]
+        assert canvas._spread([0, 1], [10, 10], 0, 100) == [5, 15]
+        assert canvas._spread([99, 98], [10, 10], 0, 100) == [95, 85]
 
     def test_names_are_not_mathematics(self, tiny: Path) -> None:
         figure = plots.draw_figures(load_results(tiny), ["time"]).figures["time"]
@@ -306,20 +307,20 @@ class TestLooks:
     def test_rules_of_one_drafter_differ_and_its_name_is_said_once(self, rules: pd.DataFrame) -> None:
         drawn = plots.draw_figures(rules)
         lines = [
-            line for line in drawn.figures["speedup"].axes[0].lines if line.get_marker() in plots._MARKERS
+            line for line in drawn.figures["speedup"].axes[0].lines if line.get_marker() in canvas.MARKERS
         ]
         assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
         for name, figure in drawn.figures.items():
             times = 2 if name == "generation" else 1  # it names its example
             assert texts(figure).count(DRAFTERS[0].name) == times
             assert DRAFTERS[0].name in figure.get_suptitle()
-        keys = [line for line in drawn.figures["speedup"].artists if line.get_marker() in plots._MARKERS]
+        keys = [line for line in drawn.figures["speedup"].artists if line.get_marker() in canvas.MARKERS]
         assert [(key.get_color(), key.get_marker()) for key in keys] == [
             (line.get_color(), line.get_marker()) for line in lines
         ], "each name has the mark of its line"
 
     def test_colours_of_several_drafters_are_theirs(self, drawn: plots.Drawn, df: pd.DataFrame) -> None:
-        series = plots._Run(df, plots.Look()).series
+        series = canvas.Run(df, plots.Look()).series
         colors = {each.name: each.color for each in series}
         assert colors["Qwen2.5-Coder-0.5B-Instruct, egag"] == colors["Qwen2.5-Coder-0.5B-Instruct"]
         assert len(set(colors.values())) == 4
@@ -336,7 +337,7 @@ class TestLooks:
             [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
             [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
         ]
-        linear = [np.power((np.array(to_rgb(color)) + 0.055) / 1.055, 2.4) for color in plots._COLORS]
+        linear = [np.power((np.array(to_rgb(color)) + 0.055) / 1.055, 2.4) for color in canvas.COLORS]
         to_xyz = np.array([[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0177, 0.1095, 0.8727]])
         for seen in blindness:
             x, y, z = np.cbrt(to_xyz @ np.clip(np.asarray(seen) @ np.transpose(linear), 0, 1))

@@ -1,0 +1,122 @@
+"""Figures of one run, each a ``matplotlib.figure.Figure`` of its own; no state of pyplot, no window.
+
+A builder takes a ``canvas.Run`` and raises ``NoDataError`` with a reason where the run has nothing to show in its
+figure. Each stands in the file of its kind, and in ``FIGURES``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from specbench.errors import UsageError
+from specbench.files import explained, write_bytes
+from specbench.results import frames
+from specbench.show.plots.acceptance import acceptance, accepted_length, positions
+from specbench.show.plots.canvas import SIZES, STYLE, Look, NoDataError, Run
+from specbench.show.plots.speed import by_category, prediction, speedup, tokens_per_second
+from specbench.show.plots.steps import generation, time
+
+__all__ = ["FIGURES", "FORMATS", "Drawn", "Look", "draw_figures", "figure_bytes", "save_figure"]
+
+FORMATS = ("png", "svg", "pdf")
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The figures of a run by name, and why others could not be drawn, by name."""
+
+    figures: dict[str, Figure]
+    skipped: dict[str, str]
+
+
+def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None, look: Look | None = None) -> Drawn:
+    """Draw a run.
+
+    Args:
+        df: Its rows, from ``specbench.results.store.load_results``.
+        only: Names of ``FIGURES``; ``None`` for all of them.
+        look: How they are laid out.
+
+    Raises:
+        UsageError: There is no figure of such a name, the rows come from several runs, or nothing can be drawn.
+    """
+    unknown = [name for name in only or () if name not in FIGURES]
+    if unknown:
+        raise UsageError(f"There is no figure {unknown[0]!r}.", f"Choose from {', '.join(FIGURES)}.")
+    frames.run_of(df)
+    if not (df["status"] == "ok").any():
+        raise UsageError(
+            "There is nothing to plot: no generation of this run has finished.", "Go on with its sweep."
+        )
+    look = look or Look()
+    run = Run(df, look)
+    figures: dict[str, Figure] = {}
+    skipped: dict[str, str] = {}
+    style: Any = {**STYLE, **{name: share * look.font_size for name, share in SIZES.items()}}
+    with rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may hold any letter
+        warnings.filterwarnings("error", message="constrained_layout not applied")
+        for name, (build, _) in FIGURES.items():
+            if only is None or name in only:
+                try:
+                    figures[name] = _settled(build(run))
+                except NoDataError as reason:
+                    skipped[name] = str(reason)
+                except UserWarning:
+                    skipped[name] = "its letters do not fit into its width"
+    if not figures:
+        raise UsageError(
+            f"There is nothing to plot: {'; '.join(dict.fromkeys(skipped.values()))}.", "Measure more."
+        )
+    return Drawn(figures, skipped)
+
+
+def _settled(figure: Figure) -> Figure:
+    """Lay it out for good: done anew at every saving, the layout would wander a little each time."""
+    figure.draw_without_rendering()
+    figure.draw_without_rendering()  # once more, with the ticks that go with the room there is
+    figure.set_layout_engine("none")
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure in the format that the name's ending says; the same figure gives the same bytes.
+
+    Raises:
+        UsageError: A symbolic link stands there. RunError: The file cannot be written.
+    """
+    with explained(f"{str(path)!r} cannot be written", "Give another --out."):
+        write_bytes(path, figure_bytes(figure, path.suffix[1:]))
+
+
+def figure_bytes(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
+    """A figure as a file of one of ``FORMATS``; ``dpi`` other than the usual makes a smaller one."""
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        content = BytesIO()
+        figure.savefig(content, format=kind, metadata=metadata, dpi=dpi or "figure")
+    return content.getvalue()
+
+
+FIGURES: dict[str, tuple[Callable[[Run], Figure], str]] = {
+    "speedup": (speedup, "speedup against γ, one line per drafter"),
+    "tokens-per-second": (tokens_per_second, "decode speed against γ"),
+    "acceptance": (acceptance, "acceptance rate and α against γ"),
+    "positions": (positions, "acceptance by position in the draft"),
+    "time": (time, "where the time goes"),
+    "prediction": (prediction, "predicted against measured speedup"),
+    "categories": (by_category, "speedup by category and configuration"),
+    "accepted-length": (accepted_length, "accepted drafts per step"),
+    "generation": (generation, "draft length, acceptance and entropy over one generation"),
+}
+"""Every figure by name: what draws it, and a line about it."""

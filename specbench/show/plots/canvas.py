@@ -1,0 +1,538 @@
+"""What all figures have in common: the run as it is drawn, letters, colours, axes, names of lines, keys and captions.
+
+Colours are Okabe and Ito's (2008), with a dark red in place of their yellow, told apart by the colour-blind; markers
+carry the same distinction again.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib import rcParams
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation, blended_transform_factory
+
+from specbench.results import frames
+from specbench.textsafe import counted, one_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.text import Annotation
+
+__all__ = [
+    "BLACK",
+    "BLUE",
+    "COLORS",
+    "DASHED",
+    "GREEN",
+    "GREY",
+    "INK",
+    "MARKERS",
+    "ORANGE",
+    "PURPLE",
+    "SIZES",
+    "SKY",
+    "STYLE",
+    "WHY_NOT",
+    "WIDTH",
+    "End",
+    "Look",
+    "NoDataError",
+    "Run",
+    "Series",
+    "dodged",
+    "draw_series",
+    "gamma_axis",
+    "grid_lines",
+    "hollow",
+    "inscribe",
+    "key_line",
+    "label_ends",
+    "legend_below",
+    "letter_size",
+    "new_figure",
+    "row_names",
+    "short",
+    "two",
+    "with_gamma",
+]  # fmt: skip
+
+BLUE, _VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
+PURPLE, SKY, _RED, BLACK, GREY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7A7A7A"
+COLORS = (BLUE, _VERMILLION, GREEN, PURPLE, ORANGE, SKY, _RED, BLACK)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+WIDTH = 6.8  # inches: two columns of a paper
+_NARROW = 0.7  # inches per point of the letters: less, and panels and names stand below each other
+_NAME = 30  # characters of a name in a figure
+_DODGE = 0.08  # of the distance between two γ, so that intervals do not hide each other
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
+    "figure.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.edgecolor": "#404040",
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "xtick.color": "#404040",
+    "ytick.color": "#404040",
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.5,
+    "hatch.linewidth": 0.6,
+    "savefig.dpi": 200,
+    "figure.dpi": 200,
+    "text.parse_math": False,  # a dollar sign in a model's name is a dollar sign
+    "text.usetex": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "specbench",
+    "pdf.fonttype": 42,
+}
+SIZES = {
+    "font.size": 1.0, "axes.titlesize": 1.0, "axes.labelsize": 1.0, "xtick.labelsize": 0.94, "ytick.labelsize": 0.94,
+    "legend.fontsize": 0.94, "figure.titlesize": 1.19,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How figures are laid out.
+
+    Attributes:
+        width: In inches; ``None`` for the width that suits each figure.
+        font_size: Of the letters, in points; those of notes are smaller, those of titles larger.
+        framed: With a title above, and below what the figure shows and what it was measured on; papers say these in
+            their captions.
+    """
+
+    width: float | None = None
+    font_size: float = 8.0
+    framed: bool = True
+
+
+def letter_size(share: float) -> float:
+    """A size of letters relative to that of the figure."""
+    return share * float(rcParams["font.size"])
+
+
+class NoDataError(Exception):
+    """The run has nothing to show in this figure; the message says why."""
+
+
+# --- What is drawn --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Configurations that differ in γ only: one line.
+
+    Attributes:
+        name: The drafter, the length rule and the temperature, as far as they tell series apart.
+        name_at_gamma: The same with a place for γ; without one where a rule decides.
+        rows: Of the summary, by rising x.
+        x: γ, or for a rule that decides by itself the mean of what it drafted.
+        adapts: Whether a rule decides.
+    """
+
+    name: str
+    name_at_gamma: str
+    drafter: str
+    rows: pd.DataFrame
+    x: np.ndarray[Any, np.dtype[np.float64]]
+    adapts: bool
+    color: str
+    marker: str
+
+    @property
+    def face(self) -> str:
+        """Fill of the markers: hollow where a rule decides γ."""
+        return "white" if self.adapts else self.color
+
+
+class Run:
+    """A run and what several figures need of it."""
+
+    def __init__(self, df: pd.DataFrame, look: Look) -> None:
+        self.df = df
+        self.look = look
+        self.width = look.width or WIDTH
+        self.narrow = self.width < _NARROW * look.font_size
+        self.run = frames.run_of(df)
+        self.steps = frames.step_arrays(df)
+        self.summary = frames.summary_frame(df, self.steps)
+        kinds = self.summary["kind"]
+        self.plain = self.summary[kinds == "plain"]
+        # Others' decoding has no γ that is known here: a level to compare with.
+        self.levels = self.summary[kinds.isin(["transformers", "assisted"])]
+        self.series = _series_of(self.summary[kinds == "speculative"])
+        self.drafters = list(dict.fromkeys(each.drafter for each in self.series))
+
+    @cached_property
+    def caption(self) -> list[str]:
+        """Machine, models, prompts and tokens."""
+        target, options = self.run.get("target") or {}, self.run
+        finished = (self.df["status"] == "ok").to_numpy()
+        prompts, repeats = (
+            pd.unique(self.df[name].to_numpy()[finished]).size for name in ("prompt", "repeat")
+        )
+        temperatures = sorted(self.summary["temperature"].dropna().unique())
+        dtype = f" ({one_line(target['dtype'])})" if target.get("dtype") else ""
+        most = "" if options.get("ignore_eos") else "≤ "
+        tokens = f" × {most}{options['max_new_tokens']} tokens" if options.get("max_new_tokens") else ""
+        parts = [
+            _machine(self.run.get("environment") or {}, str(target.get("device", "cpu"))),
+            f"target {short(target.get('name') or 'unknown', 48)}{dtype}",
+            f"{counted(prompts, 'prompt')}{tokens} × {counted(repeats, 'repeat')}",
+            "greedy" if temperatures == [0.0] else f"temperature {', '.join(f'{t:g}' for t in temperatures)}",
+            f"specbench {one_line(self.run.get('specbench') or '')}".strip(),
+        ]
+        return [part for part in parts if part]
+
+    @property
+    def intervals(self) -> str:
+        """What the intervals of speedups are over."""
+        bases = set(self.summary["speedup_basis"].dropna())
+        if bases == {"repeats"}:
+            return "Bars: 95% intervals over the repeats of the one prompt; they hold within it only."
+        return "Bars: 95% intervals over prompts." if bases else "Too few prompts or repeats: no intervals."
+
+
+def _series_of(rows: pd.DataFrame) -> list[Series]:
+    """Lines of a figure, coloured by what differs most: the drafter, the rule or the temperature."""
+    keys = rows[["drafter", "policy", "temperature"]].drop_duplicates()
+    values = {name: list(dict.fromkeys(keys[name])) for name in keys.columns}
+    colored = max(values, key=lambda name: len(values[name]))  # of equals the first
+    out = []
+    for number, key in enumerate(frames.records(keys)):
+        mine = rows[(rows[list(key)] == pd.Series(key)).all(axis=1)]
+        x = mine["gamma"].astype(float).fillna(mine["mean_gamma"])
+        mine = mine[x.notna()].assign(x=x[x.notna()]).sort_values("x")
+        if mine.empty:
+            continue
+        drafter = short(key["drafter"], _NAME) if len(values["drafter"]) > 1 else ""
+        rule = "" if key["policy"] == "fixed" else short(key["policy"], 20)
+        temperature = f"T = {key['temperature']:g}" if len(values["temperature"]) > 1 else ""
+        name, name_at_gamma = (
+            ", ".join(part for part in (drafter, rule or gamma, temperature) if part)
+            for gamma in ("" if drafter else "fixed γ", "γ = {:g}")
+        )
+        color = COLORS[values[colored].index(key[colored]) % len(COLORS)]
+        marker = MARKERS[number % len(MARKERS)]
+        adapts = key["policy"] != "fixed"
+        out.append(
+            Series(name, name_at_gamma, key["drafter"], mine, mine["x"].to_numpy(), adapts, color, marker)
+        )
+    return out
+
+
+def row_names(rows: Sequence[dict[str, Any]], run: Run) -> list[str]:
+    """Names of configurations that stand below each other: a drafter is named where its rows begin, and an only one
+    in the title."""
+    names, before = [], None
+    for row in rows:
+        parts = [
+            "" if row["policy"] == "fixed" else short(row["policy"], 20),
+            "" if math.isnan(row["gamma"]) else f"γ = {row['gamma']:g}",
+            f"T = {row['temperature']:g}" if run.summary["temperature"].nunique() > 1 else "",
+        ]
+        if row["kind"] != "speculative":
+            parts = [short(row["label"], _NAME)]
+        elif row["drafter"] != before and len(run.drafters) > 1:
+            parts = [f"{short(row['drafter'], _NAME)}:", *parts]
+        before = row["drafter"]
+        names.append(" ".join(part for part in parts if part))
+    return names
+
+
+def _machine(environment: dict[str, Any], device: str) -> str:
+    """What the target ran on."""
+    devices = Counter(map(one_line, environment.get("devices") or []))
+    if device != "cpu" and devices:
+        return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in devices.items())
+    threads = environment.get("threads")
+    return ", ".join(
+        part
+        for part in (one_line(environment.get("cpu") or ""), counted(threads, "thread") if threads else "")
+        if part
+    )
+
+
+def short(text: object, limit: int) -> str:
+    """A name shortened in its middle: the ends of models' names say most."""
+    name = one_line(text)
+    if len(name) <= limit:
+        return name
+    head = (limit - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (limit - 1 - head) :]}"
+
+
+# --- Common parts ---------------------------------------------------------------------------------
+
+
+def new_figure(run: Run, height: float, width: float | None = None) -> Figure:
+    """A figure; its height, in inches, is that for letters of 8 points."""
+    size = (run.look.width or width or WIDTH, height * letter_size(1.0) / 8)
+    figure = Figure(figsize=size, layout="constrained")
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.06, h_pad=0.05, wspace=0.03, hspace=0.03)
+    return figure
+
+
+def two(run: Run, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """Two panels beside each other, or below each other where there is no room."""
+    figure = new_figure(run, height * (1.7 if run.narrow else 1.0))
+    grid = figure.subplots(*((2, 1) if run.narrow else (1, 2)), squeeze=False, **shared)
+    return figure, list(grid.flat)
+
+
+def inscribe(figure: Figure, run: Run, title: str, *remarks: str) -> None:
+    """Title above, with the drafter if there is one only, and caption below."""
+    if not run.look.framed:
+        return
+    if len(run.drafters) == 1:
+        title = f"{title}: {short(run.drafters[0], 40)}"
+    letters = 72 * figure.get_figwidth() / run.look.font_size  # in a line, if they are as wide as high
+    titles = textwrap.wrap(title, int(1.35 * letters))
+    figure.suptitle("\n".join(titles), x=0.01, ha="left")
+    width = int(2.3 * letters)  # in characters of the caption's size
+    lines = [""]
+    for part in run.caption:  # broken between its parts only
+        joined = f"{lines[-1]} · {part}" if lines[-1] else part
+        lines = [*lines[:-1], joined] if len(joined) <= width else [*lines, part]
+    lines = [*textwrap.wrap(" ".join(remark for remark in remarks if remark), width), *lines]
+    more = 1.45 * (len(titles) - 1) + 1.1 * max(0, len(lines) - 2)
+    figure.set_figheight(figure.get_figheight() + more * letter_size(1.0) / 72)
+    figure.supxlabel(
+        "\n".join(lines), x=0.01, ha="left", fontsize=letter_size(0.79), color="#505050", linespacing=1.35
+    )
+
+
+def grid_lines(axes: Axes, axis: str = "y") -> None:
+    axes.grid(axis=axis, color="#E4E4E4", linewidth=0.6)  # type: ignore[arg-type]
+
+
+def gamma_axis(axes: Axes, values: Sequence[float]) -> None:
+    """Whole γ only, as those measured where they are few; every value lies within it."""
+    shown = sorted({round(value) for value in values})
+    axes.set_xlabel("γ (tokens drafted per step)")
+    # Labels too close to each other would run together.
+    if len(shown) <= 12 and (len(shown) < 2 or min(np.diff(shown)) >= (shown[-1] - shown[0]) / 24):
+        axes.xaxis.set_major_locator(FixedLocator(shown))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    first, last = min((*shown, *values)), max((*shown, *values))
+    margin = max(0.35, 0.05 * (last - first))
+    axes.set_xlim(first - margin, last + margin)
+
+
+def dodged(series: Sequence[Series]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+    """The x of every series, moved apart a little."""
+    every = np.unique(np.concatenate([each.x for each in series]))
+    step = float(np.diff(every).min()) if len(every) > 1 else 1.0
+    step = min(1.0, max(step, (every[-1] - every[0]) / 20 if len(every) > 1 else 1.0))
+    offsets = (np.arange(len(series)) - (len(series) - 1) / 2) * _DODGE * step * min(1.0, 8 / len(series))
+    return [each.x + offset for each, offset in zip(series, offsets, strict=True)]
+
+
+class End(NamedTuple):
+    """Where a line ends, and what it is: its name, and how it is drawn; a level has no marker."""
+
+    x: float
+    y: float
+    name: str
+    color: str
+    marker: str = ""
+    face: str = ""
+
+
+def draw_series(axes: Axes, series: Sequence[Series], figure_name: str) -> list[End]:
+    """Lines with intervals, in axes whose x is set; returns where each ends.
+
+    A rule stands at the mean γ it came to, on a level across the figure to compare the lengths with.
+    """
+    ends = []
+    for each, x in zip(series, dodged(series), strict=True):
+        y, low, high = (
+            each.rows[f"{figure_name}{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high")
+        )
+        there = np.isfinite(y)
+        if not there.any():
+            continue
+        if each.adapts:
+            axes.axhline(y[there][-1], color=each.color, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1.6)
+        axes.plot(
+            x[there], y[there], linestyle="none" if each.adapts else "-", color=each.color, marker=each.marker,
+            markerfacecolor=each.face, markeredgewidth=1.0, zorder=3,
+        )  # fmt: skip
+        sure = there & ~np.isnan(low) & ~np.isnan(high)
+        axes.vlines(x[sure], low[sure], high[sure], color=each.color, linewidth=0.9, alpha=0.75, zorder=2.5)
+        end = axes.get_xlim()[1] if each.adapts else float(x[there][-1])
+        ends.append(End(end, float(y[there][-1]), each.name, each.color, each.marker, each.face))
+    return ends
+
+
+DASHED = (0, (4, 3))
+_KEY_AT, _NAME_AT = 13.0, 20.0  # points from the axes to the marker beside a name, and to the name
+
+
+def label_ends(axes: Axes, ends: Sequence[End], run: Run) -> None:
+    """Name every line, with its marker, at its right end in the margin; names that would collide move apart, with a
+    leader line. In a narrow figure they stand below.
+
+    Args:
+        axes: With its limits set.
+        ends: The lines.
+        run: Of the figure.
+    """
+    if not ends:
+        return
+    if run.narrow:
+        legend_below(axes, ends, run)
+        return
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+
+    def beside(points: float) -> Any:
+        return axes.get_yaxis_transform() + ScaledTranslation(points / 72, 0, figure.dpi_scale_trans)
+
+    labels: list[Annotation] = [
+        axes.annotate(
+            end.name,
+            (end.x, end.y),
+            xytext=(1.0, end.y),
+            textcoords=beside(_NAME_AT if end.marker else _KEY_AT),
+            color=INK,
+            va="center",
+            fontsize=letter_size(0.94),
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": end.color,
+                "linewidth": 0.6,
+                "alpha": 0.6,
+                "shrinkA": _NAME_AT - _KEY_AT + 5 if end.marker else 2,
+                "shrinkB": 4,
+                "relpos": (0.0, 0.5),
+            },
+        )
+        for end in ends
+    ]
+    figure.draw_without_rendering()  # lays the axes out, with room for the labels
+    boxes = [Text.get_window_extent(label) for label in labels]  # an annotation's own has its arrow in it
+    wanted = [axes.transData.transform((0.0, end.y))[1] for end in ends]
+    floor, ceiling = axes.transAxes.transform([(0.0, -0.04), (0.0, 1.04)])[:, 1]
+    placed = _spread(wanted, [box.height + 1.5 for box in boxes], float(floor), float(ceiling))
+    for end, label, pixel in zip(ends, labels, placed, strict=True):
+        y = float(axes.transData.inverted().transform((0.0, pixel))[1])
+        label.xyann = (1.0, y)
+        if end.marker:
+            key = key_line(end, [1.0], [y])
+            key.set(transform=beside(_KEY_AT), clip_on=False)
+            figure.add_artist(key)
+
+
+INK = "#303030"
+
+
+def key_line(end: End, x: Sequence[float], y: Sequence[float]) -> Line2D:
+    """A piece of a line as it is drawn."""
+    return Line2D(
+        x, y, color=end.color, marker=end.marker or None, markerfacecolor=end.face or None, markeredgewidth=1.0,
+        linestyle="-" if end.marker else DASHED, linewidth=1.4 if end.marker else 0.9,
+    )  # fmt: skip
+
+
+def legend_below(axes: Axes, ends: Sequence[End], run: Run) -> None:
+    """Name the lines below the axes, in as many columns as have room."""
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    size = letter_size(0.94)
+    widest = max(len(end.name) for end in ends) * 0.58 * size + 3.2 * size
+    columns = max(1, min(len(ends), int(72 * (run.width - 0.1) / widest)))
+    lines = math.ceil(len(ends) / columns)
+    figure.set_figheight(figure.get_figheight() + 1.5 * size / 72 * (lines + 0.5))
+    below = ScaledTranslation(0, -4.0 * size / 72, figure.dpi_scale_trans)
+    legend = axes.legend(
+        [key_line(end, [0, 1], [0, 0]) for end in ends],
+        [end.name for end in ends],
+        loc="upper left",
+        bbox_to_anchor=(0.02, 0.0),
+        bbox_transform=blended_transform_factory(figure.transFigure, axes.transAxes) + below,
+        borderaxespad=0.0,
+        ncols=columns,
+        frameon=False,
+        handlelength=1.6,
+        columnspacing=1.2,
+        labelcolor=INK,
+    )
+    # It may be wider than the axes, which the layout cannot follow; blank lines keep its place.
+    legend.set_in_layout(False)
+    blank = "\n".join(" " * lines)
+    axes.text(0.5, 0.0, blank, va="top", transform=axes.transAxes + below, fontsize=1.3 * size)
+
+
+def _spread(wanted: Sequence[float], sizes: Sequence[float], floor: float, ceiling: float) -> list[float]:
+    """Centres as close to those wanted as can be without overlap: neighbours that collide share their mean."""
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    blocks: list[tuple[list[int], float, float]] = []  # members, height, centre
+
+    def bounded(height: float, center: float) -> float:
+        return min(max(center, floor + height / 2), max(ceiling - height / 2, floor + height / 2))
+
+    for i in order:
+        block = ([i], sizes[i], bounded(sizes[i], wanted[i]))
+        while blocks and blocks[-1][2] + blocks[-1][1] / 2 > block[2] - block[1] / 2:
+            members, height, _ = blocks.pop()
+            together, tall = members + block[0], height + block[1]
+            offset, centers = -tall / 2, []
+            for member in together:
+                centers.append(wanted[member] - (offset + sizes[member] / 2))
+                offset += sizes[member]
+            block = (together, tall, bounded(tall, sum(centers) / len(centers)))
+        blocks.append(block)
+    placed = [0.0] * len(wanted)
+    for members, height, center in blocks:
+        at = center - height / 2
+        for member in members:
+            placed[member] = at + sizes[member] / 2
+            at += sizes[member]
+    return placed
+
+
+def with_gamma(run: Run, name: str) -> list[Series]:
+    """The series that have a figure."""
+    found = [each for each in run.series if each.rows[name].notna().any()]
+    if not found:
+        raise NoDataError(WHY_NOT[name])
+    return found
+
+
+WHY_NOT = {
+    "speedup": "no speculative configuration has a generation beside one of its baseline",
+    "tokens_per_second": "no speculative configuration has finished a generation of two tokens or more",
+    "acceptance_rate": "nothing was drafted",
+    "predicted_speedup": "the costs of single passes were not measured, or nothing was drafted",
+}
+
+
+def hollow(series: Sequence[Series]) -> str:
+    return (
+        "Hollow, on a dotted level: a rule sets γ; it stands at the mean it drafted."
+        if any(each.adapts for each in series)
+        else ""
+    )

@@ -1,0 +1,215 @@
+"""Figures of steps: where their time goes, and one generation step by step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
+
+from specbench.decoding.records import PARTS
+from specbench.results import frames
+from specbench.show.plots.canvas import (
+    BLACK,
+    BLUE,
+    COLORS,
+    DASHED,
+    GREEN,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    End,
+    NoDataError,
+    Run,
+    grid_lines,
+    inscribe,
+    label_ends,
+    letter_size,
+    new_figure,
+    row_names,
+    short,
+)
+from specbench.textsafe import one_line
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["generation", "time"]
+
+_PART_COLORS = {"draft": ORANGE, "verify": BLUE, "accept": GREEN, "rollback": PURPLE, "other": "#B0B0B0"}
+
+
+def time(run: Run) -> Figure:
+    rows = [row for each in run.series for row in frames.records(each.rows) if row["ms_per_token"] > 0]
+    rows.sort(key=lambda row: run.drafters.index(row["drafter"]))
+    if not rows:
+        raise NoDataError("no speculative configuration has finished a step")
+    # Rows of bars from the top down, with a gap between drafters.
+    places = np.array([i + 0.6 * run.drafters.index(row["drafter"]) for i, row in enumerate(rows)])
+    figure = new_figure(run, (1.55 if run.narrow else 1.35) + 0.17 * (places[-1] + 1))
+    axes = figure.subplots()
+    left = np.zeros(len(rows))
+    total, read = (
+        np.array([row[name] for row in rows], dtype=float) for name in ("ms_per_token", "share_draft_prefill")
+    )
+    for part in PARTS:
+        wide = total * np.array([row[f"share_{part}"] for row in rows], dtype=float)
+        color = _PART_COLORS[part]
+        axes.barh(places, wide, 0.78, left=left, color=color, label=part, edgecolor="white", linewidth=0.3)
+        if part == "draft" and (total * read > 0.01 * total.max()).any():
+            name = "(of it the prompt)"
+            axes.barh(
+                places,
+                total * read,
+                0.78,
+                color="none",
+                edgecolor="#5A3C00",
+                hatch="////",
+                linewidth=0,
+                label=name,
+            )
+        left += wide
+    plain = run.plain["ms_per_token"].dropna()
+    for base in plain:
+        axes.axvline(base, color=BLACK, linewidth=0.9, linestyle=DASHED)
+    if len(plain):
+        top = axes.get_xaxis_transform()
+        axes.text(
+            plain.iloc[0], 1.01, "plain", transform=top, ha="center", va="bottom", fontsize=letter_size(0.88)
+        )
+    axes.set_yticks(places, row_names(rows, run))
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(places[-1] + 0.6, -0.6)
+    axes.set_xlim(0, 1.05 * max(total.max(), plain.max() if len(plain) else 0.0))
+    axes.set_xlabel("time per token (ms)")
+    grid_lines(axes, "x")
+    above = axes.transAxes + ScaledTranslation(0, letter_size(1.4) / 72, figure.dpi_scale_trans)
+    axes.legend(
+        loc="lower right" if run.narrow else "lower left",
+        bbox_to_anchor=(1.0 if run.narrow else 0.0, 1.0),
+        bbox_transform=above,
+        borderaxespad=0.0,
+        ncols=3 if run.narrow else 6,
+        frameon=False,
+        handlelength=1.0,
+        handletextpad=0.5,
+        columnspacing=1.2,
+    )
+    remark = "Time of all steps over all emitted tokens; time to first token apart. Dashed: plain decoding."
+    inscribe(figure, run, "Where the time goes", remark)
+    return figure
+
+
+def generation(run: Run) -> Figure:
+    row = _one_generation(run)
+    drafted, accepted = np.asarray(row["steps_drafted"]), np.asarray(row["steps_accepted"])
+    first = int(row["new_tokens"]) - int(np.sum(row["steps_emitted"]))
+    edges = first + np.concatenate(([0], np.cumsum(row["steps_emitted"])))
+    notes = _drawable(_notes(row["steps_policy"], len(drafted)))
+    figure = new_figure(run, (3.8 if notes else 2.7) * (0.9 if run.narrow else 1.0))
+    both = figure.subplots(
+        2 if notes else 1, 1, sharex=True, squeeze=False, height_ratios=[1.2, 1.0] if notes else None
+    )[:, 0]
+    upper = both[0]
+    upper.stairs(accepted, edges, fill=True, color=SKY, alpha=0.75, label="accepted")
+    upper.stairs(drafted, edges, color=BLUE, linewidth=1.2, baseline=None, label="drafted (γ)")
+    upper.set_ylim(0, max(1, int(drafted.max(initial=1))) * 1.12)
+    upper.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    upper.set_ylabel("tokens in the step")
+    upper.set_xlim(edges[0], edges[-1])
+    grid_lines(upper)
+    upper.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.2,
+        ncols=2,
+        frameon=False,
+        labelcolor=INK,
+    )
+    end = float(edges[-1])
+    if notes:
+        lower = both[1]
+        noted = []
+        for number, (name, values) in enumerate(notes.items()):
+            color = COLORS[(number + 1) % len(COLORS)]
+            lower.plot(
+                (edges[:-1] + edges[1:]) / 2,
+                values,
+                color=color,
+                linewidth=1.2,
+                linestyle=("-", "--", ":")[number % 3],
+            )
+            there = np.flatnonzero(np.isfinite(values))
+            noted.append(End(end, float(values[there[-1]]), short(name, 20), color))
+        lower.set_ylabel(
+            "entropy / log V" if all(name.startswith("H") for name in notes) else "noted by the rule"
+        )
+        lower.set_ylim(bottom=min(0.0, *(float(np.nanmin(values)) for values in notes.values())))
+        grid_lines(lower)
+    both[-1].set_xlabel("token of the output")
+    which = f"Prompt {short(row['prompt'], 40)}, {short(row['label'], 48)}: the most usual in its tokens per step."
+    remark = "A column is a step, as wide as the tokens it emitted."
+    meanings = [f"{name}: {_NOTES[name]}." for name in notes if name in _NOTES]
+    inscribe(figure, run, "One generation, step by step", which, remark, *meanings)
+    if notes:
+        label_ends(lower, noted, run)
+    return figure
+
+
+_NOTES = {
+    "H_norm": "entropy of the drafter's prediction over log V, V the size of the vocabulary (0: certain, 1: no idea)",
+    "H_ema": "its moving average, which sets γ",
+    "survival": "chance that the whole draft is accepted, as the rule sees it",
+    "lambda": "the least chance of acceptance to go on drafting",
+    "threshold": "the least probability of a draft to go on drafting",
+}
+"""What the notes of rules mean."""
+
+
+def _one_generation(run: Run) -> dict[str, Any]:
+    """Of one configuration the generation with the most usual number of tokens per step. The configuration is one whose
+    rule notes an entropy, or else anything, or else the fastest; γ above 1 goes first."""
+    df = run.df
+    # As arrays: pandas copies a frame's attributes, here a whole run.json, whenever a column is taken.
+    configs, drafted, policies = (df[name].to_numpy() for name in ("config", "steps_drafted", "steps_policy"))
+    chosen = ((df["status"] == "ok") & (df["kind"] == "speculative")).to_numpy()
+    drafting = [int(i) for i in np.flatnonzero(chosen) if np.any(drafted[i])]
+    if not drafting:
+        raise NoDataError("nothing was drafted")
+    noting = [i for i in drafting if _drawable(_notes(policies[i], len(drafted[i])))]
+    noting.sort(key=lambda i: not any(name.startswith("H") for name in policies[i]))
+    longer = {configs[i] for i in drafting if np.max(drafted[i]) > 1}
+    speedups = run.summary.set_index("config")["speedup"].fillna(0.0)
+    names = [name for name in dict.fromkeys(configs[drafting]) if name in longer or not longer]
+    config = str(configs[noting[0]] if noting else speedups.reindex(names).idxmax())
+    emitted = df["steps_emitted"].to_numpy()
+    usual = float(run.summary.set_index("config")["tokens_per_step"].loc[config])
+    mine = [i for i in noting or drafting if configs[i] == config]
+    place = min(mine, key=lambda i: abs(float(np.mean(emitted[i])) - usual))
+    return {str(name): df[name].iat[place] for name in df.columns}
+
+
+def _notes(policy: Any, steps: int) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+    """What the rule noted in every step."""
+    found = {one_line(name): np.asarray(values, dtype=float) for name, values in (policy or {}).items()}
+    return {name: values for name, values in found.items() if steps and len(values) == steps}
+
+
+def _drawable(
+    notes: dict[str, np.ndarray[Any, np.dtype[np.float64]]],
+) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+    """Notes that are shares or entropies: γ has an axis of its own, and times and rates have another scale.
+
+    An average without a memory repeats what it is of, and is left out, as is what never changes.
+    """
+    others = ("gamma", "γ", "rate", "probe", "drafter_pass_s", "rest_s")
+    found: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    for name, values in notes.items():
+        repeated = any(np.array_equal(values, known, equal_nan=True) for known in found.values())
+        finite = values[np.isfinite(values)]
+        if not name.lower().startswith(others) and not repeated and len(finite) and np.ptp(finite) > 0:
+            found[name] = values
+    return found
