@@ -105,7 +105,7 @@ def cells() -> Iterator[Any]:
             )
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), cells())
+@pytest.mark.parametrize(("drafter", "sampling"), list(cells()))
 def test_the_output_distribution_is_the_targets(drafter: str, sampling: Sampling) -> None:
     expected = target_distribution(sampling)
     for gamma in (1, 3):
