@@ -40,7 +40,7 @@ from specbench.cli.options import DEFAULT_DRAFTER, DEFAULT_TARGET
 from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
-from specbench.lengths import build_policy, check_policy
+from specbench.lengths import build_policy
 from specbench.models.load import load_model
 from specbench.models.prepare import Target, load_drafter, load_target
 from specbench.options import LoadOptions
@@ -48,6 +48,7 @@ from specbench.progress import quiet_transformers
 from specbench.results import stats
 from specbench.results.stats import ratio_text
 from specbench.specs.drafters import parse_drafter
+from specbench.specs.rules import parse_rule
 
 GENERATE, ASSISTED, ASSISTED_5, LOOKUP = (
     "generate", "assisted, defaults", "assisted, 5 and no threshold", "prompt lookup",
@@ -306,7 +307,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if not drafter:
             parser.error(f"{setting!r} is no setting: write DRAFTER@γ or DRAFTER@RULE")
         if not rule.isdecimal():
-            check_policy(rule, parse_drafter(drafter))
+            parse_rule(rule).check(parse_drafter(drafter))
     return given
 
 

@@ -16,7 +16,8 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.errors import UsageError
-from specbench.lengths import FixedLength, build_policy, default_policy
+from specbench.lengths import FixedLength, build_policy
+from specbench.specs.rules import default_rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,7 +144,7 @@ class GenerationRun:
         sampling = sampling or Greedy()
         if policy is None:
             blank = isinstance(self.drafter, NoDraft)  # and a rule that learns would only take time
-            policy = FixedLength(5) if blank else build_policy(default_policy(greedy=sampling.greedy))
+            policy = FixedLength(5) if blank else build_policy(default_rule(greedy=sampling.greedy))
         self.policy = policy
         self.seed, self.residual_adjustment = seed, residual_adjustment
         self.prompt_tokens = len(prompt)

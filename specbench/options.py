@@ -114,7 +114,7 @@ _length = partial(typer.Option, rich_help_panel=LENGTH)
 
 @dataclass(frozen=True)
 class LengthOptions:
-    """Options of draft-length rules, by the names of ``specbench.lengths.POLICY_WORDS``; each has some of them."""
+    """Options of draft-length rules, by the names of ``specbench.specs.rules.RULES``; each has some of them."""
 
     gamma_min: Annotated[
         int | None,

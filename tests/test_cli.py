@@ -29,8 +29,8 @@ from specbench.cli.options import complete_rules
 from specbench.cli.summary import show_summary
 from specbench.cli.watchers import WordWrap
 from specbench.errors import RunError
-from specbench.lengths import policy_names
 from specbench.specs.drafters import DRAFTERS
+from specbench.specs.rules import rule_words
 from specbench.textsafe import terminal_safe
 
 Cli = Callable[..., Result]
@@ -893,7 +893,7 @@ def test_a_mistyped_drafter_is_suggested_without_asking_the_hub(
 
 
 def test_completion_knows_the_rules_there_are() -> None:
-    assert sorted(complete_rules("")) == sorted(policy_names())
+    assert sorted(complete_rules("")) == sorted(rule_words())
 
 
 def test_a_mistyped_command_is_suggested(cli: Cli) -> None:

@@ -26,19 +26,15 @@ from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate
 from specbench.lengths import (
-    POLICY_WORDS,
-    PolicyWord,
-    applies,
     build_policy,
     load_costs,
     parse_costs,
-    policy_names,
     read_costs,
-    read_policy,
 )
 from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
 from specbench.results.store import load_results, read_run
 from specbench.specs.drafters import parse_drafter
+from specbench.specs.rules import RULES, RuleWord, parse_rule, rule_words
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 READING = ("egag", "entropy-bound", "svip")
@@ -61,18 +57,34 @@ DRAFTERS = ("lookup", "ngram", "ngram:sample", "self:int8", "self:layers=1", "sm
     ],
 )
 def test_options_stand_behind_a_colon(spec: str, options: dict[str, Any]) -> None:
-    policy, found = read_policy(spec)
-    assert found == options
-    assert build_policy(spec).name == build_policy(policy.word, **options).name
+    found = parse_rule(spec)
+    assert found.options == options
+    assert build_policy(spec).name == build_policy(found.word, **options).name
 
 
 def test_every_option_of_every_rule_can_be_written_and_read() -> None:
-    for policy in POLICY_WORDS:
+    for policy in RULES:
         for option in policy.options:
             if option.key is not None:
                 value = {int: "=2" if option.key == "min" else "=7", float: "=0.15", bool: ""}[option.kind]
                 spec = f"{policy.word}:{option.key}{value}"
                 assert build_policy(spec).name.replace("fixed:gamma=5,sib", "fixed:sib") == spec
+                assert str(parse_rule(spec)) == spec
+
+
+def test_a_spec_and_its_rule_leave_out_the_same_defaults() -> None:
+    for policy in RULES:
+        given = {o.key: o.default for o in policy.options if o.key and o.default is not None}
+        words = [
+            key if value is True else f"{key}={value}" for key, value in given.items() if value is not False
+        ]
+        spec = parse_rule(f"{policy.word}:{','.join(words)}")
+        assert str(spec) == policy.word
+        assert build_policy(spec).name == build_policy(policy.word).name
+
+
+def names(specs: list[str], **options: Any) -> tuple[str, ...]:
+    return tuple(str(rule) for rule in parse_policies(specs, **options))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +117,7 @@ def test_a_specs_own_options_come_first() -> None:
 
 def test_shared_options_go_to_the_rules_that_take_them() -> None:
     specs = ["fixed", "auto", "egag", "egag:max=4", "svip"]
-    assert parse_policies(specs, gamma_max=10, egag_scale=0.5, confidence=None, adapt_confidence=False) == (
+    assert names(specs, gamma_max=10, egag_scale=0.5, confidence=None, adapt_confidence=False) == (
         "fixed", "auto:max=10", "egag:max=10,scale=0.5", "egag:max=4,scale=0.5", "svip:max=10",
     )  # fmt: skip
 
@@ -127,8 +139,8 @@ def test_rules_of_a_sweep_that_cannot_be(specs: list[str], options: dict[str, An
     assert message in f"{caught.value} {caught.value.hint}"
 
 
-@pytest.mark.parametrize("policy", POLICY_WORDS, ids=lambda policy: policy.word)
-def test_no_rule_drafts_more_than_a_cache_takes_back(policy: PolicyWord) -> None:
+@pytest.mark.parametrize("policy", RULES, ids=lambda policy: policy.word)
+def test_no_rule_drafts_more_than_a_cache_takes_back(policy: RuleWord) -> None:
     name = "gamma_max" if policy.option("gamma_max") else "gamma"
     build_policy(policy.word, **{name: LONGEST_DRAFT})
     key = name.removeprefix("gamma_")
@@ -139,7 +151,7 @@ def test_no_rule_drafts_more_than_a_cache_takes_back(policy: PolicyWord) -> None
 
 def test_the_documentation_lists_every_option_with_its_default() -> None:
     text = (Path(__file__).parents[1] / "docs" / "lengths.md").read_text(encoding="utf-8")
-    for policy in POLICY_WORDS:
+    for policy in RULES:
         assert f"\n| `{policy.word}` |" in text
         (row,) = re.findall(rf"^- `{policy.word}`: ([^\n]*(?:\n  [^\n]*)*)", text, re.MULTILINE)
         listed = " ".join(row.split()).split("; ")
@@ -157,7 +169,7 @@ def test_the_documentation_lists_every_option_with_its_default() -> None:
 
 
 def test_siblings_are_a_dimension_of_the_grid() -> None:
-    policies = parse_policies(["fixed", "fixed:siblings=4", "auto:siblings=0"])
+    policies = names(["fixed", "fixed:siblings=4", "auto:siblings=0"])
     assert policies == ("fixed", "fixed:siblings=4", "auto:siblings=0")
     configs = build_configs(SweepOptions(gammas=(2,), policies=policies), specs_of("small"))
     assert [(config.id, config.gamma, config.policy) for config in configs[1:]] == [
@@ -166,7 +178,7 @@ def test_siblings_are_a_dimension_of_the_grid() -> None:
         ("small@auto:siblings=0", None, "auto:siblings=0"),
     ]
     assert build_policy("fixed:siblings=4", gamma=2).name == "fixed:gamma=2,siblings=4"
-    assert parse_policies(["auto", "svip"], siblings=3) == ("auto:siblings=3", "svip:siblings=3")
+    assert names(["auto", "svip"], siblings=3) == ("auto:siblings=3", "svip:siblings=3")
     with pytest.raises(UsageError, match="siblings of a draft are -2"):
         parse_policies(["fixed:siblings=-2"])
 
@@ -184,8 +196,12 @@ def test_the_grid_has_a_row_for_each_rule_that_applies() -> None:
         ("small@egag:scale=0.5", "small egag:scale=0.5", None, "egag:scale=0.5"),
         ("small@auto", "small auto", None, "auto"),
     ]
-    assert not [d for d in ("lookup:n=2", "ngram:sample", "none") if applies("svip", parse_drafter(d))]
-    assert all(applies("svip", parse_drafter(d)) for d in ("self:int8", "org/model", "lookup+self:int8"))
+    assert not [
+        d for d in ("lookup:n=2", "ngram:sample", "none") if parse_rule("svip").applies(parse_drafter(d))
+    ]
+    assert all(
+        parse_rule("svip").applies(parse_drafter(d)) for d in ("self:int8", "org/model", "lookup+self:int8")
+    )
 
 
 def test_a_run_from_before_these_options_can_be_gone_on_with() -> None:
@@ -222,9 +238,9 @@ def config_of(drafter: str, rule: str, temperature: float = 0.0) -> Config:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("rule", [*policy_names(), "confidence:adapt", "egag:beta=0.5,scale=1"])
+@pytest.mark.parametrize("rule", [*rule_words(), "confidence:adapt", "egag:beta=0.5,scale=1"])
 def test_greedy_outputs_are_those_of_plain_decoding(engine: ModelEngine, drafter: str, rule: str) -> None:
-    if not applies(rule, specs_of(drafter)[drafter]):
+    if not parse_rule(rule).applies(specs_of(drafter)[drafter]):
         assert len(build_configs(SweepOptions(policies=(rule,)), specs_of(drafter))) == 1
         return
     expected = autoregressive_generate(PROMPT, engine.target, max_new_tokens=24, ignore_eos=True).token_ids
@@ -468,7 +484,7 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(
 ) -> None:
     code, out, err = call(
         "sweep", "--drafter", "lookup", "--drafter", models / "small", "--gamma", 2,
-        *(word for rule in policy_names() for word in ("--length-policy", rule)),
+        *(word for rule in rule_words() for word in ("--length-policy", rule)),
         "--length-policy", "egag:scale=0.9", "-o", "run",
     )  # fmt: skip
     assert code == 0, err
@@ -479,12 +495,12 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(
     assert set(frame["label"]) == {
         "plain", "lookup γ=2", "small (int8) γ=2",
         *(f"lookup {rule}" for rule in ("auto", "confidence", "heuristic")),
-        *(f"small (int8) {rule}" for rule in (*policy_names(), "egag:scale=0.9") if rule != "fixed"),
+        *(f"small (int8) {rule}" for rule in (*rule_words(), "egag:scale=0.9") if rule != "fixed"),
     }  # fmt: skip
     assert frame["token_ids"].map(tuple).nunique() == 1
     assert frame.set_index("config")["gamma"].isna().sum() == len(frame) - 2
     described = read_run(tmp_path / "run")
-    assert described["options"]["policies"] == [*policy_names(), "egag:scale=0.9"]
+    assert described["options"]["policies"] == [*rule_words(), "egag:scale=0.9"]
     assert described["costs"]["target_pass_s"].keys() == {"1", "2", "3"}
     notes = frame.set_index("config")["steps_policy"]
     assert {"H_norm", "H_ema", "gamma"} == set(notes["small (int8)@egag"])

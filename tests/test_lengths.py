@@ -29,7 +29,6 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.errors import UsageError
 from specbench.lengths import (
-    POLICY_WORDS,
     AutoLength,
     ConfidenceLength,
     EntropyBoundLength,
@@ -39,16 +38,16 @@ from specbench.lengths import (
     KeptState,
     SvipLength,
     build_policy,
-    check_policy,
     parse_costs,
-    policy_names,
     read_costs,
 )
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
 from specbench.lengths.base import WithSiblings, confidence, entropy, is_free, normalised_entropy
 from specbench.lengths.costs import GivenCosts, MeasuredCosts
 from specbench.lengths.outcomes import best_threshold
+from specbench.specs import rules
 from specbench.specs.drafters import Lookup, NGram, parse_drafter
+from specbench.specs.rules import parse_rule, rule_words
 
 VOCAB = 3
 PROMPT = [1, 2, 0, 1, 2]
@@ -369,7 +368,7 @@ def test_no_draft_is_longer_than_the_room(rule: str) -> None:
             assert step.gamma <= max(0, limit - step.position + 1)
 
 
-@pytest.mark.parametrize("word", policy_names())
+@pytest.mark.parametrize("word", rule_words())
 def test_no_draft_is_longer_than_the_maximum(word: str) -> None:
     option = "gamma" if word == "fixed" else "gamma_max"
     more = {"gamma": 2} if word == "heuristic" else {}
@@ -1096,8 +1095,8 @@ def test_what_is_kept_on_request_makes_a_difference(rule: str) -> None:
 
 
 def test_every_rule_has_a_word_and_says_what_it_takes() -> None:
-    assert policy_names() == ("auto", "fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic")
-    for policy in POLICY_WORDS:
+    assert rule_words() == ("auto", "fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic")
+    for policy in rules.RULES:
         built = build_policy(policy.word)
         assert built.name.startswith(policy.word)
         assert built.begin(1) in (0, 1)
@@ -1128,7 +1127,7 @@ def values() -> Iterator[tuple[str, dict[str, Any], str]]:
 @pytest.mark.parametrize(("word", "options", "name"), list(values()))
 def test_a_rule_is_named_by_its_options(word: str, options: dict[str, Any], name: str) -> None:
     assert build_policy(word, **options).name == name
-    everything = dict.fromkeys({option.name for policy in POLICY_WORDS for option in policy.options})
+    everything = dict.fromkeys({option.name for policy in rules.RULES for option in policy.options})
     assert build_policy(word, **{**everything, "adapt_confidence": False, **options}).name == name
     assert build_policy(name).name == name
 
@@ -1181,14 +1180,14 @@ def test_values_outside_their_range_are_refused(word: str, options: dict[str, An
 
 def test_a_rule_that_has_nothing_to_read_is_refused() -> None:
     for word in ("egag", "entropy-bound", "svip"):
-        check_policy(f"{word}:max=3", parse_drafter("self:int8"))
-        check_policy(word, parse_drafter("some/model"))
+        parse_rule(f"{word}:max=3").check(parse_drafter("self:int8"))
+        parse_rule(word).check(parse_drafter("some/model"))
         with pytest.raises(
             UsageError, match=f"rule {word} reads the drafter's distribution, and ngram has none"
         ):
-            check_policy(word, parse_drafter("ngram:sample"))
+            parse_rule(word).check(parse_drafter("ngram:sample"))
     for word in ("auto", "fixed", "confidence", "heuristic"):
-        check_policy(word, parse_drafter("ngram"))
+        parse_rule(word).check(parse_drafter("ngram"))
 
 
 # -- drafts that cost a pass for some of their tokens only -------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
 from specbench.results.rows import Key
+from specbench.specs.rules import RuleSpec, parse_rule, share_options
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -71,6 +72,11 @@ class Config:
     baseline: str
     drafter_fingerprint: str | None = None
 
+    @property
+    def rule(self) -> RuleSpec:
+        """The draft-length rule of a speculative configuration."""
+        return parse_rule(self.policy)
+
 
 @dataclass(frozen=True)
 class SweepOptions:
@@ -78,7 +84,7 @@ class SweepOptions:
 
     Attributes:
         gammas: Draft lengths.
-        policies: Draft-length rules as ``build_policy`` takes them; ``fixed`` takes its length from ``gammas``.
+        policies: Draft-length rules by their names; ``fixed`` takes its length from ``gammas``.
         temperatures: 0 for greedy decoding.
         max_new_tokens: No output gets longer.
         ignore_eos: Go on behind end tokens, so that all outputs of a prompt are equally long.
@@ -110,6 +116,11 @@ class SweepOptions:
     assisted: bool = False
     costs: Mapping[str, Any] | None = None
     keep_policy_state: bool = False
+
+    @property
+    def rules(self) -> tuple[RuleSpec, ...]:
+        """The draft-length rules."""
+        return tuple(map(parse_rule, self.policies))
 
     def __post_init__(self) -> None:
         for what, value, least in (
@@ -160,8 +171,8 @@ def parse_gammas(text: str) -> list[int]:
     return sorted(gammas)
 
 
-def parse_policies(specs: Sequence[str], **options: Any) -> tuple[str, ...]:
-    """Draft-length rules with the options that several may share, each as its name says it.
+def parse_policies(specs: Sequence[str], **options: Any) -> tuple[RuleSpec, ...]:
+    """Draft-length rules with the options that several may share.
 
     Args:
         specs: Rules, with options of their own behind a colon or without.
@@ -172,30 +183,22 @@ def parse_policies(specs: Sequence[str], **options: Any) -> tuple[str, ...]:
         UsageError: An unknown rule or option, a value outside its range, a rule given twice, or an option that none of
             the rules takes.
     """
-    from specbench.lengths import build_policy, policy_word, read_policy
+    from specbench.lengths import build_policy
 
-    given = {name: value for name, value in options.items() if value is not None and value is not False}
-    names = []
-    for spec in specs:
-        policy, own = read_policy(spec)
-        if policy.word == "fixed":
-            if "gamma" in own:
-                raise UsageError(
-                    "The lengths of the rule fixed are those of --gamma.", f"Give --gamma {own['gamma']}."
-                )
-            siblings = own.get("siblings", given.get("siblings", 0))
-            build_policy("fixed", siblings=siblings)  # refuses what is none
-            names.append(f"fixed:siblings={siblings}" if siblings else "fixed")
-        else:
-            taken = {name: value for name, value in given.items() if policy.option(name)}
-            names.append(build_policy(spec, **taken).name)
-    for name in given:
-        if not any(policy_word(spec).option(name) for spec in specs):
-            policy_word(specs[0]).require(name)
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
+    rules = [parse_rule(spec) for spec in specs]
+    for rule in rules:
+        if rule.word == "fixed" and "gamma" in rule.options:
+            raise UsageError(
+                "The lengths of the rule fixed are those of --gamma.",
+                f"Give --gamma {rule.options['gamma']}.",
+            )
+    rules = share_options(rules, options)
+    for rule in rules:
+        build_policy(rule)  # refuses values outside their ranges
+    names = [str(rule) for rule in rules]
+    if repeated := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"The draft-length rule {repeated[0]} is given twice.", "Give each once.")
-    return tuple(names)
+    return tuple(rules)
 
 
 def build_configs(
@@ -231,15 +234,15 @@ def _configs_at(
         ("plain", "plain", "plain", "none", None, "none")
     ]
     for name, spec in drafters.items():
-        for policy in options.policies:
-            word, _, own = policy.partition(":")
-            if word == "fixed":
-                end = f",{own}" if own else ""
+        for rule in options.rules:
+            policy = str(rule)
+            if rule.word == "fixed":
+                end = f",siblings={rule.siblings}" if rule.siblings else ""
                 grid += [
                     ("speculative", f"{name}@{g}{end}", f"{name} γ={g}{end}", name, g, policy)
                     for g in options.gammas
                 ]
-            elif _applies(policy, spec):
+            elif rule.applies(spec):
                 grid.append(("speculative", f"{name}@{policy}", f"{name} {policy}", name, None, policy))
     own = "transformers"
     if options.transformers:
@@ -262,12 +265,6 @@ def _configs_at(
             baseline="plain" + end,
             drafter_fingerprint=fingerprints.get(drafter),
         )
-
-
-def _applies(policy: str, drafter: DrafterSpec) -> bool:
-    from specbench.lengths import applies
-
-    return applies(policy, drafter)
 
 
 # -- what runs when --------------------------------------------------------------------------------

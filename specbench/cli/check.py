@@ -425,7 +425,6 @@ class _DecodingJob:
         from specbench.backends.torch.caches import make_cache
         from specbench.check.observe import DecodingSetup
         from specbench.check.run import Case, DecodingCheck
-        from specbench.lengths import applies
         from specbench.models.load import check_options, load_model
         from specbench.models.prepare import check_drafter, load_target, wrap_target
 
@@ -459,7 +458,7 @@ class _DecodingJob:
             (spec, rule)
             for spec in self.drafters
             for rule in (self.rules[:1] if spec.is_plain else self.rules)
-            if spec.is_plain or applies(rule.spec, spec)
+            if spec.is_plain or rule.spec.applies(spec)
         ]
         references = (
             [None] * len(prompts) if int8 else self._references(model, prompts, len(chosen), progress)

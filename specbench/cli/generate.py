@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun
     from specbench.models.prepare import Target
     from specbench.specs.drafters import DrafterSpec
+    from specbench.specs.rules import RuleSpec
 
 __all__ = ["generate"]
 
@@ -183,9 +184,8 @@ def generate(
             trace_to = stack.enter_context(TraceOutput(trace_file, debug))
         with StageProgress(quiet) as progress:
             progress.update("starting", 0, None)
-            from specbench.cli.rule import LengthRule
+            from specbench.cli.rule import length_rule
             from specbench.decoding.sampling import Sampling
-            from specbench.lengths import check_policy
             from specbench.models.load import check_options
             from specbench.models.prepare import check_drafter, load_drafter, load_target, refuse_keep
             from specbench.options import LoadOptions
@@ -196,7 +196,7 @@ def generate(
             drafter_options = LoadOptions(drafter_dtype, drafter_device, drafter_device_map)
             check_options(load_options)
             check_options(drafter_options)
-            rule = LengthRule(
+            rule = length_rule(
                 length_policy,
                 egag,
                 costs,
@@ -206,7 +206,7 @@ def generate(
             )
             spec, target_spec = parse_drafter(drafter), parse_model(target)
             if not spec.is_plain:
-                check_policy(rule.spec, spec)
+                rule.spec.check(spec)
             check_drafter(spec, target_spec, progress=progress)
             if compare:
                 refuse_keep(spec)
@@ -257,7 +257,7 @@ def generate(
         shown = stream and not json_output and not debug
         advice = {"blank": _after_a_blank_reply(job, chat)}
         if compare:
-            advice |= _advice(ctx, job, spec)
+            advice |= _advice(ctx, job, spec, rule.spec)
         _run(
             job,
             trace_to,
@@ -452,15 +452,14 @@ def _after_a_blank_reply(job: _Job, chat: bool | None) -> str:
     return "word the prompt otherwise, or try --raw"
 
 
-def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec) -> dict[str, str]:
+def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, rule: RuleSpec) -> dict[str, str]:
     """What to try if a drafter does not help: another ``rule``, and a ``command`` with another drafter."""
-    from specbench.lengths import applies
     from specbench.specs.drafters import Cascade, parse_drafter
 
     if drafter.is_plain:
         return {}
     found = {}
-    if job.sampling.greedy and not job.policy.name.startswith("auto"):
+    if job.sampling.greedy and rule.word != "auto":
         found["rule"] = "--length-policy auto"
     # A copy costs next to nothing, a model drafts where there is nothing to copy.
     can_quantise = job.target.dtype != "int8" and job.target.scorer.device.type == "cpu"
@@ -470,7 +469,7 @@ def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec) -> dict[str, st
         other = f"lookup+{ctx.params['drafter']}"  # a path as it was typed, and not its last name
     else:
         other = "lookup+self:int8" if can_quantise else ""
-    if other and applies(job.policy.name, parse_drafter(other)):
+    if other and rule.applies(parse_drafter(other)):
         found["command"] = opt.command_with(ctx, drafter=other, costs=None)
     return found
 

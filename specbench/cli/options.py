@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from specbench.specs.drafters import DRAFTERS
+from specbench.specs.rules import rule_words
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
@@ -99,17 +100,6 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-_RULES = (
-    "auto",
-    "fixed",
-    "egag",
-    "confidence",
-    "entropy-bound",
-    "svip",
-    "heuristic",
-)  # a list that needs no torch
-
-
 def complete_drafters(incomplete: str) -> list[str]:
     """What ``--drafter`` may go on to, for a shell; behind a word and a colon, its options."""
     words = [kind for kind in DRAFTERS if kind.word.islower()]
@@ -122,7 +112,7 @@ def complete_drafters(incomplete: str) -> list[str]:
 
 def complete_rules(incomplete: str) -> list[str]:
     """What ``--length-policy`` may go on to."""
-    return _beginning(incomplete, _RULES)
+    return _beginning(incomplete, rule_words())
 
 
 def complete_prompts(incomplete: str) -> list[str]:

@@ -4,43 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specbench.specs.rules import default_rule, parse_rule, share_options
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from specbench.specs.drafters import DrafterSpec
+    from specbench.specs.rules import RuleSpec
 
-__all__ = ["LengthRule", "left_out", "length_rules", "refuse_siblings"]
+__all__ = ["LengthRule", "left_out", "length_rule", "length_rules", "refuse_siblings"]
 
 
 class LengthRule:
-    """The draft-length rule that is asked for, or ``default_policy``; building it checks its options."""
+    """A draft-length rule with costs from a file, if there is one; its options are checked.
 
-    def __init__(
-        self,
-        length_policy: str | None,
-        egag: bool,
-        costs: Path | None,
-        options: dict[str, Any],
-        *,
-        greedy: bool,
-        chained: str | None = None,
-    ) -> None:
-        from specbench.errors import UsageError
-        from specbench.lengths import build_policy, check_costs, default_policy, load_costs, policy_word
+    Args:
+        spec: The rule.
+        costs: A file for it.
+        chained: The option that asks for passes that are the same to the bit, so that nothing may stand beside a draft.
+    """
 
-        if egag and length_policy is not None:
-            raise UsageError("--egag and --length-policy are both given.", "Give one of them.")
-        default = default_policy(greedy=greedy, gamma=options.get("gamma"))
-        self.spec = "egag" if egag else length_policy or default
-        self._options, self._costs = dict(options), None
-        if chained and options.get("siblings") is None:
-            self._options["siblings"] = 0
-        self.name: str = build_policy(self.spec, **self._options).name
+    def __init__(self, spec: RuleSpec, costs: Path | None, *, chained: str | None = None) -> None:
+        from specbench.lengths import build_policy, check_costs, load_costs
+
+        self.spec = spec.with_options({"siblings": 0}) if chained else spec
+        self.name: str = build_policy(self.spec).name
         if chained:
-            refuse_siblings([self.name], chained)
+            refuse_siblings([self.spec], chained)
+        self._costs = None
         if costs is not None:
-            policy_word(self.spec).require("costs")
+            spec.require("costs")
             self._costs = load_costs(costs)
             check_costs(self._costs)
 
@@ -49,7 +43,30 @@ class LengthRule:
         from specbench.lengths import build_policy, parse_costs
 
         costs = None if self._costs is None else parse_costs(self._costs, drafter)
-        return build_policy(self.spec, **self._options, costs=costs)
+        return build_policy(self.spec, costs=costs)
+
+
+def length_rule(
+    length_policy: str | None,
+    egag: bool,
+    costs: Path | None,
+    options: Mapping[str, Any],
+    *,
+    greedy: bool,
+    chained: str | None = None,
+) -> LengthRule:
+    """The one rule that is asked for, or the default one.
+
+    Raises:
+        UsageError: There is no such rule, or an option that it lacks.
+    """
+    from specbench.errors import UsageError
+
+    if egag and length_policy is not None:
+        raise UsageError("--egag and --length-policy are both given.", "Give one of them.")
+    word = "egag" if egag else length_policy
+    spec = parse_rule(word) if word else default_rule(greedy=greedy, gamma=options.get("gamma"))
+    return LengthRule(spec.with_options(options), costs, chained=chained)
 
 
 def length_rules(
@@ -75,30 +92,25 @@ def length_rules(
         UsageError: An option that none of the rules takes, or one rule twice.
     """
     from specbench.errors import UsageError
-    from specbench.lengths import policy_word, read_policy
 
     starts: Sequence[int | None] = gammas or [None]
     if not specs:
-        rules = [
-            LengthRule(None, False, costs, {**options, "gamma": gamma}, greedy=greedy, chained=chained)
+        asked = [
+            default_rule(greedy=greedy, gamma=gamma).with_options({**options, "gamma": gamma})
             for gamma in starts
         ]
     else:
-        asked = {name: value for name, value in options.items() if value is not None and value is not False}
-        words = [policy_word(spec) for spec in specs]
-        given = [*asked, *(["gamma"] if gammas else []), *(["costs"] if costs else [])]
-        for name in given:
-            if not any(word.option(name) for word in words):
-                words[0].require(name)
-        rules = []
-        for spec, word in zip(specs, words, strict=True):
-            taken = {name: value for name, value in asked.items() if word.option(name)}
-            open_start = word.option("gamma") and "gamma" not in read_policy(spec)[1]
-            own = costs if word.option("costs") else None
-            rules += [
-                LengthRule(spec, False, own, {**taken, "gamma": gamma}, greedy=greedy, chained=chained)
-                for gamma in (starts if open_start else [None])
-            ]
+        words = [parse_rule(spec) for spec in specs]
+        share_options(words, {"gamma": gammas or None, "costs": costs})  # refuses what none of them takes
+        asked = [
+            rule.with_options({"gamma": gamma})
+            for rule in share_options(words, options)
+            for gamma in (starts if rule.takes("gamma") and "gamma" not in rule.options else [None])
+        ]
+    rules = [
+        LengthRule(rule, costs if rule.takes("costs") or not specs else None, chained=chained)
+        for rule in asked
+    ]
     names = [rule.name for rule in rules]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
@@ -106,39 +118,36 @@ def length_rules(
     return rules
 
 
-def refuse_siblings(policies: Sequence[str], chained: str) -> None:
+def refuse_siblings(rules: Sequence[RuleSpec], chained: str) -> None:
     """Refuse rules that have siblings verified, where passes are to be the same to the bit by this option.
 
     Raises:
         UsageError: One of them does: its passes sum up what another one's do in another order.
     """
     from specbench.errors import UsageError
-    from specbench.lengths import build_policy
 
-    for policy in policies:
-        if build_policy(policy).most_siblings:
+    for rule in rules:
+        if rule.siblings:
             raise UsageError(
-                f"{chained} does not go with siblings, as in {policy}.",
+                f"{chained} does not go with siblings, as in {rule}.",
                 "Write siblings=0, or leave them out.",
             )
 
 
-def left_out(policies: Sequence[str], drafters: Sequence[DrafterSpec]) -> list[str]:
+def left_out(rules: Sequence[RuleSpec], drafters: Sequence[DrafterSpec]) -> list[str]:
     """Rules that do not apply to a drafter, a sentence each.
 
     Raises:
         UsageError: One applies to none of them.
     """
-    from specbench.lengths import applies, check_policy
-
     notes = []
-    for policy in policies:
-        blind = [drafter for drafter in drafters if not applies(policy, drafter)]
+    for rule in rules:
+        blind = [drafter for drafter in drafters if not rule.applies(drafter)]
         if blind and len(blind) == len(drafters):
-            check_policy(policy, blind[0])
+            rule.check(blind[0])
         if blind:
             names = ", ".join(map(str, blind))
             notes.append(
-                f"{policy} is left out with {names}: it reads the drafter's distribution, and there is none."
+                f"{rule} is left out with {names}: it reads the drafter's distribution, and there is none."
             )
     return notes

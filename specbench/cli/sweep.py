@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specbench.results.advice import RunWarning
     from specbench.results.load import LoadSnapshot
     from specbench.results.store import RunStore
+    from specbench.specs.rules import RuleSpec
 
 __all__ = ["sweep"]
 
@@ -258,7 +259,7 @@ def sweep(
     kind = opt.cache_for(ctx, cache, target, dtype, bit_exact, compiled)
     chained = opt.chained(bit_exact, dtype)
     temperatures = tuple(_checked_temperatures(temperature or [0.0]))
-    policies = parse_policies(
+    rules = parse_policies(
         [*(length_policy or []), *(["egag"] if egag else [])] or _default_rules(temperatures),
         gamma_min=gamma_min,
         gamma_max=gamma_max,
@@ -271,17 +272,17 @@ def sweep(
         siblings=0 if chained and siblings is None else siblings,
     )
     if chained:
-        refuse_siblings(policies, chained)
+        refuse_siblings(rules, chained)
     given = map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))
     drafters = tuple(spec for spec in given if not spec.is_plain)
     gammas = parse_gammas(gamma)
-    if not any(policy.partition(":")[0] == "fixed" for policy in policies):
-        _refuse_gamma(ctx, policies)
+    if not any(rule.word == "fixed" for rule in rules):
+        _refuse_gamma(ctx, rules)
         gammas = []
-    notes = left_out(policies, drafters)
+    notes = left_out(rules, drafters)
     options = SweepOptions(
         gammas=tuple(gammas),
-        policies=policies,
+        policies=tuple(map(str, rules)),
         temperatures=temperatures,
         max_new_tokens=max_new_tokens,
         ignore_eos=ignore_eos,
@@ -292,7 +293,7 @@ def sweep(
         cache=kind,
         transformers=baseline is not None,
         assisted=assisted is not None,
-        costs=None if costs is None else _costs(costs, policies),
+        costs=None if costs is None else _costs(costs, rules),
         keep_policy_state=keep_policy_state,
     )
     named = prompts or [_DEFAULT_PROMPTS]
@@ -349,13 +350,12 @@ def _default_rules(temperatures: Sequence[float]) -> list[str]:
     return ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]
 
 
-def _refuse_gamma(ctx: typer.Context, policies: Sequence[str]) -> None:
+def _refuse_gamma(ctx: typer.Context, rules: Sequence[RuleSpec]) -> None:
     """Refuse lengths that nothing is drafted by."""
     from specbench.errors import UsageError
-    from specbench.lengths import policy_word
 
     if opt.given(ctx, "gamma"):
-        takes = next((word for word in map(policy_word, policies) if word.option("gamma")), None)
+        takes = next((rule for rule in rules if rule.takes("gamma")), None)
         raise UsageError(
             "The lengths of --gamma are those of the rule fixed, which is not among the rules.",
             "Add --length-policy fixed"
@@ -363,12 +363,12 @@ def _refuse_gamma(ctx: typer.Context, policies: Sequence[str]) -> None:
         )
 
 
-def _costs(path: Path, policies: Sequence[str]) -> Any:
+def _costs(path: Path, rules: Sequence[RuleSpec]) -> Any:
     """The costs of a file, without the times of single steps, which belong to one generation alone."""
     from specbench.errors import UsageError
-    from specbench.lengths import check_costs, load_costs, policy_word
+    from specbench.lengths import check_costs, load_costs
 
-    if not any(policy_word(policy).option("costs") for policy in policies):
+    if not any(rule.takes("costs") for rule in rules):
         raise UsageError(
             "--costs is for the rule auto, which is not among the rules.", "Add --length-policy auto."
         )

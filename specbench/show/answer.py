@@ -7,13 +7,16 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from specbench.errors import UsageError
 from specbench.results import frames, stats
 from specbench.results.compare import side_by_side
 from specbench.results.frames import estimate_of
 from specbench.show.tables import identity_text, markdown_text
+from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
@@ -193,9 +196,8 @@ def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) ->
 
 
 def _described(row: Mapping[str, Any]) -> str:
-    rule = one_line(row["policy"])
-    if rule.startswith("fixed") and not math.isnan(row["gamma"]):
-        rule = f"γ = {row['gamma']:g}"
+    # Only lengths that are fixed stand in a row.
+    rule = one_line(row["policy"]) if math.isnan(row["gamma"]) else f"γ = {row['gamma']:g}"
     return f"{one_line(row['drafter'])} with {rule}"
 
 
@@ -225,24 +227,29 @@ def generate_command(arguments: Sequence[str], row: Mapping[str, Any]) -> str:
         arguments: Of the sweep; the models' names are as they stand there.
         row: Of the summary.
     """
-    rule, _, own = str(row["policy"]).partition(":")
     words = []
     if row["verdict"] == "slower":
         words += ["--drafter", "none"]
     else:
         words += ["--drafter", _drafter_spec(row["drafter"], _given(arguments, "--drafter"))]
-        if rule != "fixed" or own:
+        if row["policy"] != "fixed":
             words += ["--length-policy", row["policy"]]
-        if rule == "fixed":
+        if not math.isnan(row["gamma"]):
             words += ["--gamma", f"{row['gamma']:g}"]
     without = ("--drafter",) if row["verdict"] == "slower" else ()
-    for name in (*_SHARED, *(("--costs",) if rule == "auto" and not without else ())):
+    for name in (*_SHARED, *(("--costs",) if _takes_costs(row["policy"]) and not without else ())):
         if not name.startswith(without):
             words += [word for value in _given(arguments, name)[-1:] for word in (name, value)]
     words += [name for name in _SHARED_FLAGS if name in arguments]
     if row["temperature"]:
         words += ["--temperature", f"{row['temperature']:g}"]
     return f'specbench generate {shlex.join(map(one_line, words))} "Your prompt"'
+
+
+def _takes_costs(rule: str) -> bool:
+    with suppress(UsageError):  # a stored run may be of another version
+        return parse_rule(rule).takes("costs")
+    return False
 
 
 def _given(arguments: Sequence[str], option: str) -> list[str]:

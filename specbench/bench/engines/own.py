@@ -245,14 +245,14 @@ class ModelEngine:
 
     def _policy(self, config: Config) -> LengthPolicy:
         """The draft-length rule of a configuration: the one it had last time if its state is to be kept."""
-        from specbench.lengths import build_policy, parse_costs, policy_word
+        from specbench.lengths import build_policy, parse_costs
 
         if config.id in self._kept:
             return self._kept[config.id]
         options: dict[str, Any] = {"gamma": config.gamma}
-        if self._costs is not None and policy_word(config.policy).option("costs"):
+        if self._costs is not None and config.rule.takes("costs"):
             options["costs"] = parse_costs(self._costs, config.drafter)
-        policy = build_policy(config.policy, keep=self._keep, **options)
+        policy = build_policy(config.rule, keep=self._keep, **options)
         if self._keep:
             self._kept[config.id] = policy
         return policy

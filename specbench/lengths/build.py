@@ -1,0 +1,47 @@
+"""From the spec of a draft-length rule to the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specbench.decoding.protocols import LengthPolicy
+from specbench.lengths.auto import AutoLength
+from specbench.lengths.base import FixedLength, KeptState, Rule, WithSiblings
+from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
+from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
+from specbench.specs.rules import RuleSpec, parse_rule
+
+__all__ = ["build_policy"]
+
+_CLASSES: Mapping[str, Callable[..., Rule]] = {
+    "auto": AutoLength,
+    "fixed": FixedLength,
+    "egag": EntropyGuidedLength,
+    "confidence": ConfidenceLength,
+    "entropy-bound": EntropyBoundLength,
+    "svip": SvipLength,
+    "heuristic": HeuristicLength,
+}
+"""By the words of ``specbench.specs.rules``."""
+
+
+def build_policy(spec: str | RuleSpec, *, keep: bool = False, **options: Any) -> LengthPolicy:
+    """Build a draft-length rule.
+
+    Args:
+        spec: A rule's word, with options behind a colon or without: ``egag:scale=0.5,max=12``. The ``name`` of a rule
+            is such a spec too.
+        keep: Carry what it learns from one prompt to the next.
+        options: Those of the rule (``specbench.specs.rules``); ``None`` and False leave one at its default, and what
+            the spec says comes first. ``costs`` is what ``read_costs`` or ``parse_costs`` returns.
+
+    Raises:
+        UsageError: There is no such rule, it has no such option, or a value is outside its range.
+    """
+    spec = (parse_rule(spec) if isinstance(spec, str) else spec).with_options(options)
+    taken = {spec.require(name).argument: value for name, value in spec.options.items()}
+    most = taken.pop("siblings", spec.siblings)
+    rule = _CLASSES[spec.word](**taken)
+    built: LengthPolicy = WithSiblings(rule, most, spec.kind.siblings) if most or spec.kind.siblings else rule
+    return KeptState(built) if keep else built
