@@ -92,12 +92,12 @@ def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -
     from specbench.bench.manifest import describe_run
     from specbench.bench.prompts import load_prompts
     from specbench.bench.runner import run_sweep
-    from specbench.options import LoadOptions
+    from specbench.options import ModelOptions
     from specbench.results.store import RunStore
     from specbench.specs.drafters import Lookup
     from specbench.specs.models import parse_model
 
-    models = EngineOptions(parse_model(str(model)), (Lookup(),), target_options=LoadOptions("float32", "cpu"))
+    models = EngineOptions(parse_model(str(model)), (Lookup(),), models=ModelOptions("float32", "cpu"))
     engine = load_engine(models)
     options = SweepOptions(
         gammas=(2, 200), repeats=1, warmup=0, max_new_tokens=205, ignore_eos=True, transformers=False

@@ -193,7 +193,7 @@ def test_every_drafter_is_checked_with_every_rule(check: Check, monkeypatch: pyt
     result = check(*asked)
     assert result.code == 0, result.out + result.err
     assert len(plain_runs) == 3, "each prompt is decoded plainly once, whatever is held against it"
-    assert "svip is left out with lookup" in result.err
+    assert "svip:threshold=0.4 is left out with lookup" in result.err
     named = re.findall(r"^(\S+@\S+|none) .* identical$", result.out, re.M)
     assert named == [
         "lookup@1", "lookup@2", "self:layers=1@1", "self:layers=1@2", "self:layers=1@svip:threshold=0.4", "none",

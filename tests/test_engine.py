@@ -9,15 +9,17 @@ from scripted_engine import specs_of
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import GenerationConfig
 
+import specbench.models.prepare
 from specbench.bench.engines.own import EngineOptions, ModelEngine, check_engine, load_engine
 from specbench.bench.grid import Config, SweepOptions, build_configs
 from specbench.bench.prompts import Prompt
+from specbench.drafters.cascade import CascadeDrafter
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate
-from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
-from specbench.options import LoadOptions
+from specbench.models.prepare import load_drafter, prepare, wrap_drafter, wrap_target
+from specbench.options import ModelOptions
 from specbench.specs.drafters import Lookup, NGram, parse_drafter
-from specbench.specs.models import parse_model
+from specbench.specs.models import ModelSpec, parse_model
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 
@@ -259,7 +261,7 @@ def test_loading_by_specs(tmp_path: Any) -> None:
         EngineOptions(
             parse_model(str(target)),
             (Lookup(), parse_drafter(str(small))),
-            LoadOptions("float32"),
+            ModelOptions("float32"),
             reference=True,
             assistants=True,
         )
@@ -278,6 +280,62 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Any) -> N
     with pytest.raises(UsageError, match="no option"):
         parse_drafter("lookup:nonsense")
     with pytest.raises(UsageError, match="Unknown dtype"):
-        check_engine(EngineOptions(target, (Lookup(),), LoadOptions("float8")))
+        check_engine(EngineOptions(target, (Lookup(),), ModelOptions("float8")))
     with pytest.raises(UsageError, match="Two drafters are called"):
         load_engine(EngineOptions(target, (Lookup(), Lookup())))
+
+
+def test_a_model_is_loaded_once_whoever_drafts_with_it(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, small = save_tiny(tmp_path / "target"), save_tiny(tmp_path / "small", seed=1, layers=1)
+    loaded: list[str] = []
+    original = specbench.models.prepare.load_model
+
+    def load(spec: ModelSpec, *given: Any, **options: Any) -> Any:
+        loaded.append(spec.name)
+        return original(spec, *given, **options)
+
+    monkeypatch.setattr(specbench.models.prepare, "load_model", load)
+    words = ["lookup", str(small), f"lookup+{small}", "self:int8", "lookup:passes=1+self:int8"]
+    met: list[list[str]] = []
+    ready, proposers = prepare(
+        parse_model(str(target)),
+        [parse_drafter(word) for word in words],
+        ModelOptions("float32"),
+        beforehand=lambda model: met.append([model.name, *loaded]),
+    )
+    assert loaded == ["target", "small"]
+    assert met == [["target", "target", "small"]], "before that no drafter's model may turn out not to fit"
+    assert [each.name for each in proposers] == [
+        "lookup", "small (int8)", "lookup+small (int8)", "self:int8", "lookup:passes=1+self:int8",
+    ]  # fmt: skip
+    one, small_alone, small_behind, own_alone, own_behind = (each.drafter for each in proposers)
+    assert isinstance(small_behind, CascadeDrafter)
+    assert isinstance(own_behind, CascadeDrafter)
+    assert (small_behind.model, own_behind.model) == (small_alone, own_alone)
+    assert [each.model is not None for each in proposers] == [False, True, True, False, False]
+    assert ready.name == "target"
+    assert one.name == "lookup"
+
+
+def test_a_drafter_that_cannot_be_loaded_is_missed_where_it_is_asked_for(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = specbench.models.prepare.load_model
+
+    def load(spec: ModelSpec, *given: Any, **options: Any) -> Any:
+        if spec.name == "small":
+            raise RunError("There is not enough memory for small.")
+        return original(spec, *given, **options)
+
+    monkeypatch.setattr(specbench.models.prepare, "load_model", load)
+    (tmp_path / "small").mkdir()
+    target = parse_model(str(save_tiny(tmp_path / "target")))
+    specs = [parse_drafter(str(tmp_path / "small")), parse_drafter(f"lookup+{tmp_path / 'small'}"), Lookup()]
+    _, proposers = prepare(target, specs, ModelOptions())
+    assert [each.name for each in proposers] == ["small", "lookup+small", "lookup"]
+    for each in proposers[:2]:
+        with pytest.raises(RunError, match="not enough memory"):
+            _ = each.drafter
+    assert proposers[2].drafter.name == "lookup"

@@ -101,9 +101,9 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
     from specbench.models.checkpoints import available_memory
     from specbench.models.load import resolve_device
 
-    device = resolve_device((options.target_options and options.target_options.device) or "auto")
+    device = resolve_device(options.models.device)
     target = _size(options.target, progress)
-    weights, width = _weights(target, options.target_options)
+    weights, width = _weights(target, options.models.target)
     parts, peak = {"program": _PROGRAM_BYTES}, 0
 
     def load(name: str, kept: int, most: int) -> None:
@@ -115,7 +115,7 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
     if options.reference or options.assistants:
         load("target for transformers", *weights)
     for spec in options.drafters:
-        load(str(spec), *_drafter_weights(spec, target, options.drafter_options, progress))
+        load(str(spec), *_drafter_weights(spec, target, options.models.drafter, progress))
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
     turns = max(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
     tokens = longest + turns * sweep.options.max_new_tokens
@@ -171,13 +171,13 @@ def _generations(sweep: Sweep) -> float:
 def _calibrated(options: EngineOptions, progress: Progress | None) -> tuple[float, dict[str, float]]:
     """Seconds for one token of the target, and of each drafter."""
     target = _size(options.target, progress)
-    weights = target.parameters * _bytes_per_number(options.target_options)
+    weights = target.parameters * _bytes_per_number(options.models.target)
     rate = _bytes_per_second(weights)
     layers_s = target.layers * _LAYER_S
     drafters = {
         str(spec): size / rate + layers_s if size else 0.0
         for spec in options.drafters
-        for size in [_drafter_bytes(spec, target.parameters, options.drafter_options, progress)]
+        for size in [_drafter_bytes(spec, target.parameters, options.models.drafter, progress)]
     }
     return weights / rate + layers_s, drafters
 

@@ -97,17 +97,17 @@ def calibrate(
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
         from specbench.models.choices import write_choice
-        from specbench.models.prepare import choice_key, load_target
-        from specbench.options import LoadOptions
+        from specbench.models.prepare import choice_key, prepare
+        from specbench.options import ModelOptions
         from specbench.progress import quiet_transformers
+        from specbench.specs.models import parse_model
         from specbench.tune.calibrate import CalibrationSettings
         from specbench.tune.calibrate import calibrate as search
 
         settings = CalibrationSettings(tokens, int8, 60 * minutes)
         with quiet_transformers():
-            loaded = load_target(
-                target, LoadOptions(dtype, device), progress=progress, allow_pickle=allow_pickle
-            )
+            models = ModelOptions(dtype, device, allow_pickle=allow_pickle)
+            loaded, _ = prepare(parse_model(target), (), models, progress=progress)
             encoded = _encoded(loaded, chosen)
         # No bar that draws by itself from here on: passes are timed.
     with StageProgress(quiet, animated=False) as progress:

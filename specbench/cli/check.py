@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from specbench.check.outputs import GivenOutput, Refused
     from specbench.check.results import CheckResult, Piece
     from specbench.check.run import DecodingCheck
-    from specbench.decoding.protocols import Drafter
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
-    from specbench.options import LoadOptions
+    from specbench.options import ModelOptions
     from specbench.progress import Progress
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.models import ModelSpec
@@ -207,20 +206,21 @@ def check(
         progress.update("starting", 0, None)
         from specbench.bench.grid import parse_gammas
         from specbench.decoding.sampling import Sampling
-        from specbench.options import LoadOptions
+        from specbench.options import ModelOptions
         from specbench.specs.drafters import parse_drafter
         from specbench.specs.models import parse_model
 
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        options = LoadOptions(dtype, device, device_map)
+        models = ModelOptions(
+            dtype, device, device_map, drafter_dtype, drafter_device, drafter_device_map, allow_pickle
+        )
         request = _Request(
             ctx,
             parse_model(target),
-            options,
+            models,
             kind,
             chat,
             system,
-            allow_pickle,
             model_defaults,
             json_output,
             quiet,
@@ -253,7 +253,6 @@ def check(
                 request,
                 _chosen_prompts(prompts, category, limit),
                 tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
-                LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
                 rules,
                 bias or _DEFAULT_BIAS,
                 bit_exact,
@@ -283,18 +282,17 @@ class _Request:
         self,
         ctx: typer.Context,
         target: ModelSpec,
-        options: LoadOptions,
+        models: ModelOptions,
         cache: CacheKind,
         chat: bool | None,
         system: str | None,
-        allow_pickle: bool,
         model_defaults: bool,
         json_output: bool,
         quiet: bool,
         console: Console,
     ) -> None:
-        self.ctx, self.target, self.options, self.cache = ctx, target, options, cache
-        self.chat, self.system, self.allow_pickle = chat, system, allow_pickle
+        self.ctx, self.target, self.models, self.cache = ctx, target, models, cache
+        self.chat, self.system = chat, system
         self.model_defaults, self.json_output, self.quiet = model_defaults, json_output, quiet
         self.console = console
 
@@ -370,7 +368,6 @@ class _DecodingJob:
         request: _Request,
         prompts: Sequence[Prompt],
         drafters: Sequence[DrafterSpec],
-        drafter_options: LoadOptions,
         rules: Sequence[LengthRule],
         bias: float,
         bit_exact: bool,
@@ -380,7 +377,7 @@ class _DecodingJob:
     ) -> None:
         self.bit_exact = bit_exact
         self.request, self.prompts = request, prompts
-        self.drafters, self.drafter_options = drafters, drafter_options
+        self.drafters = drafters
         self.rules, self.bias, self.settings, self.ignore_eos = rules, bias, settings, ignore_eos
         self._checks: list[tuple[str, DecodingCheck]] = []
 
@@ -422,64 +419,51 @@ class _DecodingJob:
         The target is loaded once: ``transformers`` decodes with it before its layers are packed.
         """
 
-        from specbench.backends.torch.caches import make_cache
         from specbench.check.observe import DecodingSetup
         from specbench.check.run import Case, DecodingCheck
-        from specbench.models.load import check_options, load_model
-        from specbench.models.prepare import check_drafter, load_target, wrap_target
+        from specbench.models.prepare import check_models, prepare
 
         request = self.request
-        check_options(request.options)
-        check_options(self.drafter_options)
         drafting = [spec for spec in self.drafters if not spec.is_plain]
         for note in left_out([rule.spec for rule in self.rules], drafting):
             request.note(note)
-        for spec in self.drafters:
-            check_drafter(spec, request.target, progress=progress)
+        check_models(request.target, self.drafters, request.models, progress=progress)
         self._say_what_has_no_effect()
-        int8 = request.options.dtype == "int8"
-        target: Target | None = None
-        if int8:
-            target = load_target(
-                request.target, request.options, cache=request.cache, progress=progress,
-                allow_pickle=request.allow_pickle,
-            )  # fmt: skip
-            model = target.language_model
-        else:
-            model = load_model(
-                request.target, request.options, progress=progress, allow_pickle=request.allow_pickle
+        int8 = request.models.dtype == "int8"
+        prompts: list[tuple[str, list[int]]] = []
+        references: list[Any] = []
+
+        def answer(model: LanguageModel) -> None:
+            """Let ``transformers`` decode with the target, before its layers are packed."""
+            self._model = model
+            self.settings["sampling"] = request.applied(model, self.settings["sampling"])
+            prompts.extend(self._encode(model, self.prompts))
+            count = sum(len(self._rules_for(spec)) for spec in self.drafters)
+            references.extend(
+                [None] * len(prompts) if int8 else self._references(model, prompts, count, progress)
             )
-            make_cache(request.cache, model.model.config)  # refuses what it cannot hold
-        self._model = model
-        self.settings["sampling"] = request.applied(model, self.settings["sampling"])
-        models = self._load_drafting_models(model, progress)
-        prompts = self._encode(model, self.prompts)
-        chosen = [
-            (spec, rule)
-            for spec in self.drafters
-            for rule in (self.rules[:1] if spec.is_plain else self.rules)
-            if spec.is_plain or rule.spec.applies(spec)
-        ]
-        references = (
-            [None] * len(prompts) if int8 else self._references(model, prompts, len(chosen), progress)
+
+        target, proposers = prepare(
+            request.target,
+            self.drafters,
+            request.models,
+            cache=request.cache,
+            bit_exact=self.bit_exact,
+            progress=progress,
+            beforehand=answer,
         )
-        if target is None:
-            target = wrap_target(model.model, model.tokenizer, name=model.name, cache=request.cache)
-        if self.bit_exact:
-            target.scorer.require_bit_exact()
         if target.widths_differ is not None:
             request.note(opt.widths_differ(target.widths_differ))
-        proposers = self._build_drafters(target, models, progress)
         cases = [
             Case(name, tuple(ids), reference)
             for (name, ids), reference in zip(prompts, references, strict=True)
         ]
         plain_runs: dict[tuple[int, ...], PlainRun] = {}
-        for spec, rule in chosen:
-            proposer = proposers[spec]
+        chosen = [(each, rule) for each in proposers for rule in self._rules_for(each.spec)]
+        for proposer, rule in chosen:
             setup = DecodingSetup(
                 target=target.scorer,
-                drafter=proposer,
+                drafter=proposer.drafter,
                 policy=rule.build(proposer.name),
                 end_ids=() if self.ignore_eos else tuple(target.end_ids),
                 tokenizer=target.tokenizer,
@@ -504,47 +488,11 @@ class _DecodingJob:
             verb = "has" if len(given) == 1 else "have"
             self.request.note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is sampled.")
 
-    def _load_drafting_models(
-        self, target: LanguageModel, progress: Progress
-    ) -> dict[ModelSpec, LanguageModel]:
-        """The drafters' own models, before anything takes time: one may not fit the target."""
-        from specbench.models.load import check_compatible, load_model
-
-        models: dict[ModelSpec, LanguageModel] = {}
-        for spec in self.drafters:
-            own = spec.own_model
-            if own is not None and own not in models:
-                models[own] = load_model(
-                    own, self.drafter_options, progress=progress, allow_pickle=self.request.allow_pickle
-                )
-                check_compatible(target, models[own])
-        return models
-
-    def _build_drafters(
-        self, target: Target, models: dict[ModelSpec, LanguageModel], progress: Progress
-    ) -> dict[DrafterSpec, Drafter]:
-        """Drafters by their specs; one model drafts alone and in cascades."""
-        from specbench.models.prepare import join_cascade, load_drafter, wrap_drafter
-        from specbench.specs.drafters import Cascade
-
-        int8 = self.drafter_options.dtype == "auto"
-        wrapped = {
-            spec: wrap_drafter(model, target, cache=self.request.cache, int8=int8)
-            for spec, model in models.items()
-        }
-        drafters: dict[DrafterSpec, Drafter] = {}
-        for spec in self.drafters:
-            if spec.own_model is None:
-                drafters[spec] = load_drafter(spec, target, cache=self.request.cache, progress=progress)
-            else:
-                model = wrapped[spec.own_model]
-                drafters[spec] = join_cascade(spec, model) if isinstance(spec, Cascade) else model
-        names = [drafter.name for drafter in drafters.values()]
-        if repeated := [name for name in names if names.count(name) > 1]:
-            from specbench.errors import UsageError
-
-            raise UsageError(f"Two drafters are called {repeated[0]!r}.", "Name each drafter once.")
-        return drafters
+    def _rules_for(self, drafter: DrafterSpec) -> Sequence[LengthRule]:
+        """Those that apply to it; one, whichever, where nothing is drafted."""
+        if drafter.is_plain:
+            return self.rules[:1]
+        return [rule for rule in self.rules if rule.spec.applies(drafter)]
 
     def _encode(self, model: LanguageModel, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
         """Ids and token ids of the prompts that leave room for an answer; of conversations, the first turn."""
@@ -709,13 +657,13 @@ class _OutputsJob:
         from specbench.models.prepare import load_target
 
         request = self.request
-        check_options(request.options)
+        check_options(request.models.target)
         self._target = load_target(
             request.target,
-            request.options,
+            request.models.target,
             cache=request.cache,
             progress=progress,
-            allow_pickle=request.allow_pickle,
+            allow_pickle=request.models.allow_pickle,
         )
         self.sampling = request.applied(self._target.language_model, self.sampling)
         self._given, self._refused = _fitting(request, self._target, self._lines)

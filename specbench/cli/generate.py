@@ -186,16 +186,14 @@ def generate(
             progress.update("starting", 0, None)
             from specbench.cli.rule import length_rule
             from specbench.decoding.sampling import Sampling
-            from specbench.models.load import check_options
-            from specbench.models.prepare import check_drafter, load_drafter, load_target, refuse_keep
-            from specbench.options import LoadOptions
+            from specbench.models.prepare import prepare, refuse_keep
+            from specbench.options import ModelOptions
 
             stack.enter_context(quiet_transformers())
             sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-            load_options = LoadOptions(dtype, device, device_map)
-            drafter_options = LoadOptions(drafter_dtype, drafter_device, drafter_device_map)
-            check_options(load_options)
-            check_options(drafter_options)
+            models = ModelOptions(
+                dtype, device, device_map, drafter_dtype, drafter_device, drafter_device_map, allow_pickle
+            )
             rule = length_rule(
                 length_policy,
                 egag,
@@ -207,30 +205,18 @@ def generate(
             spec, target_spec = parse_drafter(drafter), parse_model(target)
             if not spec.is_plain:
                 rule.spec.check(spec)
-            check_drafter(spec, target_spec, progress=progress)
             if compare:
                 refuse_keep(spec)
-            target_model = load_target(
-                target_spec, load_options, cache=kind, progress=progress, allow_pickle=allow_pickle
+            target_model, (proposer,) = prepare(
+                target_spec, [spec], models, cache=kind, bit_exact=bit_exact, progress=progress
             )
             if model_defaults:
                 sampling = sampling.with_defaults(
                     target_model.language_model.defaults, target_model.vocab_size
                 )
-            if bit_exact:
-                progress.update("trying passes of several widths", 0, None)
-                target_model.scorer.require_bit_exact()
-            proposer = load_drafter(
-                spec,
-                target_model,
-                drafter_options,
-                cache=kind,
-                progress=progress,
-                allow_pickle=allow_pickle,
-            )
             job = _Job(
                 target_model,
-                proposer,
+                proposer.drafter,
                 _encode(target_model, text, chat, system),
                 text,
                 sampling,

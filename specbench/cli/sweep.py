@@ -247,7 +247,7 @@ def sweep(
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
     from specbench.errors import UsageError
-    from specbench.options import LoadOptions
+    from specbench.options import ModelOptions
     from specbench.results.store import RunStore
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
@@ -296,6 +296,9 @@ def sweep(
         costs=None if costs is None else _costs(costs, rules),
         keep_policy_state=keep_policy_state,
     )
+    models = ModelOptions(
+        dtype, device, device_map, drafter_dtype, drafter_device, drafter_device_map, allow_pickle
+    )
     named = prompts or [_DEFAULT_PROMPTS]
     if limit is None and not prompts and not category:
         limit = _DEFAULT_LIMIT
@@ -303,12 +306,10 @@ def sweep(
     engine_options = EngineOptions(
         target=parse_model(target),
         drafters=drafters,
-        target_options=LoadOptions(dtype, device, device_map),
-        drafter_options=LoadOptions(drafter_dtype, drafter_device, drafter_device_map),
+        models=models,
         cache=kind,
         reference=options.transformers,
         assistants=options.assisted,
-        allow_pickle=allow_pickle,
         costs=options.costs,
         keep_policy_state=keep_policy_state,
         bit_exact=bit_exact,
@@ -411,8 +412,8 @@ def _sources(
     return {
         "target": str(options.target),
         "drafters": [str(spec) for spec in options.drafters],
-        "target_options": loading(options.target_options),
-        "drafter_options": loading(options.drafter_options),
+        "target_options": loading(options.models.target),
+        "drafter_options": loading(options.models.drafter),
         "prompts": [Path(name).name for name in prompts],
         "categories": list(categories),
         "limit": limit,

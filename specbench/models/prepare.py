@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.errors import UsageError
+from specbench.errors import RunError, UsageError
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
 from specbench.models.load import (
     LanguageModel,
@@ -32,7 +32,7 @@ from specbench.models.load import (
     load_model,
     wrap_model,
 )
-from specbench.options import LoadOptions
+from specbench.options import LoadOptions, ModelOptions
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
@@ -49,13 +49,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
+    "Proposer",
     "Target",
     "check_drafter",
+    "check_models",
     "choice_key",
     "default_cache",
     "join_cascade",
     "load_drafter",
     "load_target",
+    "prepare",
     "refuse_keep",
     "self_drafter",
     "wrap_drafter",
@@ -349,3 +352,126 @@ def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
         ) from error
     scorer = Scorer(cheaper, target.scorer.cache, context_limit=target.scorer.context_limit)
     return SelfDrafter(scorer, str(form))
+
+
+# -- all of it -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Proposer:
+    """A drafter that is ready, or the reason why it is not.
+
+    Attributes:
+        name: What results call it.
+        spec: What was asked for.
+        outcome: The drafter, or what went wrong when it was loaded.
+        model: The model that was loaded for it, if it needs one.
+    """
+
+    name: str
+    spec: DrafterSpec
+    outcome: Drafter | RunError
+    model: LanguageModel | None = None
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter.
+
+        Raises:
+            RunError: It could not be loaded.
+        """
+        if isinstance(self.outcome, RunError):
+            raise self.outcome
+        return self.outcome
+
+
+def check_models(
+    target: ModelSpec,
+    drafters: Sequence[DrafterSpec],
+    options: ModelOptions,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Refuse what cannot be, before any weights are loaded.
+
+    Raises:
+        UsageError: A device or dtype that there is not, or a drafter that cannot draft for this target.
+    """
+    check_options(options.target)
+    check_options(options.drafter)
+    for spec in drafters:
+        check_drafter(spec, target, progress=progress)
+
+
+def prepare(
+    target: ModelSpec,
+    drafters: Sequence[DrafterSpec],
+    options: ModelOptions,
+    *,
+    cache: CacheKind | None = None,
+    bit_exact: bool = False,
+    progress: Progress | None = None,
+    beforehand: Callable[[LanguageModel], None] | None = None,
+) -> tuple[Target, list[Proposer]]:
+    """Load a target and its drafters. Every model is loaded once, whoever drafts with it.
+
+    Args:
+        target, drafters: What is asked for.
+        options: How their weights are loaded.
+        cache: Kind of key/value cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
+        bit_exact: Refuse a target whose logits depend on the width of the pass.
+        progress: Told how far loading has come.
+        beforehand: Called with the target as ``transformers`` has loaded it, before its layers change. As it may take
+            long, the drafters' models are loaded before and have to fit.
+
+    Raises:
+        UsageError: What cannot be (see ``check_models``), or two drafters of one name.
+        RunError: The target could not be loaded. What befalls a drafter is raised where it is asked for.
+    """
+    check_models(target, drafters, options, progress=progress)
+
+    def load(spec: ModelSpec, how: LoadOptions) -> LanguageModel:
+        return load_model(spec, how, progress=progress, allow_pickle=options.allow_pickle)
+
+    language_model = load(target, options.target)
+    config = language_model.model.config
+    kind = cache or default_cache(config, int8=language_model.quantise_int8)
+    loaded: dict[ModelSpec, LanguageModel] = {}
+    if beforehand is not None:
+        make_cache(kind, config)  # refuses what it cannot hold
+        for own in dict.fromkeys(spec.own_model for spec in drafters if spec.own_model is not None):
+            loaded[own] = load(own, options.drafter)
+            check_compatible(language_model, loaded[own])
+        beforehand(language_model)
+    ready = _prepare_target(language_model, kind)
+    if bit_exact:
+        if progress is not None:
+            progress.update("trying passes of several widths", 0, None)
+        ready.scorer.require_bit_exact()
+
+    def built(part: DrafterSpec) -> Drafter | RunError:
+        if part.own_model is None:
+            return load_drafter(part, ready)
+        try:
+            if part.own_model not in loaded:
+                loaded[part.own_model] = load(part.own_model, options.drafter)
+            return wrap_drafter(
+                loaded[part.own_model], ready, cache=cache or "dynamic", int8=options.drafter.dtype == "auto"
+            )
+        except RunError as error:
+            return error
+
+    parts: dict[DrafterSpec, Drafter | RunError] = {}  # what cascades and drafters that stand alone share
+    proposers: list[Proposer] = []
+    for spec in drafters:
+        if spec.model_part not in parts:
+            parts[spec.model_part] = built(spec.model_part)
+        outcome = parts[spec.model_part]
+        if isinstance(spec, Cascade) and isinstance(outcome, ModelDrafter):
+            outcome = join_cascade(spec, outcome)
+        name = str(spec) if isinstance(outcome, RunError) else outcome.name
+        if any(name == other.name for other in proposers):
+            raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
+        model = None if spec.own_model is None else loaded.get(spec.own_model)
+        proposers.append(Proposer(name, spec, outcome, model))
+    return ready, proposers

@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.bench.grid import LOOKUP_TOKENS, Config
 from specbench.bench.passes import PassTimes, time_passes
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel
+from specbench.options import ModelOptions
+from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter, LengthPolicy
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
-    from specbench.options import LoadOptions
     from specbench.progress import Progress
     from specbench.specs.models import ModelSpec
 
@@ -410,23 +410,20 @@ class EngineOptions:
     Attributes:
         target: The target.
         drafters: The drafters.
-        target_options, drafter_options: How their weights are loaded; ``None`` for the defaults.
+        models: How their weights are loaded.
         cache: Kind of key/value cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
         reference: Whether to load the target a second time, for ``transformers``' own ``generate``.
         assistants: Whether to load drafter models a second time, for its assisted generation.
-        allow_pickle: Load pickled weights if there are no others.
         costs, keep_policy_state, model_defaults: See ``ModelEngine``.
         bit_exact: Refuse a target whose logits depend on the width of the pass.
     """
 
     target: ModelSpec
     drafters: tuple[DrafterSpec, ...] = ()
-    target_options: LoadOptions | None = None
-    drafter_options: LoadOptions | None = None
+    models: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheKind | None = None
     reference: bool = False
     assistants: bool = False
-    allow_pickle: bool = False
     costs: object = None
     keep_policy_state: bool = False
     bit_exact: bool = False
@@ -440,20 +437,16 @@ def check_engine(options: EngineOptions, progress: Progress | None = None) -> No
         UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8
             target beside transformers, which would decode with the unquantised one.
     """
-    from specbench.models.load import check_options
-    from specbench.models.prepare import check_drafter, refuse_keep
+    from specbench.models.prepare import check_models, refuse_keep
 
-    for load_options in (options.target_options, options.drafter_options):
-        if load_options is not None:
-            check_options(load_options)
-    int8 = options.target_options is not None and options.target_options.dtype == "int8"
+    check_models(options.target, options.drafters, options.models, progress=progress)
+    int8 = options.models.dtype == "int8"
     if int8 and (options.reference or options.assistants):
         raise UsageError(
             "The target is int8, and transformers would decode with the unquantised model.",
             "Leave out --dtype int8, or the rows of transformers.",
         )
     for spec in options.drafters:
-        check_drafter(spec, options.target, progress=progress)
         refuse_keep(spec)
 
 
@@ -464,71 +457,44 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         UsageError: What cannot be (see ``check_engine``), or a drafter that does not fit the target.
         RunError: The target could not be loaded.
     """
-    from specbench.drafters.model import ModelDrafter
     from specbench.models.load import load_model
-    from specbench.models.prepare import join_cascade, load_drafter, load_target, wrap_drafter
-    from specbench.options import LoadOptions
+    from specbench.models.prepare import prepare
 
     check_engine(options, progress)
-    pickled = options.allow_pickle
-    target = load_target(
-        options.target, options.target_options, cache=options.cache, progress=progress, allow_pickle=pickled
+    models = options.models
+    target, proposers = prepare(
+        options.target,
+        options.drafters,
+        models,
+        cache=options.cache,
+        bit_exact=options.bit_exact,
+        progress=progress,
     )
-    if options.bit_exact:
-        target.scorer.require_bit_exact()
     reference = None
     if options.reference or options.assistants:
         reference = load_model(
-            options.target, options.target_options, progress=progress, allow_pickle=pickled
+            options.target, models.target, progress=progress, allow_pickle=models.allow_pickle
         )
-    drafter_options = options.drafter_options or LoadOptions()
-    drafters: dict[str, Drafter | SpecbenchError] = {}
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
-    fingerprints: dict[str, str] = {}
-    specs: dict[str, DrafterSpec] = {}
-    loaded: dict[DrafterSpec, tuple[Drafter, LanguageModel | None]] = {}  # one drafts alone and in cascades
-    for spec in options.drafters:
-        drafter: Drafter | SpecbenchError
-        model: LanguageModel | None = None
-        name, own = str(spec), spec.model_part
-        try:
-            if own not in loaded and own.own_model is None:
-                loaded[own] = load_drafter(own, target), None
-            elif own not in loaded and own.own_model is not None:
-                model = load_model(own.own_model, drafter_options, progress=progress, allow_pickle=pickled)
-                int8 = drafter_options.dtype == "auto"
-                cache = options.cache or "dynamic"
-                loaded[own] = wrap_drafter(model, target, cache=cache, int8=int8), model
-            drafter, model = loaded[own]
-            if isinstance(spec, Cascade):
-                assert isinstance(drafter, ModelDrafter)
-                drafter = join_cascade(spec, drafter)
-            name = drafter.name
-        except RunError as error:
-            drafter = error
-        if name in drafters:
-            raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
-        drafters[name], specs[name] = drafter, spec
-        if model is not None:
-            fingerprints[name] = model.fingerprint
-            if options.assistants and isinstance(spec, SmallModel):
-                try:
-                    assistants[name] = load_model(
-                        spec.model,
-                        drafter_options,
-                        progress=progress,
-                        allow_pickle=pickled,
-                        tokenizer=False,
-                    )
-                except RunError as error:
-                    assistants[name] = error
+    for each in proposers:
+        if options.assistants and isinstance(each.spec, SmallModel) and each.model is not None:
+            try:
+                assistants[each.name] = load_model(
+                    each.spec.model,
+                    models.drafter,
+                    progress=progress,
+                    allow_pickle=models.allow_pickle,
+                    tokenizer=False,
+                )
+            except RunError as error:
+                assistants[each.name] = error
     return ModelEngine(
         target,
-        drafters,
-        specs,
+        {each.name: each.outcome for each in proposers},
+        {each.name: each.spec for each in proposers},
         reference=reference,
         assistants=assistants,
-        fingerprints=fingerprints,
+        fingerprints={each.name: each.model.fingerprint for each in proposers if each.model is not None},
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
         model_defaults=options.model_defaults,
