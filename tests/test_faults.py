@@ -37,7 +37,7 @@ from specbench.bench.runner import run_sweep
 from specbench.errors import RunError, UsageError
 from specbench.models.builtin import prepare_builtin, prepare_gguf
 from specbench.results.store import load_results, read_run
-from specbench.show.trace import read_trace
+from specbench.results.trace import read_trace
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, limits and mounts of POSIX")
 

@@ -25,11 +25,12 @@ from specbench.generate import autoregressive_generate
 from specbench.models.prepare import load_target
 from specbench.results.compare import compare_configs, compare_runs
 from specbench.results.store import RunStore, load_results
+from specbench.results.trace import parse_trace
 from specbench.show.report import content
 from specbench.show.report.content import make_report
 from specbench.show.report.markdown import to_markdown
 from specbench.show.report.page import to_html
-from specbench.show.trace import TraceView, parse_trace
+from specbench.show.trace import TraceView
 
 WRONG = (None, "x", ["x"], {"x": 1}, True, -1.5, 10**400, 1e308, math.nan)
 MISSING = type("Missing", (), {"__repr__": lambda self: "(missing)"})()

@@ -40,7 +40,7 @@ from specbench.models.load import load_model
 from specbench.models.prepare import load_target
 from specbench.options import LoadOptions
 from specbench.results.store import load_results, write_csv
-from specbench.show.trace import read_trace
+from specbench.results.trace import read_trace
 
 PACKAGE = Path(__file__).resolve().parents[1] / "specbench"
 CPU = LoadOptions("float32", "cpu")

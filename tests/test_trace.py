@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 from specbench.cli.trace import trace
 from specbench.decoding.records import DraftVerdict, Prefill, Step, StepTimes
 from specbench.errors import UsageError
-from specbench.show.trace import (
+from specbench.results.trace import (
     TRACE_VERSION,
     Event,
-    TraceView,
     end_event,
     header_event,
     parse_trace,
@@ -32,6 +31,7 @@ from specbench.show.trace import (
     step_event,
     write_event,
 )
+from specbench.show.trace import TraceView
 
 PIECES = ["The", " sky", " is", " blue", " because", "\n\n", "<|im_end|>", " air", " scatters", " light"]
 THE, SKY, IS, BLUE, BECAUSE, BREAK, END, AIR, SCATTERS, LIGHT = range(10)

@@ -355,7 +355,7 @@ class _Job:
 
     def header(self) -> dict[str, Any]:
         """The first event of a trace."""
-        from specbench.show.trace import header_event
+        from specbench.results.trace import header_event
 
         return header_event(
             target=self.target.name,

@@ -20,7 +20,8 @@ def trace(
     """Show a step trace that `specbench generate --trace-file` wrote."""
     from rich.console import Console
 
-    from specbench.show.trace import TraceView, parse_trace, read_trace
+    from specbench.results.trace import parse_trace, read_trace
+    from specbench.show.trace import TraceView
 
     view = TraceView(Console())
     events = parse_trace(sys.stdin.buffer, "Standard input") if str(file) == "-" else read_trace(file)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specbench.decoding.origins import Origin
     from specbench.decoding.records import Generation, Prefill, Step
     from specbench.generate import GenerationRun
-    from specbench.show.trace import Event
+    from specbench.results.trace import Event
 
     Paint: TypeAlias = Callable[[str, Origin], str]
 
@@ -91,7 +91,7 @@ class TraceOutput:
             self._view.show(event)
 
     def _keep(self, file: TextIO, event: Event) -> None:
-        from specbench.show.trace import write_event
+        from specbench.results.trace import write_event
 
         if self._held is not None:
             self._held.append(event)
@@ -260,7 +260,7 @@ class Tracer:
 
     def record(self, record: Prefill | Step) -> None:
         from specbench.decoding.records import Prefill
-        from specbench.show.trace import prefill_event, step_event
+        from specbench.results.trace import prefill_event, step_event
 
         if isinstance(record, Prefill):
             self._output.event(prefill_event(record, self._piece))
@@ -269,7 +269,7 @@ class Tracer:
 
     def end(self, result: Generation) -> None:
         from specbench.decoding.metrics import summary
-        from specbench.show.trace import end_event
+        from specbench.results.trace import end_event
 
         figures = summary(result)
         self._output.event(end_event(**{name: figures[name] for name in _END_FIGURES}))
