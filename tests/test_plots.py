@@ -20,6 +20,7 @@ from matplotlib.text import Text
 from synthetic_runs import DRAFTERS, Drafter, write_run
 
 from specbench.cli import run as command
+from specbench.cli.plot import NAMES
 from specbench.errors import RunError, UsageError
 from specbench.results import frames
 from specbench.results.store import load_results
@@ -82,6 +83,7 @@ def texts(figure: Figure) -> str:
 class TestContent:
     def test_every_figure_is_there(self, drawn: plots.Drawn) -> None:
         assert list(drawn.figures) == list(plots.FIGURES)
+        assert ", ".join(plots.FIGURES) == NAMES, "what --help says"
         assert drawn.skipped == {}
         assert all(isinstance(figure, Figure) for figure in drawn.figures.values())
 
