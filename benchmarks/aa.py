@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.backends.torch.parity import Difference
-    from specbench.decoding.protocols import Draft, Drafter, LengthPolicy
+    from specbench.decoding.protocols import Asking, Draft, Drafter, LengthPolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
 PLAIN, X, ITSELF, SLOWED = "plain", "x", "itself", "slowed"
@@ -68,20 +68,24 @@ class Slowed:
     def name(self) -> str:
         return self.drafter.name
 
+    @property
+    def epoch(self) -> object:
+        return self.drafter.epoch
+
     def begin(self, prompt: Sequence[int]) -> None:
         self.drafter.begin(prompt)
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
+    ) -> Asking[Draft]:
         self._began = time.perf_counter()  # the loop asks for a proposal first
         return self.drafter.propose(context, room, policy, sampling, random)
 
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         self.drafter.commit(context, emitted, logits)
 
-    def rollback(self, length: int) -> None:
-        self.drafter.rollback(length)  # and this is the last thing it asks for in a step
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        self.drafter.keep(length, path)  # and this is the last thing it asks for in a step
         now = time.perf_counter()
         pause(now + self.share * (now - self._began))
 

@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.caches import CacheKind, make_cache
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Draft
+from specbench.decoding.protocols import Asking, Draft
 from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
@@ -94,6 +94,7 @@ class Guesses:
     """Drafts what `generate` answered, with every few tokens a wrong one, so that steps end everywhere."""
 
     name = "guesses"
+    epoch = 0
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], seed: int) -> None:
         self.text = [*prompt, *answer]
@@ -102,14 +103,15 @@ class Guesses:
     def begin(self, prompt: Sequence[int]) -> None:
         """The answer is known."""
 
-    def propose(self, context: Any, room: int, policy: Any, *_: Any) -> Draft:
+    def propose(self, context: Any, room: int, policy: Any, *_: Any) -> Asking[Draft]:
+        yield from ()
         rest = self.text[len(context) : len(context) + policy.begin(room)]
         return Draft([t if self.random.random() < 0.75 else (t + 1) % VOCABULARY for t in rest])
 
     def commit(self, context: Any, emitted: int, logits: Any) -> None:
         """There is nothing to learn."""
 
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """There is nothing to roll back."""
 
 
@@ -199,7 +201,7 @@ def cached(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> l
             found = scorer.logits(context, drafted)
             worst = max(worst, apart(found, whole(model, [*context, *drafted])[-gamma - 1 :]))
             context += [*drafted[: random.randint(0, gamma)], random.randrange(3, VOCABULARY)]
-            scorer.rollback(len(context) - 1)
+            scorer.keep(len(context) - 1)
         if not worst < 1e-3:
             said.append(f"the {kind} cache is off by {worst:.2g}")
     return said

@@ -26,7 +26,7 @@ import parts  # noqa: F401 - before torch
 import torch
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter
+from specbench.decoding.protocols import Drafter, Pass, Rows
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -65,6 +65,8 @@ class TableScorer:
     """
 
     context_limit = None
+    takes_trees = gives_hidden = False
+    epoch = 0
     device = torch.device("cpu")
 
     def __init__(self, table: torch.Tensor) -> None:
@@ -75,14 +77,12 @@ class TableScorer:
     def begin(self) -> None:
         self.cache.reset()
 
-    def logits(
-        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
-    ) -> torch.Tensor:
-        self.cache.length = len(context) + len(drafted)
-        end = len(drafted) + 1
-        return self.table[0 if rows is None else end - rows : end]
+    def score(self, asked: Pass) -> Rows:
+        self.cache.length = len(asked.context) + len(asked.tokens)
+        end = len(asked.tokens) + 1
+        return Rows(self.table[0 if asked.rows is None else end - asked.rows : end])
 
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self.cache.rollback(length)
 
 

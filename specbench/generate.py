@@ -10,6 +10,7 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.origins import Origin
 from specbench.decoding.protocols import Drafter, LengthPolicy
 from specbench.decoding.records import Generation, Prefill, Step
+from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import LabelledText, StopRules
 from specbench.drafters.cascade import CascadeDrafter
@@ -129,7 +130,7 @@ class GenerationRun:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        policy: LengthPolicy | None = None,
+        policy: LengthPolicy | DraftPolicy | None = None,
         sampling: Sampling | None = None,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
@@ -239,7 +240,7 @@ def speculative_generate(
     drafter: Drafter | None,
     *,
     gamma: int | None = None,
-    policy: LengthPolicy | None = None,
+    policy: LengthPolicy | DraftPolicy | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from specbench.decoding.protocols import Sibling
+from specbench.decoding.protocols import Draft, Pass, Rows
+from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.verify import Verdict, verification_of
 
 Logits = Callable[[Sequence[int]], torch.Tensor]
 
@@ -55,50 +57,53 @@ class ScriptedScorer:
         self.own_entries_only = own_entries_only
         self.passes: list[int] = []
 
+        self.epoch = 0
+        self.root = 0
+
+    takes_trees = True
+    gives_hidden = False
+
     def begin(self) -> None:
+        self.epoch += 1
         self.cache.reset()
 
-    takes_siblings = True
-
     def logits(
-        self,
-        context: Sequence[int],
-        drafted: Sequence[int] = (),
-        rows: int | None = None,
-        siblings: Sequence[Sibling] = (),
+        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
     ) -> torch.Tensor:
-        if siblings:
-            return self._tree_logits(context, drafted, siblings)
-        rows = len(drafted) + 1 if rows is None else rows
-        tokens = [*context, *drafted]
+        """The logits of a pass over a chain."""
+        return self.score(Pass(self, context, drafted, rows=rows)).logits
+
+    def score(self, asked: Pass) -> Rows:
+        parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
+        rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
+        self.root = len(asked.context)
+        tokens = [*asked.context, *asked.tokens]
         fresh = tokens[self.cache.length :]
         assert len(fresh) >= rows, "rows are wanted of tokens that are not fed"
-        if self.context_limit is not None:
-            assert len(tokens) <= self.context_limit, "fed beyond the context limit"
         self.cache.entries += [(token, self) for token in fresh]
         self.passes.append(len(fresh))
         if self.own_entries_only:
             assert all(owner is self for _, owner in self.cache.entries), "reads what another model fed"
         fed = [token for token, _ in self.cache.entries]
-        ends = range(len(fed) - rows + 1, len(fed) + 1)
-        return torch.stack([self.function(fed[:end]) for end in ends])
+        behind = [fed[: self.root - row] for row in range(max(0, rows - 1 - len(parents)), -1, -1)]
+        for node, parent in enumerate(parents):
+            assert parent < node, "a child stands before its parent"
+            behind.append([*behind[parent - node], fed[self.root + node]])
+        if self.context_limit is not None:
+            assert max(map(len, behind)) <= self.context_limit, "fed beyond the context limit"
+        return Rows(torch.stack([self.function(each) for each in behind[-rows:]]))
 
-    def _tree_logits(
-        self, context: Sequence[int], drafted: Sequence[int], siblings: Sequence[Sibling]
-    ) -> torch.Tensor:
-        assert drafted, "siblings of nothing"
-        chain = self.logits(context, drafted)
-        fed = [token for token, _ in self.cache.entries]
-        assert all(each.token != drafted[each.place] for each in siblings)
-        self.cache.entries += [(each.token, self) for each in siblings]
-        behind = [self.function([*fed[: len(context) + each.place], each.token]) for each in siblings]
-        return torch.cat([chain, torch.stack(behind)])
-
-    def move(self, source: int, to: int) -> None:
-        self.cache.entries[to] = self.cache.entries[source]
-
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        held = [node for node in path if self.root + node < self.cache.length]
+        if len(held) < len(path):
+            length = min(length, self.root + len(held))
+        entries = self.cache.entries
+        self.arrange(entries, [self.root + node for node in held])
         self.cache.rollback(length)
+
+    def arrange(self, entries: list[tuple[int, object]], path: Sequence[int]) -> None:
+        """Put what is kept of a draft behind its context."""
+        entries[self.root : self.root + len(path)] = [entries[place] for place in path]
 
 
 def random_table(seed: int, vocab_size: int, order: int = 2, spread: float = 1.5) -> Logits:
@@ -191,3 +196,17 @@ class Ticking:
     def now(self) -> float:
         self.time += self.seconds
         return self.time
+
+
+def judge(
+    draft: Draft,
+    logits: torch.Tensor,
+    context: Sequence[int],
+    sampling: Sampling,
+    random: Randomness,
+    *,
+    residual_adjustment: bool = True,
+) -> Verdict:
+    """The verdict on a draft under these transforms."""
+    verification = verification_of(sampling, residual_adjustment=residual_adjustment)
+    return verification.judge(draft, logits, context, sampling, random)

@@ -24,6 +24,7 @@ from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config
 from specbench.bench.prompts import load_prompts
+from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
@@ -187,10 +188,10 @@ def test_the_pause_is_a_share_of_the_step(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(aa, "time", SimpleNamespace(perf_counter=tick, sleep=sleep))
     slowed = aa.Slowed(NoDraft(), 0.1)
     slowed.begin([1])
-    slowed.propose([1], 4, FixedLength(2), Greedy(), Randomness(0))
+    answered(slowed.propose([1], 4, FixedLength(2), Greedy(), Randomness(0)))
     began = clock.t
     clock.t += 5.0
-    slowed.rollback(1)
+    slowed.keep(1)
     assert clock.t - began == pytest.approx(5.5, abs=0.002)
 
 

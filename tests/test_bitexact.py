@@ -64,7 +64,7 @@ def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
     start = edge - 3
 
     def read(length: int, width: int) -> torch.Tensor:
-        scorer.rollback(length)
+        scorer.keep(length)
         return scorer.logits(tokens[: length + width], rows=width)
 
     scorer.begin()
@@ -82,7 +82,7 @@ def test_an_int8_target_is_bit_exact_or_says_why_not(monkeypatch: pytest.MonkeyP
     assert target.bit_exact
     assert target.widths_differ is None
     assert target.scorer.rounding == torch.int8
-    assert not target.scorer.takes_siblings
+    assert not target.scorer.takes_trees
     loaded = wrap_model(tiny_llama(), None, "tiny", quantise_int8=True)
     grown = _prepare_target(loaded, "dynamic")
     assert not grown.bit_exact
@@ -144,7 +144,7 @@ def test_every_pass_of_a_walk_gives_the_same_bits() -> None:
     for width in [1, 7, 2, 31, 3, 9, 32, 5, 40]:  # the last is cut in two
         found = scorer.logits(tokens[: end + width], rows=width)
         assert all(torch.equal(found[i], alone[end + i + 1]) for i in range(width)), width
-        scorer.rollback(end + max(1, width // 2))
+        scorer.keep(end + max(1, width // 2))
         end = scorer.cache.length
 
 

@@ -17,6 +17,7 @@ from tiny import tiny_llama
 from specbench.backends.torch.caches import CacheKind, PreallocatedSlidingLayer, make_cache, prune_legacy
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
 from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import answered
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.drafters.model import SelfDrafter
@@ -135,7 +136,7 @@ class Walk:
         accepted = self.random.randint(0, len(drafted))
         self.context += [*drafted[:accepted], *self.tokens(1)]
         fed = self.scorer.cache.length
-        self.scorer.rollback(len(self.context) - 1)
+        self.scorer.keep(len(self.context) - 1)
         assert self.scorer.cache.length == min(fed, len(self.context) - 1)
 
 
@@ -186,7 +187,7 @@ def test_a_drafter_makes_many_passes_between_two_rollbacks(family: str, kind: Ca
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_a_cache_serves_one_context_after_the_other(family: str, kind: CacheKind) -> None:
     scorer = Scorer(tiny(family), kind)
-    for seed, empty in enumerate((scorer.begin, lambda: scorer.rollback(0), scorer.cache.reset)):
+    for seed, empty in enumerate((scorer.begin, lambda: scorer.keep(0), scorer.cache.reset)):
         empty()
         assert scorer.cache.length == 0
         walk = Walk(scorer, 15, seed)
@@ -198,12 +199,12 @@ def test_a_cache_serves_one_context_after_the_other(family: str, kind: CacheKind
 def test_rolling_back_to_more_than_there_is_changes_nothing(family: str, kind: CacheKind) -> None:
     scorer = Scorer(tiny(family), kind)
     walk = Walk(scorer, 20)
-    scorer.rollback(5)  # of an empty cache
+    scorer.keep(5)  # of an empty cache
     for drafts in (0, 6, 4):
         walk.step(drafts)
         before = scorer.cache.length
-        scorer.rollback(before + 7)
-        scorer.rollback(before)
+        scorer.keep(before + 7)
+        scorer.keep(before)
         assert scorer.cache.length == before
 
 
@@ -225,7 +226,7 @@ def test_no_cache_recomputes_everything(monkeypatch: pytest.MonkeyPatch) -> None
     expected = whole(scorer.model, [1, 2, 3], [4, 5])
     fed = count_fed_tokens(scorer, monkeypatch)
     assert_close(scorer.logits([1, 2, 3], [4, 5]), expected)
-    scorer.rollback(3)
+    scorer.keep(3)
     assert_close(scorer.logits([1, 2, 3, 4]), expected[1:2])
     assert fed == [5, 4]
     assert scorer.cache.length == 0
@@ -249,9 +250,9 @@ def test_only_what_the_cache_lacks_is_fed(kind: CacheKind, monkeypatch: pytest.M
     scorer = Scorer(tiny("llama"), kind)
     fed = count_fed_tokens(scorer, monkeypatch)
     scorer.logits([1, 2, 3, 4])
-    scorer.rollback(4)
+    scorer.keep(4)
     scorer.logits([1, 2, 3, 4, 5], [6, 7, 8])
-    scorer.rollback(6)  # one draft kept
+    scorer.keep(6)  # one draft kept
     scorer.logits([1, 2, 3, 4, 5, 6, 9], [1])
     scorer.logits([1, 2, 3, 4, 5, 6, 9], [1, 2], rows=1)
     assert fed == [4, 4, 2, 1]
@@ -268,7 +269,7 @@ def test_dynamic_sliding_layers_hold_their_window_only(family: str) -> None:
     scorer.logits(walk.context, walk.tokens(5))
     for layer in cache_layers(scorer):
         assert held(layer) == (WINDOW - 1 + 5 if layer.is_sliding else 65)  # the prompt is not kept whole
-    scorer.rollback(60)
+    scorer.keep(60)
     walk.context += walk.tokens(1)
     for drafts in (3, 0, 9, 0):
         walk.step(drafts)
@@ -284,7 +285,7 @@ def test_a_sliding_layer_says_when_it_has_forgotten(family: str, kind: CacheKind
     for drafts in (0, 5, 3):
         walk.step(drafts, check=False)
     with pytest.raises(ValueError, match="given up"):
-        scorer.rollback(20)
+        scorer.keep(20)
 
 
 @pytest.mark.parametrize("start", range(240, 900, 60))
@@ -306,7 +307,7 @@ def test_a_dynamic_layer_says_so_too_while_it_records(family: str) -> None:
     walk.step(0)
     scorer.logits(walk.context, walk.tokens(3))
     with pytest.raises(ValueError, match="given up"):
-        scorer.rollback(30)
+        scorer.keep(30)
 
 
 def test_convolution_states_say_when_they_have_forgotten() -> None:
@@ -314,12 +315,12 @@ def test_convolution_states_say_when_they_have_forgotten() -> None:
     walk = Walk(scorer, 40)
     walk.step(0)
     with pytest.raises(ValueError, match="given up"):
-        scorer.rollback(30)
+        scorer.keep(30)
     scorer.begin()
     scorer.logits(walk.context)
     scorer.logits([*walk.context, 1], walk.tokens(3))
     with pytest.raises(ValueError, match="given up"):
-        scorer.rollback(30)
+        scorer.keep(30)
 
 
 def test_convolution_states_hold_what_the_kernel_needs() -> None:
@@ -418,7 +419,7 @@ def test_early_exit_on_the_targets_cache(family: str, kind: CacheKind, count: in
         if drafted:
             lengths = [layer.get_seq_length() for layer in cache_layers(target)]
             assert lengths == [len(walk.context) + drafts - 1] * count + [verified] * (3 - count)
-            early.rollback(verified)
+            early.keep(verified)
         assert {layer.get_seq_length() for layer in cache_layers(target)} == {verified}
         assert_close(target.logits(walk.context, drafted), whole(target.model, walk.context, drafted))
         walk.keep(drafted)
@@ -451,7 +452,7 @@ def test_a_self_drafter_leaves_no_trace(family: str, kind: CacheKind, form: str,
         if first_target:
             walk.step(0)
         for gamma in (1, 4, 9, 2):
-            draft = drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0))
+            draft = answered(drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
             assert len(draft.tokens) == gamma
             assert_close(
                 target.logits(walk.context, draft.tokens), whole(target.model, walk.context, draft.tokens)
@@ -488,8 +489,8 @@ def test_self_drafts_are_those_of_the_cheaper_model() -> None:
     context = [3, 1, 4, 1, 5]
     target.logits(context)
     context.append(9)
-    target.rollback(5)
-    draft = drafter.propose(context, 100, FixedLength(6), Greedy(), Randomness(0))
+    target.keep(5)
+    draft = answered(drafter.propose(context, 100, FixedLength(6), Greedy(), Randomness(0)))
     expected: list[int] = []
     for _ in range(6):
         # The target's own keys and values, which the first layer of both computes alike.

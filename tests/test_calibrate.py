@@ -20,6 +20,7 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from specbench.backends.torch.kernels.attention import FOLDED
 from specbench.backends.torch.scorer import Scorer
 from specbench.cli import run
+from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, expected_tokens, predicted_speedup
 from specbench.drafters.layers import cheaper_form
@@ -74,8 +75,8 @@ def drafted_one_by_one(target: Target, form: Any, tokens: Sequence[int], count: 
         drafter.begin(tokens[:end])
         if end > 1:
             target.scorer.logits(tokens[: end - 1])
-            target.scorer.rollback(end - 1)
-        draft = drafter.propose(tokens[:end], 1, FixedLength(1), Greedy(), Randomness(0))
+            target.scorer.keep(end - 1)
+        draft = answered(drafter.propose(tokens[:end], 1, FixedLength(1), Greedy(), Randomness(0)))
         drafts += draft.tokens
     return drafts
 

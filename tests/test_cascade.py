@@ -17,7 +17,7 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Draft, LengthPolicy
+from specbench.decoding.protocols import Asking, Draft, LengthPolicy, Pass, Rows, answered
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
@@ -50,20 +50,18 @@ class Watched(CascadeDrafter):
         super().__init__(*arguments)
         self.drafts: list[Draft] = []
 
-    def propose(self, *arguments: Any) -> Draft:
-        self.drafts.append(super().propose(*arguments))
+    def propose(self, *arguments: Any) -> Asking[Draft]:
+        self.drafts.append((yield from super().propose(*arguments)))
         return self.drafts[-1]
 
 
 class Careful(ScriptedScorer):
     """Holds nothing but the very tokens of context and draft after every pass, each fed once."""
 
-    def logits(
-        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
-    ) -> torch.Tensor:
-        logits = super().logits(context, drafted, rows)
-        assert [token for token, _ in self.cache.entries] == [*context, *drafted]
-        return logits
+    def score(self, asked: Pass) -> Rows:
+        rows = super().score(asked)
+        assert [token for token, _ in self.cache.entries] == [*asked.context, *asked.tokens]
+        return rows
 
 
 def kinds(draft: Draft) -> str:
@@ -110,8 +108,8 @@ def propose(
     room: int = 99,
 ) -> Draft:
     drafter.begin(context)
-    draft: Draft = drafter.propose(
-        context, room, policy or FixedLength(6), sampling or Greedy(), Randomness(0)
+    draft: Draft = answered(
+        drafter.propose(context, room, policy or FixedLength(6), sampling or Greedy(), Randomness(0))
     )
     return draft
 
@@ -210,7 +208,12 @@ def test_greedy_tokens_are_those_of_plain_decoding(spec: str, cache: CacheKind) 
     expected = autoregressive_generate(PROMPT, target, max_new_tokens=24, ignore_eos=True).token_ids
     drafts: list[Draft] = []
     original = drafter.propose
-    drafter.propose = lambda *arguments: drafts.append(original(*arguments)) or drafts[-1]
+
+    def propose(*arguments: Any) -> Asking[Draft]:
+        drafts.append((yield from original(*arguments)))
+        return drafts[-1]
+
+    drafter.propose = propose
     for gamma in (1, 2, 5, 8):
         result = speculative_generate(
             PROMPT, target, drafter, gamma=gamma, max_new_tokens=24, ignore_eos=True
@@ -248,18 +251,19 @@ def test_a_cache_that_follows_lazily_is_right_for_every_family(family: str, kind
         other = model_class(config()).eval()
     lazy = Scorer(other, kind)
     checked = []
-    original = lazy.logits
+    original = lazy.score
 
-    def logits(context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None) -> torch.Tensor:
+    def score(asked: Pass) -> Rows:
         held = lazy.cache.length
-        found = original(context, drafted, rows)
+        found = original(asked)
+        text = [*asked.context, *asked.tokens]
         with torch.inference_mode():
-            whole = other(input_ids=torch.tensor([[*context, *drafted]]), use_cache=False).logits[0, -1:]
-        torch.testing.assert_close(found[-1:], whole, rtol=0, atol=1e-4)
-        checked.append(len(context) + len(drafted) - held)
+            whole = other(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1:]
+        torch.testing.assert_close(found.logits[-1:], whole, rtol=0, atol=1e-4)
+        checked.append(len(text) - held)
         return found
 
-    lazy.logits = logits  # type: ignore[method-assign]
+    lazy.score = score  # type: ignore[method-assign]
     drafter = CascadeDrafter(NGramDrafter(NGram(order=2)), ModelDrafter(lazy, "other"))
     # A context that is given, so that every family sees stretches that the counts know and others that they do not.
     prompt = list(range(40))
@@ -267,14 +271,14 @@ def test_a_cache_that_follows_lazily_is_right_for_every_family(family: str, kind
     context = [*prompt, answer[0]]
     drafter.begin(prompt)
     while len(context) < len(prompt) + len(answer) - 6:
-        draft = drafter.propose(context, 5, FixedLength(5), Greedy(), Randomness(0))
+        draft = answered(drafter.propose(context, 5, FixedLength(5), Greedy(), Randomness(0)))
         expected = answer[len(context) - len(prompt) :]
         kept = 0
         while kept < len(draft.tokens) and draft.tokens[kept] == expected[kept]:
             kept += 1
         context += expected[: kept + 1]
         drafter.commit(context, kept + 1, torch.zeros(kept + 1, 61))
-        drafter.rollback(len(context) - 1)
+        drafter.keep(len(context) - 1)
     assert len(checked) > 5
     assert max(checked[1:]) > 10, "it never had to catch up"
 
@@ -409,7 +413,7 @@ def test_counts_that_are_drawn_from_keep_their_distribution() -> None:
     drafter = CascadeDrafter(free, ModelDrafter(scripted([5], 9), "model"))
     drafter.begin(context)
     drafter.commit(context, 1, torch.zeros(1, VOCAB))  # tells how large the vocabulary is
-    draft = drafter.propose(context, 9, FixedLength(2), Multinomial(1.0), Randomness(0))
+    draft = answered(drafter.propose(context, 9, FixedLength(2), Multinomial(1.0), Randomness(0)))
     assert draft.q is not None
     assert draft.q[0, [3, 4]].tolist() == [0.5, 0.5]
     assert draft.logits is not None
@@ -429,16 +433,16 @@ def test_greedy_drafts_need_no_distribution() -> None:
 class Doubting(FixedLength):
     """Says no before the token at ``stop``; notes how much evidence there was whenever it is asked."""
 
-    def __init__(self, stop: int, look: bool = True) -> None:
+    def __init__(self, stop: int, draws: bool = True) -> None:
         super().__init__(9)
-        self.stop, self.answer = stop, look
+        self.stop, self.answer = stop, draws
         self.known: list[int] = []
 
     def another(self, draft: Draft) -> bool:
         self.known.append(len(draft.evidence or ()) - len(draft.tokens))
         return len(draft.tokens) < self.stop
 
-    def look(self, logits: torch.Tensor) -> bool:
+    def draws(self, logits: torch.Tensor) -> bool:
         return self.answer
 
 
@@ -454,7 +458,7 @@ def test_a_rule_sees_whether_the_next_token_is_free_before_it_is_drafted() -> No
 
 
 def test_a_pass_that_the_rule_turns_down_is_counted() -> None:
-    draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], Doubting(9, look=False))
+    draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], Doubting(9, draws=False))
     assert (draft.tokens, draft.passes) == ([], 1)
     assert draft.logits is None
 
@@ -467,7 +471,7 @@ class Preferring(FixedLength):
         self.since = since
         self.seen: list[tuple[int, int]] = []
 
-    def rather_pass(self, draft: Draft) -> bool:
+    def prefers_pass(self, draft: Draft) -> bool:
         assert draft.evidence is not None
         self.seen.append((len(draft.tokens), len(draft.evidence)))
         return len(draft.tokens) >= self.since
@@ -597,13 +601,13 @@ def test_catching_up_with_a_long_stretch_is_timed_apart() -> None:
     drafter.begin(context)
     read = []
     for length in (4, 5, 8, 16):
-        draft = drafter.propose(context[:length], 99, FixedLength(2), Greedy(), Randomness(0))
-        drafter.rollback(length)
+        draft = answered(drafter.propose(context[:length], 99, FixedLength(2), Greedy(), Randomness(0)))
+        drafter.keep(length)
         read.append(draft.prefill_s)
     assert drafter.scorer.passes == [4, 1, 1, 1, 3, 1, 8, 1]
     assert read == [1.0, 0.0, 0.0, 0.0]
-    drafter.rollback(6)
-    assert drafter.propose(context, 99, FixedLength(2), Greedy(), Randomness(0)).prefill_s == 1.0
+    drafter.keep(6)
+    assert answered(drafter.propose(context, 99, FixedLength(2), Greedy(), Randomness(0))).prefill_s == 1.0
 
 
 def test_a_new_prompt_starts_afresh() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,18 +30,20 @@ from specbench.check.exact import acceptance_of_all, emitted, error_limit, total
 from specbench.check.greedy import Output, Top, check_greedy, compare_outputs, run_greedy, verdict_of
 from specbench.check.invariants import Rules
 from specbench.check.memo import MemoScorer, _Rows, _TwoCaches, memoised
-from specbench.check.observe import DecodingSetup, observe
+from specbench.check.observe import Decoder, DecodingSetup, observe
 from specbench.check.outputs import GivenOutput, Refused, check_output, misfit, read_outputs
 from specbench.check.reference import ReferenceSettings, reference_output
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck, estimated_seconds
 from specbench.check.sampled import Candidate, check_exact, choose_contexts, plan_context, sample_context
-from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Draft
-from specbench.decoding.records import Prefill, Step
+from specbench.decoding.clocks import Stopwatch
+from specbench.decoding.loop import Decoding, decode, decode_steps, driven
+from specbench.decoding.protocols import Asking, Draft, Pass, Rows
+from specbench.decoding.records import Step
+from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling, TopK
 from specbench.decoding.stops import StopRules
-from specbench.decoding.verify import judge
+from specbench.decoding.verify import Verdict
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -144,15 +148,20 @@ def test_ends_are_where_they_should_be() -> None:
 # --- Planted bugs ---------------------------------------------------------------------------------
 
 
-def with_judge(patch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> None:
-    patch.setattr(specbench.decoding.loop, "judge", broken)
+def with_judge(patch: pytest.MonkeyPatch, broken: Callable[..., Any], **options: Any) -> None:
+    """Have verdicts made by ``broken``, which is handed the right one, the draft and the logits."""
+    right = specbench.decoding.loop.verification_of
+
+    def verification(*arguments: Any, **given: Any) -> Any:
+        sound = right(*arguments, **{**given, **options})
+        judge = lambda draft, logits, *rest: broken(sound.judge(draft, logits, *rest), draft, logits)  # noqa: E731
+        return SimpleNamespace(takes_trees=sound.takes_trees, judge=judge)
+
+    patch.setattr(specbench.decoding.loop, "verification_of", verification)
 
 
 def test_a_decoder_without_the_residual_adjustment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any, **options: Any) -> Any:
-        return judge(*arguments, **{**options, "residual_adjustment": False})
-
-    with_judge(monkeypatch, broken)
+    with_judge(monkeypatch, lambda verdict, *_: verdict, residual_adjustment=False)
     for drafter in DRAFTERS:
         result = result_of(setup_of(drafter))
         assert result.verdict == "wrong"
@@ -203,9 +212,8 @@ def test_a_residual_without_the_clamp_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_the_rejected_token_in_place_of_the_corrected_one_is_found(
     monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
-    def broken(draft: Draft, *arguments: Any, **options: Any) -> Any:
-        verdict = judge(draft, *arguments, **options)
-        if verdict.closing == "corrected":
+    def broken(verdict: Verdict, draft: Draft, *_: Any) -> Verdict:
+        if verdict.accepted < len(draft.tokens):
             verdict.tokens[-1] = draft.tokens[verdict.accepted]
         return verdict
 
@@ -216,9 +224,8 @@ def test_the_rejected_token_in_place_of_the_corrected_one_is_found(
 
 
 def test_an_output_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any, **options: Any) -> Any:
-        verdict = judge(*arguments, **options)
-        if verdict.closing == "bonus":
+    def broken(verdict: Verdict, draft: Draft, *_: Any) -> Verdict:
+        if verdict.accepted == len(draft.tokens) > 0:
             verdict.tokens.pop()  # the bonus token is lost
             verdict.tokens.append(verdict.tokens[-1])
         return verdict
@@ -233,11 +240,20 @@ def test_an_output_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert "choice" in violated(result)
 
 
-def decoder_with(**changed: Any) -> Callable[..., Iterator[Prefill | Step]]:
-    """The loop with other options than those it is given."""
+def decoder_with(**changed: Any) -> Decoder:
+    """The loop with another request than the one it is given."""
+    return lambda request, watch: decode(replace(request, **changed), watch)
 
-    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
-        return decode_steps(*arguments, **{**options, **changed})
+
+def with_records(change: Callable[[Step], Step]) -> Decoder:
+    """The loop with other steps in its records than there were."""
+
+    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+        decoding, rows = decode(request, watch), None
+        with suppress(StopIteration):
+            while True:
+                each = decoding.send(rows)  # type: ignore[arg-type]
+                rows = yield change(each) if isinstance(each, Step) else each
 
     return decoder
 
@@ -286,8 +302,8 @@ class Proxy:
     def __init__(self, scorer: Any, surplus: int) -> None:
         self._scorer, self._surplus = scorer, surplus
 
-    def rollback(self, length: int) -> None:
-        self._scorer.rollback(length + self._surplus)
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        self._scorer.keep(length + self._surplus, path)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scorer, name)
@@ -295,21 +311,20 @@ class Proxy:
 
 @pytest.mark.parametrize("surplus", [1, 2])
 def test_a_rejected_token_left_in_the_cache_is_found(surplus: int) -> None:
-    def decoder(prompt: Any, target: Any, drafter: Any, **options: Any) -> Iterator[Prefill | Step]:
-        return decode_steps(prompt, Proxy(target, surplus), drafter, **options)
+    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+        return decode(replace(request, target=Proxy(request.target, surplus)), watch)
 
     def forgiving(target: ScriptedScorer) -> ScriptedScorer:
         """Like a real model, it computes on whatever its cache holds."""
-        whole = target.logits
+        whole = target.score
 
-        def logits(context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
-            tokens = [*context, *drafted]
-            if target.cache.length > len(tokens) - len(drafted) - 1:
-                target.cache.rollback(len(tokens) - len(drafted) - 1 + 0)
+        def score(asked: Pass) -> Rows:
+            if target.cache.length > len(asked.context) - 1:
+                target.cache.rollback(len(asked.context) - 1)
                 target.cache.entries[-1:] = [(0, target)]  # what was rejected, in the place of what was kept
-            return whole(context, drafted, rows)
+            return whole(asked)
 
-        target.logits = logits  # type: ignore[method-assign]
+        target.score = score  # type: ignore[method-assign]
         return target
 
     made = setup_of("lookup", decoder=decoder, sampling=Greedy())
@@ -327,9 +342,9 @@ def test_the_deviation_of_logits_shows_what_the_tokens_do_not() -> None:
         return row
 
     class Spoilt(ScriptedScorer):
-        def logits(self, context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
-            found = super().logits(context, drafted, rows)
-            return found + 0.3 * DRAFT([*context]) if len(drafted) else found
+        def score(self, asked: Pass) -> Rows:
+            found = super().score(asked)
+            return Rows(found.logits + 0.3 * DRAFT([*asked.context])) if len(asked.tokens) else found
 
     target = Spoilt(logits, VOCAB)
     setup = setup_of(
@@ -346,8 +361,8 @@ def test_the_deviation_of_logits_shows_what_the_tokens_do_not() -> None:
 class Discarding(ModelDrafter):
     """Throws a drafted token away because it was improbable: that changes q."""
 
-    def propose(self, *arguments: Any) -> Draft:
-        draft = super().propose(*arguments)
+    def propose(self, *arguments: Any) -> Asking[Draft]:
+        draft = yield from super().propose(*arguments)
         if draft.q is not None and float(draft.q[-1, draft.tokens[-1]]) < 0.3:
             draft.tokens.pop()
             draft.q = draft.q[:-1] if draft.tokens else None
@@ -365,8 +380,8 @@ def test_a_dropped_unlikely_draft_is_found() -> None:
 class Peeking(ModelDrafter):
     """Says that its tokens came from another distribution than they did."""
 
-    def propose(self, *arguments: Any) -> Draft:
-        draft = super().propose(*arguments)
+    def propose(self, *arguments: Any) -> Asking[Draft]:
+        draft = yield from super().propose(*arguments)
         if draft.q is not None:
             draft.q = draft.q.sqrt() / draft.q.sqrt().sum(dim=-1, keepdim=True)
         return draft
@@ -378,10 +393,12 @@ def test_a_q_that_is_not_what_was_drawn_from_is_found() -> None:
 
 
 def test_greedy_decoding_that_draws_is_found() -> None:
-    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
-        for record in decode_steps(*arguments, **options):
-            options["random"].draw(torch.ones(3))
-            yield record
+    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+        def draw(step: Step) -> Step:
+            request.random.draw(torch.ones(3))
+            return step
+
+        return with_records(draw)(request, watch)
 
     assert "choice" in violated(result_of(setup_of(sampling=Greedy(), decoder=decoder)))
 
@@ -403,20 +420,16 @@ def test_greedy_decoding_that_draws_is_found() -> None:
 def test_a_record_that_does_not_say_what_was_is_found(
     change: Callable[[Step], dict[str, Any]], invariant: str
 ) -> None:
-    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
-        for record in decode_steps(*arguments, **options):
-            yield replace(record, **change(record)) if isinstance(record, Step) else record
-
+    decoder = with_records(lambda step: replace(step, **change(step)))
     result = result_of(setup_of(decoder=decoder))
     assert invariant in violated(result)
 
 
 def test_records_behind_the_end_are_found() -> None:
-    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
-        records = list(decode_steps(*arguments, **options))
-        assert isinstance(records[-1], Step)
-        yield from records
-        yield replace(records[-1], index=records[-1].index + 1)
+    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+        last: list[Step] = []
+        yield from with_records(lambda step: last.append(step) or step)(request, watch)  # type: ignore[func-returns-value]
+        yield replace(last[-1], index=last[-1].index + 1)
 
     assert {"stop", "position"} <= violated(result_of(setup_of(sampling=Greedy(), decoder=decoder)))
 
@@ -617,14 +630,14 @@ def test_real_caches_are_brought_up_to_date() -> None:
         context = [5, 6, 7, 8]
         for drafted in ([1, 2], [1, 3], [4, 2]):
             shared.reset()
-            target.logits(context)
+            target.score(Pass(target, context))
             shared.rollback(len(context) - 1)
             for count in range(len(drafted) + 1):
-                found = drafter.logits(context, drafted[:count], rows=1)
+                found = drafter.score(Pass(drafter, context, drafted[:count], rows=1)).logits
                 whole = clean_row(model, [*context, *drafted[:count]])
                 assert torch.allclose(found[0], whole, atol=1e-4)
             shared.rollback(len(context) - 1)
-            for row, count in zip(target.logits(context, drafted), range(3), strict=True):
+            for row, count in zip(target.score(Pass(target, context, drafted)).logits, range(3), strict=True):
                 assert torch.allclose(row, clean_row(model, [*context, *drafted[:count]]), atol=1e-4)
 
 
@@ -635,9 +648,9 @@ def clean_row(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 def test_a_forgotten_roll_back_gives_other_logits() -> None:
     _, target = memoised(setup_of())
-    target.logits([1, 2, 3], [4])
+    target.score(Pass(target, [1, 2, 3], [4]))
     target.cache.seen[-2:] = target.cache.seen[-1:]  # one token was not fed, another not taken off
-    found = target.logits([1, 2, 3, 5])[-1]
+    found = target.score(Pass(target, [1, 2, 3, 5])).logits[-1]
     assert torch.equal(found, TARGET([1, 2, 4, 5]))
     assert not torch.equal(found, TARGET([1, 2, 3, 5]))
 
@@ -682,10 +695,10 @@ def test_looks_before_the_end_keep_the_level() -> None:
     tokens, p = [*cells.tokens, other], np.array([*cells.probabilities, cells.rest])
     rng, step = np.random.default_rng(5), None
 
-    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
+    def decoder(request: Request, watch: Stopwatch) -> Decoding:
         nonlocal step
         if step is None:
-            step = next(each for each in decode_steps(*arguments, **options) if isinstance(each, Step))
+            step = next(each for each in driven(decode(request, watch)) if isinstance(each, Step))
         yield replace(step, tokens=(int(rng.choice(tokens, p=p / p.sum())),))
 
     alarms = 0
@@ -734,9 +747,8 @@ def test_what_sampling_costs_is_told_when_it_has_begun() -> None:
 
 
 def test_impossible_tokens_are_found_however_few() -> None:
-    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
-        wide = replace(options["sampling"], top_k=0)
-        return decode_steps(*arguments, **{**options, "sampling": wide})
+    def decoder(request: Request, watch: Stopwatch) -> Decoding:
+        return decode(replace(request, sampling=replace(request.sampling, top_k=0)), watch)
 
     sampling = Sampling(1.0, top_k=7)  # all but the least probable token
     setup, target = memoised(setup_of(sampling=sampling, decoder=decoder))
@@ -759,7 +771,7 @@ class Row:
 
     def begin(self) -> None: ...
 
-    def rollback(self, length: int) -> None: ...
+    def keep(self, length: int, path: Sequence[int] = ()) -> None: ...
 
     def logits(self, context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
         return self.row.repeat(rows or 1, 1)
@@ -861,9 +873,8 @@ def test_bits_of_logits_are_compared_where_the_texts_are_the_same() -> None:
     assert sound.bitwise == (2 * NEW, 2 * NEW)
 
     class Rounded(ScriptedScorer):
-        def logits(self, context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
-            found = super().logits(context, drafted, rows)
-            return found * (1 + 1e-6 * len(drafted))
+        def score(self, asked: Pass) -> Rows:
+            return Rows(super().score(asked).logits * (1 + 1e-6 * len(asked.tokens)))
 
     setup = setup_of(target=Rounded(TARGET, VOCAB), sampling=Greedy())
     result = result_of(setup)

@@ -6,7 +6,8 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from told import Result
 
 import specbench.check.run
-import specbench.decoding.loop
+from specbench.check.observe import Decoder
 from specbench.cli import run
-from specbench.decoding.loop import decode_steps
-from specbench.decoding.records import Prefill, Step
+from specbench.decoding.loop import decode
+from specbench.decoding.verify import GreedyVerification
 from specbench.generate import encode_prompt
 
 Check = Callable[..., "Checked"]
@@ -209,15 +210,15 @@ def test_every_drafter_is_checked_with_every_rule(check: Check, monkeypatch: pyt
 def test_one_wrong_configuration_among_several_is_named(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = specbench.decoding.loop.judge
+    judge = GreedyVerification.judge
 
-    def off_with_two_drafts(draft: Any, logits: Any, *arguments: Any, **options: Any) -> Any:
-        verdict = judge(draft, logits, *arguments, **options)
-        if len(draft.tokens) == 2 and verdict.closing != "bonus":
+    def off_with_two_drafts(self: Any, draft: Any, logits: Any, *arguments: Any) -> Any:
+        verdict = judge(self, draft, logits, *arguments)
+        if len(draft.tokens) == 2 and verdict.accepted < len(draft.tokens):
             verdict.tokens[-1] = int(logits[verdict.accepted].argsort()[-2])
         return verdict
 
-    monkeypatch.setattr(specbench.decoding.loop, "judge", off_with_two_drafts)
+    monkeypatch.setattr(GreedyVerification, "judge", off_with_two_drafts)
     monkeypatch.setenv("COLUMNS", "100")
     asked = ("--drafter", "self:layers=1", "--gamma", "1,2")
     result = check(*asked)
@@ -313,23 +314,20 @@ def test_bit_exact_passes_are_compared_bit_by_bit(check: Check) -> None:
     check("--bit-exact", "--cache", "none").refused(2, "--bit-exact does not go with --cache none")
 
 
-def broken(**changed: Any) -> Callable[..., Iterator[Prefill | Step]]:
-    def decoder(*arguments: Any, **options: Any) -> Iterator[Prefill | Step]:
-        return decode_steps(*arguments, **{**options, **changed})
-
-    return decoder
+def broken(**changed: Any) -> Decoder:
+    return lambda request, watch: decode(replace(request, **changed), watch)
 
 
 def test_a_broken_decoder_ends_with_1_and_says_where(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = specbench.decoding.loop.judge
+    judge = GreedyVerification.judge
 
-    def off_by_one(draft: Any, logits: Any, *arguments: Any, **options: Any) -> Any:
-        verdict = judge(draft, logits, *arguments, **options)
-        if len(draft.tokens) and verdict.closing != "bonus":
+    def off_by_one(self: Any, draft: Any, logits: Any, *arguments: Any) -> Any:
+        verdict = judge(self, draft, logits, *arguments)
+        if verdict.accepted < len(draft.tokens):
             verdict.tokens[-1] = int(logits[verdict.accepted].argsort()[-2])
         return verdict
 
-    monkeypatch.setattr(specbench.decoding.loop, "judge", off_by_one)
+    monkeypatch.setattr(GreedyVerification, "judge", off_by_one)
     result = check("--drafter", "self:layers=1")
     assert result.code == 1
     assert rows(result.out)["greedy, plain"] == "wrong"

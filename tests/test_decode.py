@@ -11,7 +11,7 @@ from tiny import tiny_language_model, tiny_llama
 
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
-from specbench.decoding.protocols import Draft, Drafter
+from specbench.decoding.protocols import Asking, Draft, Drafter, answered
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -36,6 +36,7 @@ class FixedDraft:
     """Proposes what it is told to, and keeps what the loop tells it."""
 
     name = "fixed"
+    epoch = 0
 
     def __init__(self, tokens: Sequence[int], start: int = len(PROMPT)) -> None:
         self.tokens, self.start = list(tokens), start
@@ -45,7 +46,8 @@ class FixedDraft:
     def begin(self, prompt: Sequence[int]) -> None:
         self.commits.clear()
 
-    def propose(self, context, room, policy, sampling, random) -> Draft:
+    def propose(self, context, room, policy, sampling, random) -> Asking[Draft]:
+        yield from ()
         at = (len(context) - self.start) % len(self.tokens)
         return Draft((self.tokens[at:] + self.tokens[:at])[: policy.begin(room)])
 
@@ -53,7 +55,7 @@ class FixedDraft:
         assert len(logits) >= emitted
         self.commits.append((len(context), emitted, int(logits[emitted - 1].argmax()) == context[-1]))
 
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
         self.rollbacks.append(length)
 
 
@@ -389,14 +391,14 @@ def test_a_sampled_draft_has_the_distributions_of_its_tokens(gamma: int) -> None
     drafter.begin(context)
     for length in (2, gamma, 3):
         policy = FixedLength(length)
-        draft = drafter.propose(context, length, policy, sampling, Randomness(length))
+        draft = answered(drafter.propose(context, length, policy, sampling, Randomness(length)))
         assert draft.q is not None
         assert draft.q.shape == (length, VOCAB)
         for i, row in enumerate(draft.q):
             logits = table([*context, *draft.tokens[:i]])[None]
             assert torch.equal(row, sampling.probabilities(logits, context)[0])
         context = [*context, *draft.tokens]
-        drafter.rollback(len(context) - 1)
+        drafter.keep(len(context) - 1)
 
 
 # --- Runs that are paused -------------------------------------------------------------------------
@@ -446,7 +448,7 @@ def test_a_paused_run_notices_a_trial_on_its_target() -> None:
     target = tiny_target()
     run = run_of(target)
     next(iter(run))
-    assert target.scorer.takes_siblings
+    assert target.scorer.takes_trees
     with pytest.raises(UsageError, match="interrupted"):
         list(run)
 

@@ -18,8 +18,9 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, fixed_script, random_table
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Draft, LengthPolicy
+from specbench.decoding.protocols import Asking, Draft, LengthPolicy, answered
 from specbench.decoding.records import Prefill, Step, StepTimes
+from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.theory import PassCosts
@@ -35,14 +36,13 @@ from specbench.lengths import (
     EntropyGuidedLength,
     FixedLength,
     HeuristicLength,
-    KeptState,
     SvipLength,
     build_policy,
     parse_costs,
     read_costs,
 )
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.base import WithSiblings, confidence, entropy, is_free, normalised_entropy
+from specbench.lengths.base import confidence, entropy, is_free, normalised_entropy
 from specbench.lengths.costs import GivenCosts, MeasuredCosts
 from specbench.lengths.outcomes import best_threshold
 from specbench.specs import rules
@@ -70,7 +70,7 @@ def costs(c: float, slope: float = 0.02) -> GivenCosts:
 
 
 # Options under which these small models make every rule draft longer here and shorter there.
-RULES: dict[str, Callable[[], LengthPolicy]] = {
+RULES: dict[str, Callable[[], DraftPolicy]] = {
     "fixed": lambda: build_policy("fixed", gamma=3),
     "egag": lambda: build_policy("egag", gamma_max=2, egag_scale=1.0),
     "egag, smoothed": lambda: build_policy("egag", gamma_max=2, egag_scale=1.0, egag_ema_beta=0.3),
@@ -127,9 +127,9 @@ def decode(
     return tokens, steps
 
 
-def experienced(rule: str) -> KeptState:
+def experienced(rule: str) -> DraftPolicy:
     """A rule that has decoded a prompt already, and keeps what it learnt."""
-    kept = KeptState(RULES[rule]())
+    kept = replace(RULES[rule](), kept=True)
     decode(kept, good_model(), max_new_tokens=60)
     return kept
 
@@ -176,8 +176,8 @@ def gap(found: dict[tuple[int, ...], float]) -> float:
 class Discarding(ModelDrafter):
     """The tempting mistake: a draft that turns out to be improbable is not worth verifying, so it is thrown away."""
 
-    def propose(self, context, room, policy, sampling, random) -> Draft:
-        draft = super().propose(context, room, policy, sampling, random)
+    def propose(self, context, room, policy, sampling, random) -> Asking[Draft]:
+        draft = yield from super().propose(context, room, policy, sampling, random)
         weak = next((i for i in range(len(draft.tokens)) if confidence(draft, i) < 0.4), None)
         if weak is not None:
             del draft.tokens[weak:], draft.logits[weak:]
@@ -274,28 +274,27 @@ def test_throwing_an_improbable_draft_away_would_show(rule: str) -> None:
 def test_so_would_taking_a_token_back_that_the_rule_stops_behind(rule: str) -> None:
     """These rules stop because of the token's own value. (An entropy says nothing of it.)"""
 
-    class Mistaken(KeptState):
-        def __init__(self, policy: LengthPolicy) -> None:
-            super().__init__(policy)
-            self.another = self.take_back
+    class Mistaken:
+        def __init__(self, rule: LengthPolicy) -> None:
+            self.rule = rule
 
-        def reset(self) -> None:
-            self.policy.reset()
-
-        def take_back(self, draft: Draft) -> bool:
-            going_on = self.policy.another(draft)
+        def another(self, draft: Draft) -> bool:
+            going_on = self.rule.another(draft)
             if draft.tokens and not going_on:
                 del draft.tokens[-1], draft.logits[-1]
             return going_on
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.rule, name)
+
     class Cutting(ModelDrafter):
-        def propose(self, context, room, policy, sampling, random) -> Draft:
-            draft = super().propose(context, room, policy, sampling, random)
+        def propose(self, context, room, policy, sampling, random) -> Asking[Draft]:
+            draft = yield from super().propose(context, room, policy, sampling, random)
             draft.q = draft.q[: len(draft.tokens)] if draft.tokens else None
             return draft
 
     found, _ = distribution(
-        lambda: Mistaken(RULES[rule]()), lambda: Cutting(ScriptedScorer(DRAFT, VOCAB), "cutting"), 3
+        lambda: Mistaken(RULES[rule]().rule), lambda: Cutting(ScriptedScorer(DRAFT, VOCAB), "cutting"), 3
     )
     assert gap(found) > 1e-3
 
@@ -385,7 +384,7 @@ def test_no_draft_is_longer_than_the_maximum(word: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_room_of_nothing_is_answered_with_nothing(rule: str) -> None:
-    policy = RULES[rule]()
+    policy = RULES[rule]().rule
     assert policy.begin(0) == 0
     policy.observe(a_step(0, 0))
     assert policy.begin(1) in (0, 1)
@@ -406,29 +405,29 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw() -> None:
             events.append(("another", list(draft.tokens), len(drafter.scorer.passes)))
             return len(draft.tokens) < 2
 
-        def look(self, logits: torch.Tensor) -> bool:
-            events.append(("look", logits.argmax().item(), len(drafter.scorer.passes)))
+        def draws(self, logits: torch.Tensor) -> bool:
+            events.append(("draws", logits.argmax().item(), len(drafter.scorer.passes)))
             return True
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
-    draft = drafter.propose([1, 2, 3], 9, Noting(7), Greedy(), Randomness(0))
+    draft = answered(drafter.propose([1, 2, 3], 9, Noting(7), Greedy(), Randomness(0)))
     assert draft.tokens == [4, 5]
     assert events == [
         ("another", [], 0),
-        ("look", 4, 1),
+        ("draws", 4, 1),
         ("another", [4], 1),
-        ("look", 5, 2),
+        ("draws", 5, 2),
         ("another", [4, 5], 2),
     ]
 
 
 def test_a_rule_may_stop_before_the_draw() -> None:
     class Reluctant(FixedLength):
-        def look(self, logits: torch.Tensor) -> bool:
+        def draws(self, logits: torch.Tensor) -> bool:
             return logits.argmax().item() != 6
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
-    assert drafter.propose([1, 2, 3], 9, Reluctant(7), Greedy(), Randomness(0)).tokens == [4, 5]
+    assert answered(drafter.propose([1, 2, 3], 9, Reluctant(7), Greedy(), Randomness(0))).tokens == [4, 5]
 
 
 # -- what rules read ---------------------------------------------------------------------------------
@@ -461,7 +460,7 @@ def test_confidence_is_the_probability_of_the_token_that_was_drawn() -> None:
 
 def evidence_of(drafter: Any, context: list[int], length: int) -> Draft:
     drafter.begin(context)
-    return drafter.propose(context, 99, FixedLength(length), Greedy(), Randomness(0))
+    return answered(drafter.propose(context, 99, FixedLength(length), Greedy(), Randomness(0)))
 
 
 def test_lookup_knows_how_long_its_match_is() -> None:
@@ -517,13 +516,13 @@ def test_egag() -> None:
     half = logits_of(0.5, 0.5, 0.0, 0.0)  # H_norm 0.5
     assert policy.begin(20) == 9
     assert policy.another(Draft())
-    assert policy.look(half)
+    assert policy.draws(half)
     assert policy.notes() == pytest.approx({"H_norm": 0.5, "H_ema": 0.5, "gamma": 5.0})  # 9 - 8 · 0.5
     assert [policy.another(Draft([0] * n)) for n in (1, 4, 5)] == [True, True, False]
-    policy.look(logits_of(1.0, 0.0, 0.0, 0.0))
+    policy.draws(logits_of(1.0, 0.0, 0.0, 0.0))
     assert policy.notes()["gamma"] == 5.0, "only the first distribution of a step counts"
     assert policy.begin(3) == 3
-    policy.look(logits_of(1.0, 0.0, 0.0, 0.0))
+    policy.draws(logits_of(1.0, 0.0, 0.0, 0.0))
     assert policy.notes() == pytest.approx({"H_norm": 0.0, "H_ema": 0.0, "gamma": 3.0})
 
 
@@ -531,7 +530,7 @@ def test_egag() -> None:
 def test_the_scale_of_egag(scale: float, gamma: int) -> None:
     policy = EntropyGuidedLength(gamma_min=2, gamma_max=7, scale=scale)  # 7 - 5 · min(1, 0.5 / scale)
     policy.begin(20)
-    policy.look(logits_of(0.5, 0.5, 0.0, 0.0))
+    policy.draws(logits_of(0.5, 0.5, 0.0, 0.0))
     assert policy.notes()["gamma"] == gamma
 
 
@@ -540,7 +539,7 @@ def test_the_average_of_egag() -> None:
     averages = []
     for logits in (logits_of(0.5, 0.5, 0.0, 0.0), logits_of(1.0, 0.0, 0.0, 0.0), torch.zeros(4)):
         policy.begin(20)
-        policy.look(logits)
+        policy.draws(logits)
         averages.append(policy.notes()["H_ema"])
     assert averages == pytest.approx([0.5, 0.375, 0.53125])
 
@@ -552,7 +551,7 @@ def test_egag_without_logits_drafts_its_maximum() -> None:
 def evidence_of_policy(drafter: Any, policy: LengthPolicy) -> list[int]:
     context = [1, 2, 3, 4, 5, 9, 2, 3]
     drafter.begin(context)
-    return drafter.propose(context, 99, policy, Greedy(), Randomness(0)).tokens
+    return answered(drafter.propose(context, 99, policy, Greedy(), Randomness(0))).tokens
 
 
 def test_confidence() -> None:
@@ -1099,7 +1098,7 @@ def test_every_rule_has_a_word_and_says_what_it_takes() -> None:
     for policy in rules.RULES:
         built = build_policy(policy.word)
         assert built.name.startswith(policy.word)
-        assert built.begin(1) in (0, 1)
+        assert built.rule.begin(1) in (0, 1)
 
 
 def values() -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -1133,7 +1132,7 @@ def test_a_rule_is_named_by_its_options(word: str, options: dict[str, Any], name
 
 
 def test_a_rule_can_be_kept() -> None:
-    assert isinstance(build_policy("heuristic", keep=True), KeptState)
+    assert build_policy("heuristic", keep=True).kept
     assert build_policy("auto", keep=True).costs() is not None
 
 
@@ -1288,7 +1287,7 @@ def test_auto_lets_the_model_draft_where_a_match_is_doubtful(
     policy.begin(20)
     ahead = mixed("", ahead=True)
     ahead.evidence = [0.6]
-    assert policy.rather_pass(ahead) == rather
+    assert policy.prefers_pass(ahead) == rather
 
 
 def test_auto_looks_again_with_one_pass_and_all_free_tokens() -> None:
@@ -1300,7 +1299,7 @@ def test_auto_looks_again_with_one_pass_and_all_free_tokens() -> None:
         probes += probing
         assert policy.another(mixed("")) == probing
         if probing:
-            assert not policy.rather_pass(mixed("", ahead=True))
+            assert not policy.prefers_pass(mixed("", ahead=True))
             assert policy.another(mixed("", ahead=True)), "free"
             assert policy.another(mixed("f", ahead=True))
             assert not policy.another(mixed("fm")), "one pass is enough"
@@ -1328,15 +1327,3 @@ def test_a_probe_that_took_no_pass_is_not_paid_for() -> None:
     policy.observe(step)
     policy.begin(20)
     assert policy.notes()["probe"] == 1, "it still has to find out"
-
-
-@pytest.mark.parametrize("wrap", [lambda rule: WithSiblings(rule, 2), KeptState])
-def test_wrapped_rules_are_asked_for_a_pass_too(wrap: Any) -> None:
-    class Preferring(FixedLength):
-        def rather_pass(self, draft: Draft) -> bool:
-            return bool(draft.tokens)
-
-    policy = wrap(Preferring(4))
-    assert policy.rather_pass(Draft([1]))
-    assert not policy.rather_pass(Draft())
-    assert not wrap(FixedLength(4)).rather_pass(Draft([1]))

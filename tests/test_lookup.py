@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Ticking
 
-from specbench.decoding.protocols import Draft
+from specbench.decoding.protocols import Draft, answered
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.errors import UsageError
@@ -20,7 +20,7 @@ from specbench.specs.notation import join_spec
 
 
 def draft(drafter: LookupDrafter, context: Sequence[int], room: int = 100, gamma: int = 5) -> Draft:
-    return drafter.propose(context, room, FixedLength(gamma), Sampling(), Randomness(0))
+    return answered(drafter.propose(context, room, FixedLength(gamma), Sampling(), Randomness(0)))
 
 
 def drafted(
@@ -92,7 +92,7 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
     drafter = LookupDrafter()
     drafter.begin([1, 1, 1])
     policy = Noting(7)
-    assert drafter.propose([1, 1, 1], 9, policy, Sampling(), Randomness(0)).tokens == [1, 1]
+    assert answered(drafter.propose([1, 1, 1], 9, policy, Sampling(), Randomness(0))).tokens == [1, 1]
     assert rooms == [9]
     assert asked == [0, 1, 2]
 
@@ -105,7 +105,7 @@ def test_the_output_is_searched_as_well_as_the_prompt() -> None:
     for step in ([4, 5], [1], [6, 4]):
         context += step
         drafter.commit(context, len(step), torch.zeros(len(step), 8))
-        drafter.rollback(len(context) - 1)
+        drafter.keep(len(context) - 1)
     assert draft(drafter, context, gamma=2).tokens == [5, 1]
 
 
@@ -244,7 +244,7 @@ def test_agrees_with_a_search(context: list[int], max_match: int | None, min_mat
         emitted = data.draw(st.integers(1, len(context) - end))
         end += emitted
         drafter.commit(context[:end], emitted, torch.zeros(emitted, 4))
-        drafter.rollback(end - 1)
+        drafter.keep(end - 1)
 
 
 # Options.

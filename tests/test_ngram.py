@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Ticking
 
-from specbench.decoding.protocols import Draft, Drafter
+from specbench.decoding.protocols import Draft, Drafter, answered
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
 from specbench.errors import UsageError
@@ -64,7 +64,7 @@ def draft(
     sampling: Sampling = GREEDY,
     random: Randomness | None = None,
 ) -> Draft:
-    return drafter.propose(context, room, FixedLength(gamma), sampling, random or Scripted())
+    return answered(drafter.propose(context, room, FixedLength(gamma), sampling, random or Scripted()))
 
 
 def drafted(drafter: Drafter, context: Sequence[int], **options: Any) -> list[int]:
@@ -155,7 +155,7 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
     policy = Stubborn(stop=2)
     drafter = NGramDrafter()
     drafter.begin([1, 1, 1])
-    assert drafter.propose([1, 1, 1], 9, policy, GREEDY, Scripted()).tokens == [1, 1]
+    assert answered(drafter.propose([1, 1, 1], 9, policy, GREEDY, Scripted())).tokens == [1, 1]
     assert policy.rooms == [9]
     assert policy.asked == [0, 1, 2]
 
@@ -173,7 +173,7 @@ def test_learns_what_is_emitted() -> None:
     for token in (3, 1):  # now as frequent as 2, and more recent
         context.append(token)
         drafter.commit(context, 1, torch.zeros(1, 4))
-        drafter.rollback(len(context) - 1)
+        drafter.keep(len(context) - 1)
     assert draft(drafter, context, gamma=1).tokens == [3]
 
 
@@ -484,7 +484,7 @@ def test_agrees_with_a_recount(
                 reference.emit(context, token, ranked)
                 context.append(token)
             drafter.commit(context, len(step), ranking([*rankings, range(vocabulary)], vocabulary))
-            drafter.rollback(len(context) - 1)
+            drafter.keep(len(context) - 1)
 
 
 # Options.

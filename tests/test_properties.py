@@ -20,18 +20,18 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, judge
 from tiny import tiny_tokenizer
 from tokenizers import processors
 
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Draft
+from specbench.decoding.protocols import Asking, Draft
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, judge, residual
+from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, residual
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
@@ -175,7 +175,6 @@ def test_greedy_keeps_the_beginning_that_the_target_would_have_written(made: Any
     verdict = judge(Draft(tokens), logits, [0], Greedy(), Randomness(0))
     assert verdict.accepted == kept
     assert verdict.tokens == best[: kept + 1]
-    assert verdict.closing == ("corrected" if kept < len(tokens) else "bonus" if tokens else "target")
 
 
 @settings(max_examples=300, deadline=None)
@@ -187,9 +186,6 @@ def test_a_sampled_verdict_is_sound(made: Any, sampling: Sampling, seed: int, ce
     verdict = judge(draft, logits, context, sampling, Randomness(seed))
     assert verdict.tokens[:-1] == tokens[: verdict.accepted]
     assert len(verdict.tokens) == verdict.accepted + 1
-    assert verdict.closing == (
-        "corrected" if verdict.accepted < len(tokens) else "bonus" if tokens else "target"
-    )
     p = sampling.probabilities(logits, context, tokens)
     for row, token in zip(p, verdict.tokens, strict=False):
         assert float(row[token]) > 0.0, "a token that the target holds for impossible"
@@ -332,6 +328,7 @@ class Guesser:
     """Proposes tokens from a list, right or wrong, and is sure of them."""
 
     name = "guesser"
+    epoch = 0
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
@@ -339,14 +336,17 @@ class Guesser:
     def begin(self, prompt: Sequence[int]) -> None:
         pass
 
-    def propose(self, context: Sequence[int], room: int, policy: Any, sampling: Any, random: Any) -> Draft:
+    def propose(
+        self, context: Sequence[int], room: int, policy: Any, sampling: Any, random: Any
+    ) -> Asking[Draft]:
+        yield from ()
         at = len(context)
         return Draft([self.tokens[(at + i) % len(self.tokens)] for i in range(policy.begin(room))])
 
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         assert len(logits) >= emitted >= 1
 
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
         pass
 
 
@@ -577,7 +577,7 @@ def test_a_rule_copes_with_whatever_comes_and_a_new_prompt_finds_it_fresh(word: 
     @settings(max_examples=60, deadline=None)
     @given(histories(), histories())
     def check(earlier: list[dict[str, Any]], later: list[dict[str, Any]]) -> None:
-        used, fresh = build_policy(word), build_policy(word)
+        used, fresh = build_policy(word).rule, build_policy(word).rule
         used.reset()
         follow(used, earlier)
         used.reset()
@@ -640,7 +640,7 @@ OPERATIONS = st.lists(
 def rolled_back(scorer: Scorer, length: int, family: str) -> bool:
     """Whether the cache could be rolled back so far; layers that forget may say that they cannot."""
     try:
-        scorer.rollback(length)
+        scorer.keep(length)
     except ValueError as refusal:
         if family == "full" or "given up" not in str(refusal):
             raise
@@ -670,7 +670,7 @@ def test_after_any_roll_back_the_logits_are_those_of_the_whole_context(family: s
             elif word == "keep" and drafted:
                 context += [*drafted[:count], chance.randrange(23)]
                 drafted = []
-                scorer.rollback(len(context) - 1)
+                scorer.keep(len(context) - 1)
                 assert scorer.cache.length <= len(context) - 1
             elif word == "back" and len(context) > count:
                 if not rolled_back(scorer, len(context) - count - 1, family):
@@ -685,7 +685,7 @@ def test_after_any_roll_back_the_logits_are_those_of_the_whole_context(family: s
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
                 if not drafted:  # nothing to keep: one token more
                     context.append(chance.randrange(23))
-                    scorer.rollback(len(context) - 1)
+                    scorer.keep(len(context) - 1)
 
     check()
 

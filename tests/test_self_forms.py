@@ -19,6 +19,7 @@ from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
 from specbench.backends.torch.kernels.linear import Int8Linear
 from specbench.backends.torch.kernels.surgery import pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.layers import cheaper_form, check_form, skippable_layers
 from specbench.drafters.model import SelfDrafter
@@ -170,10 +171,10 @@ def test_only_its_layers_are_lengthened_and_rolled_back(
                 lengths = [layer.get_seq_length() for layer in cache_layers(target)]
                 fed = len(walk.context) + count
                 assert lengths == [fed if i in kept else verified for i in range(LAYERS)]
-            form.rollback(verified)
+            form.keep(verified)
             at_once = form.logits(walk.context, drafted[:-1])
             assert_close(torch.cat(one_by_one), at_once[-drafts:])
-            form.rollback(verified)
+            form.keep(verified)
         assert {layer.get_seq_length() for layer in cache_layers(target)} == {verified}
         assert_close(target.logits(walk.context, drafted), whole(model, walk.context, drafted))
         walk.keep(drafted)
@@ -195,7 +196,7 @@ def test_it_leaves_no_trace(
         if first_target:
             walk.step(0)
         for gamma in (1, 4, 2):
-            draft = drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0))
+            draft = answered(drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
             assert len(draft.tokens) == draft.passes == gamma
             assert_close(target.logits(walk.context, draft.tokens), whole(model, walk.context, draft.tokens))
             walk.keep(draft.tokens)

@@ -20,7 +20,8 @@ from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
 from specbench.backends.torch.kernels.llama_layers import short_layers
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Drafter, Sibling
+from specbench.decoding.protocols import Drafter, Pass
+from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.models.prepare import Target, load_drafter, wrap_drafter, wrap_target
 
@@ -85,7 +86,7 @@ def passes(scorer: Scorer) -> list[torch.Tensor]:
     found.append(scorer.logits(CONTEXT))
     for width in (1, 2, 5, 31, 32, 40):
         found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
-        scorer.rollback(len(CONTEXT))
+        scorer.keep(len(CONTEXT))
     return found
 
 
@@ -119,7 +120,7 @@ def test_a_row_has_the_same_bits_in_every_short_pass(kind: str, dtype: torch.dty
     scorer.logits(CONTEXT)
     one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(20)]
     for width in (2, 3, 7, 20):
-        scorer.rollback(len(CONTEXT))
+        scorer.keep(len(CONTEXT))
         together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
         assert identical(list(together), one_by_one[:width])
 
@@ -182,7 +183,7 @@ def test_two_models_in_turn_do_not_mix_up_their_rotations() -> None:
     for width in (1, 2, 5, 31, 32, 40):
         for scorer, rows in zip((one, other), found, strict=True):
             rows.append(scorer.logits(CONTEXT, CONTEXT[:width]))
-            scorer.rollback(len(CONTEXT))
+            scorer.keep(len(CONTEXT))
     assert identical(found[0], wanted[0])
     assert identical(found[1], wanted[1])
 
@@ -273,8 +274,8 @@ def trees(scorer: Scorer) -> torch.Tensor:
     """Logits of a pass with siblings."""
     scorer.begin()
     scorer.logits(CONTEXT)
-    scorer.rollback(len(CONTEXT) - 1)
-    return scorer.logits(CONTEXT, [3, 4, 5], siblings=(Sibling(1, 6), Sibling(0, 7)))
+    scorer.keep(len(CONTEXT) - 1)
+    return scorer.score(Pass(scorer, CONTEXT, [3, 4, 5, 6, 7], (-1, 0, 1, 0, -1))).logits
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
@@ -564,7 +565,7 @@ def test_a_drafter_in_float32_leaves_the_cache_in_its_dtype() -> None:
     layers = owner.cache.model_arguments()["past_key_values"].layers
     assert {layer.keys.dtype for layer in layers} == {torch.bfloat16}
     assert drafted.dtype == torch.float32
-    owner.rollback(len(CONTEXT))
+    owner.keep(len(CONTEXT))
     assert float((owner.logits([*CONTEXT, 5]) - expected).abs().max()) < 0.1 * float(expected.abs().max())
 
 

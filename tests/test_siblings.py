@@ -17,11 +17,13 @@ from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Draft, LengthPolicy, Sibling
+from specbench.decoding.protocols import Asking, Draft, LengthPolicy, Pass
 from specbench.decoding.records import Step
+from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.decoding.tree import choose_siblings, tree_mask, tree_positions
+from specbench.decoding.tree import NO_SIBLINGS, Siblings, choose_siblings, tree_mask, tree_positions
+from specbench.decoding.verify import GreedyVerification, Verdict
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -52,7 +54,6 @@ def test_the_likeliest_alternatives_come_first() -> None:
     assert everything[:5] == ((0, 1), (1, 0), (1, 2), (0, 2), (1, 3))
     assert choose_siblings(draft, 10, 0.11) == ((0, 1), (1, 0), (1, 2))
     assert choose_siblings(draft, 2, 0.0) == ((0, 1), (1, 0))
-    assert all(isinstance(each, Sibling) for each in everything)
 
 
 def test_what_is_certain_or_unknown_has_no_alternatives() -> None:
@@ -65,9 +66,9 @@ def test_what_is_certain_or_unknown_has_no_alternatives() -> None:
 
 
 def test_a_sibling_stands_where_the_draft_does() -> None:
-    siblings = (Sibling(1, 7), Sibling(0, 8))
-    assert tree_positions(5, 1, 2, siblings, torch.device("cpu")).tolist() == [[5, 6, 7, 7, 6]]
-    mask = tree_mask(2, 1, 2, siblings, 9, torch.device("cpu"))
+    parents = (-1, 0, 0, -1)
+    assert tree_positions(5, parents, torch.device("cpu")).tolist() == [[5, 6, 7, 7, 6]]
+    mask = tree_mask(2, parents, 9, torch.device("cpu"))
     assert mask.shape == (1, 1, 5, 9)
     assert mask[0, 0].int().tolist() == [
         [1, 1, 1, 0, 0, 0, 0, 0, 0],  # the context's last
@@ -81,19 +82,21 @@ def test_a_sibling_stands_where_the_draft_does() -> None:
 def test_the_rules_take_them_as_an_option() -> None:
     for word in ("fixed:gamma=3", "auto", "confidence", "svip", "egag", "entropy-bound", "heuristic"):
         policy = build_policy(f"{word}{',' if ':' in word else ':'}siblings=6")
-        assert policy.most_siblings == 6
+        assert policy.siblings.most == 6
         assert policy.name == build_policy(policy.name).name
         assert policy.name.endswith("siblings=6")
         none = build_policy(f"{word}{',' if ':' in word else ':'}siblings=0")
-        assert none.most_siblings == 0
+        assert none.siblings.most == 0
         assert none.name == build_policy(none.name).name
     kept = build_policy("auto:siblings=2", keep=True)
-    assert kept.most_siblings == 2
-    assert kept.siblings(Draft(tokens=[0], logits=[logits_of(0.5, 0.5)])) == ((0, 1),)
-    assert build_policy("auto").most_siblings == 8
+    assert kept.siblings.most == 2
+    assert kept.name == "auto:siblings=2, kept"
+    draft = Draft(tokens=[0], logits=[logits_of(0.5, 0.5)])
+    assert beside(kept, draft) == [(0, 1)]
+    assert build_policy("auto").siblings.most == 8
     assert build_policy("auto:siblings=8").name == "auto"
-    assert build_policy("fixed").most_siblings == build_policy("auto:siblings=0").most_siblings == 0
-    assert build_policy("fixed").siblings(Draft(tokens=[0], logits=[logits_of(0.5, 0.5)])) == ()
+    assert build_policy("fixed").siblings.most == build_policy("auto:siblings=0").siblings.most == 0
+    assert build_policy("fixed").siblings.widen(draft) is draft
     with pytest.raises(UsageError, match="siblings of a draft are -1"):
         build_policy("auto:siblings=-1")
 
@@ -102,8 +105,26 @@ def test_auto_asks_for_those_that_pay() -> None:
     steep = build_policy("auto:siblings=8", costs=_costs(slope=0.2))
     level = build_policy("auto:siblings=8", costs=_costs(slope=0.0))
     draft = Draft(tokens=[0], logits=[logits_of(0.7, 0.15, 0.1, 0.05)])
-    assert steep.siblings(draft) == ()
-    assert len(level.siblings(draft)) == 3
+    assert beside(steep, draft) == []
+    assert len(beside(level, draft)) == 3
+
+
+def beside(policy: DraftPolicy, draft: Draft) -> list[tuple[int, int]]:
+    """The places and tokens of what is verified beside a draft."""
+    tree = policy.siblings.widen(draft)
+    gamma = len(draft.tokens)
+    return [(p + 1, t) for p, t in zip((tree.parents or ())[gamma:], tree.tokens[gamma:], strict=True)]
+
+
+def test_a_draft_is_widened_by_leaves_and_stays_as_it_is() -> None:
+    draft = Draft(tokens=[0, 1], logits=[logits_of(0.6, 0.3, 0.1, 0.0), logits_of(0.25, 0.5, 0.2, 0.05)])
+    tree = Siblings(3, lambda rows: 0.0 if rows == 3 else 1.0).widen(draft)
+    assert (tree.tokens, tree.parents) == ([0, 1, 1, 0, 2], (-1, 0, -1, 0, 0))
+    assert (tree.chain, draft.chain) == (2, 2)
+    assert (draft.tokens, draft.parents) == ([0, 1], None)
+    assert [tree.child(node, 1) for node in (-1, 0, 1, 2)] == [2, 1, None, None]
+    assert NO_SIBLINGS.widen(draft) is draft
+    assert Siblings(3, lambda _: 1.0).widen(draft) is draft
 
 
 def _costs(slope: float) -> Any:
@@ -132,7 +153,12 @@ def drafter(kind: str = "model") -> Any:
 
 
 def decode(
-    policy: LengthPolicy, drafter: Any, *, new: int = 60, ends: Sequence[int] = (), **options: Any
+    policy: LengthPolicy | DraftPolicy,
+    drafter: Any,
+    *,
+    new: int = 60,
+    ends: Sequence[int] = (),
+    **options: Any,
 ) -> tuple[list[int], list[Step]]:
     given: dict[str, Any] = {"sampling": Greedy(), "random": Randomness(0), **options}
     target: Any = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
@@ -217,7 +243,7 @@ def test_sampling_and_penalties_do_without() -> None:
 
 
 def test_a_target_that_cannot_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScriptedScorer, "takes_siblings", False)
+    monkeypatch.setattr(ScriptedScorer, "takes_trees", False)
     found, steps = decode(build_policy("fixed:gamma=3,siblings=8"), drafter())
     assert found == plain()
     assert not any(step.siblings for step in steps)
@@ -253,28 +279,23 @@ def test_the_check_follows_them() -> None:
 
 
 def test_the_check_finds_an_entry_that_was_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScriptedScorer, "move", lambda *_: None)
+    monkeypatch.setattr(ScriptedScorer, "arrange", lambda *_: None)
     assert checked().verdict == "wrong"
 
 
 def test_the_check_finds_an_alternative_that_was_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    import specbench.decoding.loop
+    judge = GreedyVerification.judge
 
-    judge = specbench.decoding.loop.judge
-
-    def first_sibling(
-        draft: Any, logits: Any, context: Any, *rest: Any, siblings: Any = (), **options: Any
-    ) -> Any:
-        verdict = judge(draft, logits, context, *rest, siblings=siblings, **options)
-        places = [each.place for each in siblings]
-        if verdict.accepted in places and verdict.sibling is None:
-            verdict.sibling = places.index(verdict.accepted)
-            token = siblings[verdict.sibling].token
-            row = len(draft.tokens) + 1 + verdict.sibling
-            verdict.tokens[-1:] = [token, int(logits[row].argmax())]
+    def first_sibling(self: Any, draft: Draft, logits: Any, *rest: Any) -> Verdict:
+        verdict = judge(self, draft, logits, *rest)
+        at = verdict.path[-1] if verdict.path else -1
+        leaves = [node for node in range(draft.chain, len(draft.tokens)) if (draft.parents or ())[node] == at]
+        if leaves and verdict.accepted == len(verdict.path):
+            verdict.path = [*verdict.path, leaves[0]]
+            verdict.tokens[-1:] = [draft.tokens[leaves[0]], int(logits[leaves[0] + 1].argmax())]
         return verdict
 
-    monkeypatch.setattr(specbench.decoding.loop, "judge", first_sibling)
+    monkeypatch.setattr(GreedyVerification, "judge", first_sibling)
     result = checked(siblings=1)
     assert result.verdict == "wrong"
     assert "choice" in {violation.invariant for _, violation in result.violations}
@@ -283,37 +304,124 @@ def test_the_check_finds_an_alternative_that_was_not_chosen(monkeypatch: pytest.
 # --- Real passes ----------------------------------------------------------------------------------
 
 CONTEXT = [5, 9, 14, 3, 8, 21, 2]
-DRAFT, SIBLINGS = [11, 4, 17], (Sibling(1, 6), Sibling(0, 12), Sibling(2, 1), Sibling(1, 13))
+FLAT = ((11, 4, 17, 6, 12, 1, 13), (-1, 0, 1, 0, -1, 1, 0))  # a chain of three, and leaves beside it
+DEEP = ((11, 4, 17, 6, 12, 1, 13, 9, 2, 8), (-1, 0, 1, 0, -1, 4, 4, 6, 7, 3))  # with branches of their own
+CACHES: list[CacheKind] = ["dynamic", "preallocated", "static"]
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+def branch(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from the root to this one."""
+    return [] if node < 0 else [*branch(parents[node], parents), node]
+
+
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("fold", [True, False])
-def test_a_pass_with_siblings_is_the_separate_passes(cache: CacheKind, fold: bool) -> None:
+@pytest.mark.parametrize("tree", [FLAT, DEEP], ids=["flat", "deep"])
+def test_a_pass_over_a_tree_is_the_separate_passes(cache: CacheKind, fold: bool, tree: Any) -> None:
     from specbench.backends.torch.kernels.attention import fold_attention
 
     model = tiny_llama()
     if fold:
         fold_attention(model)
-    scorer = Scorer(model, cache)
-    assert scorer.takes_siblings
+    scorer, other = Scorer(model, cache), Scorer(model, "dynamic")
+    assert scorer.takes_trees
+    tokens, parents = tree
+    paths = [branch(node, parents) for node in range(len(tokens))]
+    expected = []
+    for path in [[], *paths]:
+        other.begin()
+        expected.append(other.logits(CONTEXT, [tokens[node] for node in path], rows=1)[0])
     for fresh in (1, 3, len(CONTEXT)):
         scorer.begin()
         if fresh < len(CONTEXT):
             scorer.logits(CONTEXT[:-fresh])
-        found = scorer.logits(CONTEXT, DRAFT, siblings=SIBLINGS)
-        other = Scorer(model, cache)
-        other.begin()
-        expected = [*other.logits(CONTEXT, DRAFT)]
-        for place, token in SIBLINGS:
-            other.begin()
-            expected.append(other.logits(CONTEXT, [*DRAFT[:place], token], rows=1)[0])
+        found = scorer.score(Pass(scorer, CONTEXT, tokens, parents)).logits
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
-        # The second sibling was right: the context goes on behind it.
-        scorer.move(len(CONTEXT) + len(DRAFT) + 1, len(CONTEXT))
-        scorer.rollback(len(CONTEXT) + 1)
-        after = scorer.logits([*CONTEXT, 12, 7])
-        other.begin()
-        torch.testing.assert_close(after, other.logits([*CONTEXT, 12, 7]), rtol=1e-4, atol=1e-5)
+    # Whatever branch was right, or the beginning of one: the context goes on behind it.
+    for path in paths:
+        for kept in range(len(path) + 1):
+            scorer.keep(len(CONTEXT) - 1)
+            scorer.score(Pass(scorer, CONTEXT, tokens, parents))
+            scorer.keep(len(CONTEXT) + kept, path)
+            assert scorer.cache.length == len(CONTEXT) + kept
+            text = [*CONTEXT, *(tokens[node] for node in path[:kept]), 7]
+            other.begin()
+            torch.testing.assert_close(scorer.logits(text), other.logits(text), rtol=1e-4, atol=1e-5)
+            scorer.keep(len(CONTEXT))
+
+
+def test_what_a_cache_has_not_read_of_a_path_is_not_kept() -> None:
+    scorer = Scorer(tiny_llama())
+    scorer.logits(CONTEXT, [11, 4], rows=1)  # a drafter that has drafted a third token
+    scorer.keep(len(CONTEXT) + 3, range(3))
+    assert scorer.cache.length == len(CONTEXT) + 2
+    scorer.keep(len(CONTEXT) + 2, [0, 5])  # and verified others beside
+    assert scorer.cache.length == len(CONTEXT) + 1
+
+
+# --- Deeper trees ---------------------------------------------------------------------------------
+
+
+class Planted:
+    """Drafts the target's own continuation, hidden in a tree of other tokens."""
+
+    name, epoch = "planted", 0
+
+    def begin(self, prompt: Sequence[int]) -> None: ...
+
+    def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Asking[Draft]:
+        yield from ()
+        right = list(context)
+        for _ in range(policy.begin(room)):
+            right.append(int(TARGET(right).argmax()))
+        parents, tokens, at = [], [], -1
+        for token in right[len(context) :]:
+            for other in ((token + 1) % VOCAB, token, (token + 2) % VOCAB):
+                parents.append(at)
+                tokens.append(other)
+            at = len(tokens) - 2
+        return Draft(tokens, parents=parents)
+
+    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        assert [int(row.argmax()) for row in logits[:emitted]] == list(context[-emitted:])
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None: ...
+
+
+def test_greedy_decoding_walks_a_deeper_tree() -> None:
+    target: Any = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+    context, steps = list(PROMPT), 0
+    for record in decode_steps(
+        PROMPT, target, Planted(), policy=FixedLength(3), sampling=Greedy(), random=Randomness(0), max_new_tokens=21
+    ):  # fmt: skip
+        context += record.tokens if isinstance(record, Step) else [record.token]
+        steps += isinstance(record, Step)
+        assert [token for token, _ in target.cache.entries] == context[:-1]
+    assert context[len(PROMPT) :] == plain(21)
+    assert steps == 5, "each keeps three tokens of the tree, and adds one"
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_the_walk_takes_each_row_in_its_own_context(penalty: float) -> None:
+    sampling = Greedy(repetition_penalty=penalty)
+    tokens, parents = [3, 4, 6, 7, 5, 2], (-1, 0, 0, -1, 2, 4)
+    for seed in range(40):
+        table = random_table(seed, VOCAB)
+        paths = [branch(node, parents) for node in range(-1, len(tokens))]
+        rows = torch.stack([table([*PROMPT, *(tokens[n] for n in path)]) for path in paths])
+        context, expected, node = list(PROMPT), [], -1
+        while True:
+            token = sampling.choose(rows[node + 1 : node + 2], context)[0]
+            expected.append(token)
+            context.append(token)
+            node = next((i for i in range(6) if (parents[i], tokens[i]) == (node, token)), -2)
+            if node == -2:
+                break
+        verdict = GreedyVerification().judge(
+            Draft(tokens, parents=parents), rows, PROMPT, sampling, Randomness(0)
+        )
+        assert verdict.tokens == expected
+        assert verdict.deciding(rows).shape[0] == len(expected)
 
 
 def test_caches_that_forget_take_none() -> None:
@@ -324,9 +432,9 @@ def test_caches_that_forget_take_none() -> None:
         num_key_value_heads=1, sliding_window=8,
     )  # fmt: skip
     sliding = hf.MistralForCausalLM(config).eval()
-    assert not Scorer(sliding).takes_siblings
-    assert not Scorer(sliding, "preallocated").takes_siblings
-    assert not Scorer(tiny_llama(), "none").takes_siblings
+    assert not Scorer(sliding).takes_trees
+    assert not Scorer(sliding, "preallocated").takes_trees
+    assert not Scorer(tiny_llama(), "none").takes_trees
 
 
 def test_models_that_go_by_the_order_of_tokens_are_found_out() -> None:
@@ -335,7 +443,7 @@ def test_models_that_go_by_the_order_of_tokens_are_found_out() -> None:
 
     torch.manual_seed(0)
     config = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
-    assert not Scorer(hf.BloomForCausalLM(config).eval()).takes_siblings
+    assert not Scorer(hf.BloomForCausalLM(config).eval()).takes_trees
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
@@ -349,7 +457,7 @@ def test_on_real_caches_the_output_is_the_targets_own(cache: CacheKind, spec: st
     target = wrap_target(language_model.model, language_model.tokenizer, cache=cache)
     drafter = load_drafter(spec, target, cache=cache)
 
-    def output(drafter: Any, policy: LengthPolicy | None) -> tuple[list[int], Sequence[Step]]:
+    def output(drafter: Any, policy: DraftPolicy | None) -> tuple[list[int], Sequence[Step]]:
         run = GenerationRun(
             CONTEXT, target, drafter, policy=policy, sampling=Sampling(), max_new_tokens=60, ignore_eos=True
         )

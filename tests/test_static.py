@@ -18,12 +18,12 @@ from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.graphs import COMPILERS, cuda_capture
 from specbench.backends.torch.passes import GraphPass
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
-from specbench.decoding.protocols import LengthPolicy, Sibling
+from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Sampling
 from specbench.errors import RunError, UsageError
 from specbench.generate import GenerationRun
-from specbench.lengths import FixedLength, KeptState, build_policy
+from specbench.lengths import build_policy
 from specbench.models.prepare import load_drafter, wrap_target
 
 CONTEXT = [5, 9, 14, 3, 8, 21, 2]
@@ -67,7 +67,7 @@ def assert_alike(scorer: Scorer, other: Scorer) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         context += [*drafted[:kept], width % 20]
         for each in (scorer, other):
-            each.rollback(len(context) - 1)
+            each.keep(len(context) - 1)
             assert each.cache.length == len(context) - 1
 
 
@@ -88,7 +88,7 @@ def test_the_result_of_a_captured_pass_stays_when_it_is_repeated() -> None:
     scorer.logits(CONTEXT)
     first = scorer.logits([*CONTEXT, 4])
     kept = first.clone()
-    scorer.rollback(len(CONTEXT))
+    scorer.keep(len(CONTEXT))
     second = scorer.logits([*CONTEXT, 9])
     assert not torch.equal(first, second)
     assert torch.equal(first, kept)
@@ -114,17 +114,16 @@ def test_it_grows_and_captures_anew(captured: bool, monkeypatch: pytest.MonkeyPa
 def test_siblings_are_verified_in_it(captured: bool) -> None:
     model = tiny_llama()
     scorer, other = static(model, captured=captured), Scorer(model)
-    assert scorer.takes_siblings
-    siblings = (Sibling(1, 6), Sibling(0, 12))
+    assert scorer.takes_trees
     for each in (scorer, other):
         each.begin()
         each.logits(CONTEXT)
-        each.rollback(len(CONTEXT) - 1)
-    found, expected = (each.logits(CONTEXT, [3, 4], siblings=siblings) for each in (scorer, other))
+        each.keep(len(CONTEXT) - 1)
+    tree = (CONTEXT, [3, 4, 6, 12], (-1, 0, 0, -1))
+    found, expected = (each.score(Pass(each, *tree)).logits for each in (scorer, other))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for each in (scorer, other):
-        each.move(len(CONTEXT) + 2 + 1, len(CONTEXT))
-        each.rollback(len(CONTEXT) + 1)
+        each.keep(len(CONTEXT) + 1, [3])
     after = [each.logits([*CONTEXT, 12, 7]) for each in (scorer, other)]
     torch.testing.assert_close(*after, rtol=1e-4, atol=1e-5)
 
@@ -182,7 +181,7 @@ def test_families_of_models_give_the_same_in_it(kind: str) -> None:
         found, expected = scorer.logits(CONTEXT, drafted), other.logits(CONTEXT, drafted)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         for each in (scorer, other):
-            each.rollback(len(CONTEXT))
+            each.keep(len(CONTEXT))
 
 
 # --- Whole outputs --------------------------------------------------------------------------------
@@ -230,15 +229,15 @@ def test_nothing_is_read_before_the_target_has_verified(
     read_late: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    original = Scorer.logits
+    original = Scorer.score
 
-    def watched(self: Scorer, context: Any, drafted: Any = (), *rest: Any, **options: Any) -> torch.Tensor:
-        found = original(self, context, drafted, *rest, **options)
-        if isinstance(drafted, DeviceTokens):
-            seen.append(drafted._read)
+    def watched(self: Scorer, asked: Pass) -> Rows:
+        found = original(self, asked)
+        if isinstance(asked.tokens, DeviceTokens):
+            seen.append(asked.tokens._read)
         return found
 
-    monkeypatch.setattr(Scorer, "logits", watched)
+    monkeypatch.setattr(Scorer, "score", watched)
     output("self:layers=1", "fixed:gamma=4")
     assert len(seen) > 10
     assert all(each is None for each in seen)
@@ -251,13 +250,10 @@ def test_rules_that_read_and_sampling_draft_as_ever(read_late: None, monkeypatch
     monkeypatch.setattr(
         importlib.import_module("specbench.drafters.model").ModelDrafter, "_propose_unread", never
     )
-    for rule in ("auto", "svip", "fixed:siblings=2", "heuristic"):
+    for rule in ("auto", "svip", "heuristic"):
         output("self:layers=1", rule)
     output("self:layers=1", "fixed", sampling=Sampling(0.9))
     output("self:layers=1", "fixed", sampling=Greedy(1.2))
-    kept: LengthPolicy = KeptState(FixedLength(2))
-    assert kept.unconditional
-    assert not build_policy("fixed:siblings=2").unconditional
 
 
 def test_device_tokens_are_a_sequence() -> None:
@@ -307,7 +303,7 @@ def test_cuda_graphs_give_what_single_operators_give(cache: CacheKind) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         context.append(i)
         for each in (scorer, other):
-            each.rollback(len(context) - 1)
+            each.keep(len(context) - 1)
 
 
 class CountingCompiler:
@@ -352,11 +348,11 @@ def test_every_width_is_compiled(compiler: CountingCompiler) -> None:
     scorer = Scorer(tiny_llama(layers=1), "compiled")
     scorer.begin()
     scorer.logits(CONTEXT)
-    scorer.rollback(len(CONTEXT) - 1)
+    scorer.keep(len(CONTEXT) - 1)
     counts = []
     for width in range(14):
         scorer.logits(CONTEXT, [1] * width)
-        scorer.rollback(len(CONTEXT) - 1)
+        scorer.keep(len(CONTEXT) - 1)
         counts.append(compiler.graphs)
     assert all(later > earlier for earlier, later in itertools.pairwise(counts)), (
         "the limit of recompiling was met"

@@ -102,6 +102,7 @@ def time_passes(
         order: Shuffles them.
         progress: Told how many rounds are done.
     """
+    from specbench.decoding.protocols import answered
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.lengths import FixedLength
 
@@ -115,14 +116,14 @@ def time_passes(
         began = clock.now()
         scorer.logits(context, drafted)
         took = clock.now() - began
-        scorer.rollback(length - 1)
+        scorer.keep(length - 1)
         return took
 
     def drafter_pass(drafter: Drafter) -> float:
         began = clock.now()
-        drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, device))
+        answered(drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0, device)))
         took = clock.now() - began
-        drafter.rollback(length - 1)
+        drafter.keep(length - 1)
         return took
 
     scorer.begin()

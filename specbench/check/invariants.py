@@ -212,9 +212,12 @@ def _passes(seen: Observation) -> Complaints:
     given = seen.passes[0]
     if given.context != seen.context:
         yield "pass", "the target was not given the context"
-    if given.drafted != seen.record.drafted:
+    gamma = seen.record.gamma
+    parents = range(-1, len(given.tokens) - 1) if given.parents is None else given.parents
+    if given.tokens[:gamma] != seen.record.drafted or list(parents[:gamma]) != list(range(-1, gamma - 1)):
         yield "pass", "the target was not given the drafts"
-    if given.siblings != seen.record.siblings:
+    beside = zip(parents[gamma:], given.tokens[gamma:], strict=True)
+    if tuple((parent + 1, token) for parent, token in beside) != seen.record.siblings:
         yield "pass", "the target was not given the siblings"
     if len(given.logits) != seen.record.verified:
         yield "pass", f"{len(given.logits)} rows of logits for {seen.record.verified} tokens to verify"

@@ -20,7 +20,7 @@ import torch
 from specbench.backends.torch.caches import KVCache, NoKVCache
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.observe import DecodingSetup
-from specbench.decoding.protocols import Drafter
+from specbench.decoding.protocols import Drafter, Pass, Rows
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter
 
@@ -132,25 +132,25 @@ class MemoScorer:
         caches.scorers.append(self)
         self.context_limit, self.device = inner.context_limit, inner.device
         self.vocab_size, self.embeddings = inner.vocab_size, inner.embeddings
-        self.passes = 0
+        self.passes = self.epoch = 0
+
+    takes_trees = gives_hidden = False
 
     def begin(self) -> None:
+        self.epoch += 1
         self.cache.reset()
 
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self.cache.rollback(length)
 
-    def logits(
-        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
-    ) -> torch.Tensor:
-        """See ``Scorer.logits``."""
-        rows = len(drafted) + 1 if rows is None else rows
-        tokens = [*context, *drafted]
+    def score(self, asked: Pass) -> Rows:
+        rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
+        tokens = [*asked.context, *asked.tokens]
         held = self.cache.seen
         if self.cache.length == 0:
             held.clear()  # without a cache every pass feeds everything
         held += [(token, self.number) for token in tokens[len(held) :]]
-        return self._behind(held, rows)
+        return Rows(self._behind(held, rows))
 
     def row(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits behind ``tokens`` if this scorer alone had fed them, [vocab]; the decoder's cache stays as it is."""

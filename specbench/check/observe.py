@@ -1,5 +1,5 @@
-"""Run the decoding loop and keep what it did in every step: what was proposed, fed, drawn and tested, and how long the
-caches were. The loop runs as it always does; what it calls is wrapped.
+"""Drive the decoding loop and keep what it did in every step: what was proposed, fed, drawn and tested, and how long
+the caches were. The loop runs as it always does; the passes it asks for are noted, its drafter and its dice watched.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 
 from specbench.backends.torch.caches import NoKVCache
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.clocks import clock_for
-from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Draft, Drafter, LengthPolicy, Sibling
+from specbench.decoding.clocks import Stopwatch, clock_for
+from specbench.decoding.loop import Decoding, decode
+from specbench.decoding.protocols import Asking, Draft, Drafter, LengthPolicy, Pass, Rows
 from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.cascade import CascadeDrafter
@@ -28,16 +29,16 @@ __all__ = [
     "Decoder",
     "DecodingSetup",
     "Drawn",
+    "MadePass",
     "Observation",
-    "Pass",
     "Proposal",
     "Tested",
     "observe",
     "scorers_of",
 ]
 
-Decoder = Callable[..., Iterator[Prefill | Step]]
-"""Something with the arguments and the records of ``decode_steps``."""
+Decoder = Callable[[Request, Stopwatch], Decoding]
+"""Something like ``decode``."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class DecodingSetup:
 
     target: Scorer
     drafter: Drafter
-    policy: LengthPolicy = field(default_factory=FixedLength)
+    policy: LengthPolicy | DraftPolicy = field(default_factory=FixedLength)
     sampling: Sampling = field(default_factory=Greedy)
     max_new_tokens: int = 64
     end_ids: tuple[int, ...] = ()
@@ -70,7 +71,7 @@ class DecodingSetup:
     first_target: bool = True
     residual_adjustment: bool = True
     seed: int = 0
-    decoder: Decoder = decode_steps
+    decoder: Decoder = decode
 
     @property
     def greedy(self) -> Sampling:
@@ -120,20 +121,20 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class MadePass:
     """A target pass.
 
     Attributes:
-        context, drafted, siblings: The tokens handed to it.
+        context, tokens, parents: What was asked for, see ``Pass``.
         cached: Length of the target's cache before it.
         logits: [rows, vocab].
     """
 
     context: tuple[int, ...]
-    drafted: tuple[int, ...]
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] | None
     cached: int
     logits: torch.Tensor
-    siblings: tuple[Sibling, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class Observation:
     record: Prefill | Step
     context: tuple[int, ...]
     proposals: tuple[Proposal, ...]
-    passes: tuple[Pass, ...]
+    passes: tuple[MadePass, ...]
     events: tuple[Drawn | Tested, ...]
     target_cache: int | None
     drafter_caches: tuple[int, ...]
@@ -170,12 +171,14 @@ class Observation:
         if not self.passes:
             return []
         given = self.passes[-1]
-        chain = list(given.logits[: len(self.tokens)])
-        place = self.record.accepted if isinstance(self.record, Step) else 0
-        if place + 1 < len(self.tokens) and (place, self.tokens[place]) in given.siblings:
-            row = given.siblings.index(Sibling(place, self.tokens[place]))
-            chain[place + 1 :] = [given.logits[1 + len(given.drafted) + row]]
-        return chain
+        draft = Draft(list(given.tokens), parents=given.parents)
+        rows, node = [given.logits[0]], draft.child(-1, self.tokens[0])
+        for token in self.tokens[1:]:
+            if node is None:
+                break
+            rows.append(given.logits[node + 1])
+            node = draft.child(node, token)
+        return rows
 
 
 @dataclass(slots=True)
@@ -183,38 +186,12 @@ class _Log:
     """What happened since the last record."""
 
     proposals: list[Proposal] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[MadePass] = field(default_factory=list)
     events: list[Drawn | Tested] = field(default_factory=list)
+    drafting: bool = False
 
     def clear(self) -> None:
         self.proposals, self.passes, self.events = [], [], []
-
-
-class _WatchedTarget:
-    """The target's scorer, its passes noted."""
-
-    def __init__(self, scorer: Scorer, log: _Log) -> None:
-        self._scorer, self._log = scorer, log
-        self.context_limit = scorer.context_limit
-        self.begin, self.rollback = scorer.begin, scorer.rollback
-
-    def logits(
-        self,
-        context: Sequence[int],
-        drafted: Sequence[int] = (),
-        rows: int | None = None,
-        siblings: Sequence[Sibling] = (),
-    ) -> torch.Tensor:
-        cached = self._scorer.cache.length
-        if siblings:
-            logits = self._scorer.logits(context, drafted, siblings=siblings)
-        else:
-            logits = self._scorer.logits(context, drafted, rows)
-        self._log.passes.append(Pass(tuple(context), tuple(drafted), cached, logits, tuple(siblings)))
-        return logits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scorer, name)
 
 
 class _WatchedDrafter:
@@ -223,13 +200,19 @@ class _WatchedDrafter:
     def __init__(self, drafter: Drafter, log: _Log) -> None:
         self._drafter, self._log = drafter, log
         self.name = drafter.name
-        self.begin, self.commit, self.rollback = drafter.begin, drafter.commit, drafter.rollback
+        self.begin, self.commit, self.keep = drafter.begin, drafter.commit, drafter.keep
+
+    @property
+    def epoch(self) -> object:
+        return self._drafter.epoch
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
+    ) -> Asking[Draft]:
         before = len(self._log.events)
-        draft = self._drafter.propose(context, room, policy, sampling, random)
+        self._log.drafting = True
+        draft = yield from self._drafter.propose(context, room, policy, sampling, random)
+        self._log.drafting = False
         events = tuple(self._log.events[before:])
         del self._log.events[before:]
         self._log.proposals.append(Proposal(len(context), room, draft, events))
@@ -303,25 +286,27 @@ def observe(
     log = _Log()
     target = setup.target
     drafter: Drafter = NoDraft() if plain else setup.drafter
-    records = setup.decoder(
-        prompt,
-        _WatchedTarget(target, log),
-        _WatchedDrafter(drafter, log),
-        policy=FixedLength(1) if plain else setup.policy,
+    request = Request(
+        prompt=prompt,
+        target=target,
+        drafter=_WatchedDrafter(drafter, log),
+        policy=DraftPolicy.of(FixedLength(1) if plain else setup.policy),
         sampling=setup.greedy if greedy else setup.sampling,
         random=_WatchedRandomness(setup.seed if seed is None else seed, target.device, log, forcing=forcing),
         max_new_tokens=setup.max_new_tokens,
         stops=StopRules(setup.end_ids, setup.stop, setup.tokenizer),
         first_target=setup.first_target,
         residual_adjustment=plain or setup.residual_adjustment,
-        clock=clock_for(str(target.device)),
     )
+    decoding = setup.decoder(request, Stopwatch(clock_for(str(target.device))))
     keeps_cache = not isinstance(target.cache, NoKVCache)
     models = scorers_of(drafter)
     context = list(prompt)
-    for record in records:
+    for each in decoding:
+        while isinstance(each, Pass):
+            each = decoding.send(_made(each, target, log))
         observation = Observation(
-            record,
+            each,
             tuple(context),
             tuple(log.proposals),
             tuple(log.passes),
@@ -332,3 +317,13 @@ def observe(
         log.clear()
         context += observation.tokens
         yield observation
+
+
+def _made(asked: Pass, target: Scorer, log: _Log) -> Rows:
+    """The rows of a pass, noted if it is the target's."""
+    cached = target.cache.length
+    rows = asked.scorer.score(asked)
+    if not log.drafting:
+        parents = None if asked.parents is None else tuple(asked.parents)
+        log.passes.append(MadePass(tuple(asked.context), tuple(asked.tokens), parents, cached, rows.logits))
+    return rows

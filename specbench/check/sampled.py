@@ -30,9 +30,11 @@ from specbench.check.exact import (
 from specbench.check.invariants import Rules, Violation, check_observation, check_run, target_distributions
 from specbench.check.memo import MemoScorer
 from specbench.check.observe import DecodingSetup, Drawn, Observation, Tested, observe
-from specbench.decoding.clocks import clock_for
+from specbench.decoding.clocks import Stopwatch, clock_for
+from specbench.decoding.loop import driven
 from specbench.decoding.protocols import Draft
 from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = [
@@ -359,23 +361,22 @@ def sample_context(
     looks = dict(plan.early)
     branches = [each.branch for cells in plan.depths for each in cells]
     prefixes = {branch[:end] for branch in branches for end in range(len(branch) + 1)}
-    random = Randomness(setup.seed, setup.target.device)
-    clock = clock_for(str(setup.target.device))
+    request = Request(
+        prompt=context,
+        target=setup.target,
+        drafter=setup.drafter,
+        policy=DraftPolicy.of(setup.policy),
+        sampling=setup.sampling,
+        random=Randomness(setup.seed, setup.target.device),
+        max_new_tokens=DEPTH,
+        first_target=False,
+        residual_adjustment=setup.residual_adjustment,
+    )
+    watch = Stopwatch(clock_for(str(setup.target.device)))
     counts: list[dict[tuple[int, ...], Counter[int]]] = [defaultdict(Counter) for _ in range(DEPTH)]
     for run in range(plan.runs):
         tokens: list[int] = []
-        for record in setup.decoder(
-            context,
-            setup.target,
-            setup.drafter,
-            policy=setup.policy,
-            sampling=setup.sampling,
-            random=random,
-            max_new_tokens=DEPTH,
-            first_target=False,
-            residual_adjustment=setup.residual_adjustment,
-            clock=clock,
-        ):
+        for record in driven(setup.decoder(request, watch)):
             if isinstance(record, Step):
                 tokens += record.tokens
             if tuple(tokens) not in prefixes:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from specbench.bench.pairs import Pairs
     from specbench.cli.watchers import Paint, TraceOutput, Watcher
-    from specbench.decoding.protocols import Drafter, LengthPolicy
+    from specbench.decoding.protocols import Drafter
     from specbench.decoding.records import Generation
+    from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
     from specbench.generate import GenerationRun
     from specbench.models.prepare import Target
@@ -309,7 +310,7 @@ class _Job:
         prompt_text: str,
         sampling: Sampling,
         *,
-        policy: LengthPolicy,
+        policy: DraftPolicy,
         given_costs: bool,
         bit_exact: bool,
         **settings: Any,
@@ -372,10 +373,11 @@ class _Job:
         """What decides the output, by name; ``None`` for what is switched off."""
         from specbench.lengths import FixedLength
 
-        sampling = self.sampling
+        sampling, rule = self.sampling, self.policy.rule
+        fixed = not self.policy.siblings.most
         return {
             "length_policy": self.policy.name,
-            "gamma": self.policy.gamma if isinstance(self.policy, FixedLength) else None,
+            "gamma": rule.gamma if fixed and isinstance(rule, FixedLength) else None,
             "costs": "given" if self.given_costs else None,
             "max_new_tokens": self.max_new_tokens,
             "temperature": sampling.temperature,

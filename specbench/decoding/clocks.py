@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
+from typing import Literal, Protocol
 
-__all__ = ["Clock", "DeviceClock", "WallClock", "clock_for", "peak_memory"]
+from specbench.decoding.records import StepTimes
+
+__all__ = ["Clock", "DeviceClock", "Stopwatch", "WallClock", "clock_for", "peak_memory"]
 
 
 class Clock(Protocol):
@@ -39,6 +41,40 @@ class DeviceClock:
     def now(self) -> float:
         self._synchronize()
         return time.perf_counter()
+
+
+class Stopwatch:
+    """Where the time of a step goes. It belongs to whoever drives the loop; the loop says what it has done.
+
+    Args:
+        clock: Tells the time; ``None`` for the machine's.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._now = (clock or WallClock()).now
+
+    def start(self) -> None:
+        """A step begins."""
+        self._parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "rollback": 0.0, "other": 0.0}
+        self._last = self._now()
+
+    def lap(self, part: Literal["draft", "verify", "accept", "rollback", "other"]) -> None:
+        """What was done since the last lap was this."""
+        now = self._now()
+        self._parts[part] += now - self._last
+        self._last = now
+
+    def times(self, draft_prefill_s: float = 0.0) -> StepTimes:
+        """The step so far. Seconds of reading a prompt are told by the drafter, and a part of its draft's."""
+        parts = self._parts
+        return StepTimes(
+            draft_s=parts["draft"],
+            verify_s=parts["verify"],
+            accept_s=parts["accept"],
+            rollback_s=parts["rollback"],
+            other_s=parts["other"],
+            draft_prefill_s=draft_prefill_s,
+        )
 
 
 def clock_for(device: str) -> Clock:

@@ -1,33 +1,92 @@
-"""What the decoding loop asks of others: a drafter, a draft-length rule, a scorer."""
+"""What the decoding loop asks of others: a drafter, a draft-length rule, a scorer, a verification.
+
+Whoever needs a pass of a model *asks* for it: it yields a ``Pass`` and is sent its ``Rows``. Nobody here makes one. So
+who makes them, when, and together with whose, is up to whoever drives the loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
     from specbench.decoding.records import Step
     from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.verify import Verdict
 
-__all__ = ["Draft", "Drafter", "FreeDrafter", "Guess", "LengthPolicy", "Scorer", "Sibling"]
+__all__ = [
+    "Asking",
+    "Draft",
+    "Drafter",
+    "FreeDrafter",
+    "Guess",
+    "LengthPolicy",
+    "Pass",
+    "Rows",
+    "Scorer",
+    "Verification",
+    "answered",
+]
+
+T = TypeVar("T")
 
 
-class Sibling(NamedTuple):
-    """An alternative to a drafted token: the draft's place, from 0, and the token."""
+class Pass(NamedTuple):
+    """A pass of a model that somebody asks for.
 
-    place: int
-    token: int
+    Attributes:
+        scorer: Whose.
+        context: All tokens so far; the scorer feeds what it lacks of them. It may grow once the pass has been made.
+        tokens: A draft that continues it and may be taken back.
+        parents: What each of ``tokens`` stands behind, see ``Draft``; ``None`` for a chain.
+        rows: Number of positions wanted, counted from the end; ``None`` for the context's last and every draft.
+        layers: Of which layers the hidden states are wanted, as ``transformers`` counts them: 0 is what the first one
+            reads, and the last has the final norm behind it.
+    """
+
+    scorer: Scorer
+    context: Sequence[int]
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] | None = None
+    rows: int | None = None
+    layers: Sequence[int] = ()
+
+
+class Rows(NamedTuple):
+    """What a pass gives, by position: the first row stands behind the context, and row i + 1 behind draft token i.
+
+    Attributes:
+        logits: [rows, vocab], in the model's dtype.
+        hidden: Hidden states of the layers asked for, [rows, layers, width]; ``None`` if none were.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+Asking: TypeAlias = Generator[Pass, Rows, T]
+"""Something under way that asks for passes, and returns a T in the end."""
+
+
+def answered(asking: Asking[T]) -> T:
+    """What comes of it if every pass is made at once."""
+    try:
+        asked = next(asking)
+        while True:
+            asked = asking.send(asked.scorer.score(asked))
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)
 class Draft:
-    """The proposal of one step.
+    """The proposal of one step: a tree of tokens behind the context, of which a chain is the plainest case.
 
     Attributes:
-        tokens: The γ drafted token ids; empty when there is nothing to propose.
+        tokens: The drafted token ids, γ of them in a chain; empty when there is nothing to propose.
         q: The distributions they were drawn from, float32 [γ, vocab], after the sampling transforms; ``None`` when
             every token was certain to its drafter (q is then one-hot, and never written out). It holds until the
             drafter's next proposal, which may take the same memory.
@@ -41,6 +100,8 @@ class Draft:
             tokens that it had no part in.
         passes: How many passes of a model the draft took so far. A token with evidence took none then, and the next one
             takes none if there is evidence for it. ``None`` where they are not counted: one per token.
+        parents: By token the index of the one it stands behind, -1 for the context; parents come before their children.
+            ``None`` for a chain: -1, 0, 1, ...
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -49,15 +110,30 @@ class Draft:
     evidence: list[float] | None = None
     prefill_s: float = 0.0
     passes: int | None = None
+    parents: Sequence[int] | None = None
+
+    @property
+    def chain(self) -> int:
+        """How many of the first tokens each stand behind the one before: all of them, or a tree's first branch."""
+        if self.parents is None:
+            return len(self.tokens)
+        return next((i for i, parent in enumerate(self.parents) if parent != i - 1), len(self.parents))
+
+    def child(self, node: int, token: int) -> int | None:
+        """The token's index behind another (-1: the context); ``None`` if it was not drafted there."""
+        if self.parents is None:
+            follows = node + 1 < len(self.tokens) and self.tokens[node + 1] == token
+            return node + 1 if follows else None
+        nodes = zip(self.parents, self.tokens, strict=True)
+        return next((i for i, found in enumerate(nodes) if found == (node, token)), None)
 
 
 class LengthPolicy(Protocol):
     """Decides the draft length of every step; one object serves one prompt at a time.
 
-    In each step the drafter calls ``begin`` once, then ``another`` before every draft, and ``look`` between the pass
+    In each step the drafter calls ``begin`` once, then ``another`` before every draft, and ``draws`` between the pass
     that gives the draft's distribution and the draw, if it has passes. Where a cascade has a token without a pass it
-    calls ``rather_pass`` before all that. The loop calls ``observe`` when the step is
-    over.
+    calls ``prefers_pass`` before all that. The loop calls ``observe`` when the step is over.
     """
 
     @property
@@ -86,7 +162,7 @@ class LengthPolicy(Protocol):
         """
         ...
 
-    def rather_pass(self, draft: Draft) -> bool:
+    def prefers_pass(self, draft: Draft) -> bool:
         """Whether a cascade's model is to draft the next token although one has come without a pass.
 
         Args:
@@ -94,7 +170,7 @@ class LengthPolicy(Protocol):
         """
         ...
 
-    def look(self, logits: torch.Tensor) -> bool:
+    def draws(self, logits: torch.Tensor) -> bool:
         """Whether to draw the token after all, now that its distribution is known.
 
         Args:
@@ -102,13 +178,8 @@ class LengthPolicy(Protocol):
         """
         ...
 
-    @property
-    def most_siblings(self) -> int:
-        """How many alternatives it may ask to be verified in a step; 0 if it never does."""
-        ...
-
-    def siblings(self, draft: Draft) -> Sequence[Sibling]:
-        """Alternatives to verify beside a finished draft. Asked in greedy decoding only."""
+    def row_price(self, rows: int) -> float:
+        """The chance of giving a token from which on one more to verify, with ``rows`` there, is worth its time."""
         ...
 
     def observe(self, step: Step) -> None:
@@ -133,8 +204,13 @@ class Scorer(Protocol):
         ...
 
     @property
-    def takes_siblings(self) -> bool:
-        """Whether alternatives can be verified beside a draft."""
+    def takes_trees(self) -> bool:
+        """Whether drafts may be trees. Finding out may take a few passes, and end the context that was begun."""
+        ...
+
+    @property
+    def gives_hidden(self) -> bool:
+        """Whether passes can be asked for hidden states."""
         ...
 
     @property
@@ -146,23 +222,54 @@ class Scorer(Protocol):
         """Start on a new context."""
         ...
 
-    def logits(
-        self, context: Sequence[int], drafted: Sequence[int] = (), *, siblings: Sequence[Sibling] = ()
-    ) -> torch.Tensor:
-        """Logits behind the context, each of ``drafted`` and each of the siblings, [rows, vocab]."""
+    def score(self, asked: Pass) -> Rows:
+        """Make a pass: feed what is lacking of the context, and the draft.
+
+        Raises:
+            UsageError: A tree or hidden states are asked for, and the scorer has none.
+        """
         ...
 
-    def move(self, source: int, to: int) -> None:
-        """Put a cached position in the place of another: a sibling that was right in that of the draft."""
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        """Roll back: keep at most the first ``length`` tokens of what the context is now.
+
+        Args:
+            length: In tokens.
+            path: What the last pass's context has grown by: nodes of its draft, root to leaf, as far as it had them.
+        """
         ...
 
-    def rollback(self, length: int) -> None:
-        """Keep at most the first ``length`` tokens of the context."""
+
+class Verification(Protocol):
+    """Decides what is kept of a draft, and draws the token behind it."""
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether drafts may be trees."""
+        ...
+
+    def judge(
+        self,
+        draft: Draft,
+        logits: torch.Tensor,
+        context: Sequence[int],
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Verdict:
+        """Judge a draft by the target's logits.
+
+        Args:
+            draft: n tokens and what they were drawn from.
+            logits: The target's, [n + 1, vocab]: row 0 stands behind the context, row i + 1 behind token i.
+            context: The tokens before the draft (transforms may look at them).
+            sampling: The transforms; they make p out of the logits.
+            random: Source of the tests and the closing draw.
+        """
         ...
 
 
 class Drafter(Protocol):
-    """Proposes tokens. The loop calls ``begin`` per prompt, then ``propose``, ``commit``, ``rollback`` per step."""
+    """Proposes tokens. The loop calls ``begin`` per prompt, then ``propose``, ``commit``, ``keep`` per step."""
 
     @property
     def name(self) -> str:
@@ -180,7 +287,7 @@ class Drafter(Protocol):
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
+    ) -> Asking[Draft]:
         """Draft up to ``min(room, what policy allows)`` tokens that continue ``context``.
 
         Args:
@@ -202,8 +309,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def rollback(self, length: int) -> None:
-        """Keep at most the first ``length`` tokens of the context in whatever state there is."""
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        """Roll back whatever state there is, as ``Scorer.keep`` does: the path is one through the draft."""
         ...
 
 

@@ -13,6 +13,8 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from specbench.decoding.records import FinishReason
+
 __all__ = ["LabelledText", "StopRules", "TextStream", "special_tokens"]
 
 _REPLACEMENT = "\ufffd"
@@ -255,7 +257,7 @@ class StopRules:
         self._stop_ids = frozenset(specials[stop] for stop in stop_strings if stop in specials)
         self._stream = TextStream(tokenizer, stop_strings) if stop_strings and tokenizer is not None else None
 
-    def cut(self, tokens: Sequence[int]) -> tuple[int, str | None]:
+    def cut(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Look at newly emitted tokens.
 
         Returns:

@@ -1,29 +1,65 @@
-"""Siblings: likely alternatives to drafted tokens, which the target verifies beside the draft in the same pass.
+"""Trees of drafted tokens: what a pass over one needs, and siblings, the flattest tree there is.
 
-A draft is a chain, and behind its first wrong token everything is lost. Where a pass over a few more tokens costs next
-to nothing, the runners-up of the drafter's own distributions can be verified along with it, each in the place of one
-drafted token: if the target's choice in the place of the wrong token is among them, its logits behind that choice are
-there already, and the step emits one token more. That is the flattest token tree there is (Miao et al. 2024), and the
-drafter makes no pass for it.
+A draft is mostly a chain, and behind its first wrong token everything is lost. Where a pass over a few more tokens
+costs next to nothing, the runners-up of the drafter's own distributions can be verified along with it, each in the
+place of one drafted token: if the target's choice in the place of the wrong token is among them, its logits behind that
+choice are there already, and the step emits one token more (Miao et al. 2024). The drafter makes no pass for it.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
-from specbench.decoding.protocols import Draft, Sibling
+from specbench.decoding.protocols import Draft
+from specbench.errors import UsageError
 
-__all__ = ["choose_siblings", "tree_mask", "tree_positions"]
+__all__ = ["NO_SIBLINGS", "Siblings", "choose_siblings", "tree_mask", "tree_positions"]
 
 _BESIDE_ONE = 4
 """Alternatives of one drafted token that are looked at."""
 
 
-def choose_siblings(draft: Draft, most: int, price: float) -> tuple[Sibling, ...]:
+class Siblings:
+    """Widens chains by the likeliest alternatives to their tokens, leaves beside them.
+
+    Args:
+        most: How many in a step, 0 or more.
+        price: See ``LengthPolicy.row_price``.
+
+    Raises:
+        UsageError: ``most`` is negative.
+    """
+
+    def __init__(self, most: int, price: Callable[[int], float]) -> None:
+        if most < 0:
+            raise UsageError(f"The most siblings of a draft are {most}.", "Give 0 or more.")
+        self.most, self._price = most, price
+
+    def widen(self, draft: Draft) -> Draft:
+        """The draft with its siblings behind it; itself if there are none."""
+        if not self.most:
+            return draft
+        gamma = len(draft.tokens)
+        chosen = choose_siblings(draft, self.most, self._price(gamma + 1))
+        if not chosen:
+            return draft
+        tokens = [*draft.tokens, *(token for _, token in chosen)]
+        return replace(
+            draft, tokens=tokens, parents=(*range(-1, gamma - 1), *(place - 1 for place, _ in chosen))
+        )
+
+
+NO_SIBLINGS = Siblings(0, lambda _: 1.0)
+"""Leaves every draft as it is."""
+
+
+def choose_siblings(draft: Draft, most: int, price: float) -> tuple[tuple[int, int], ...]:
     """The alternatives that are likeliest to give a token.
 
     Beside draft i the chance is that of all drafts before it, Π q_j(t_j), times q_i(x), by the drafter's untempered
@@ -35,11 +71,11 @@ def choose_siblings(draft: Draft, most: int, price: float) -> tuple[Sibling, ...
         price: The chance from which on a token to verify is worth its time.
 
     Returns:
-        By falling chance.
+        The places, from 0, and the tokens, by falling chance.
     """
     if not draft.tokens or draft.logits is None or most < 1:
         return ()
-    found: list[tuple[float, Sibling]] = []
+    found: list[tuple[float, tuple[int, int]]] = []
     survival = 1.0
     for place, (token, logits) in enumerate(zip(draft.tokens, draft.logits, strict=True)):
         if survival < price:
@@ -53,44 +89,38 @@ def choose_siblings(draft: Draft, most: int, price: float) -> tuple[Sibling, ...
             if other == token:
                 own = chance
             elif survival * chance >= price:
-                found.append((survival * chance, Sibling(place, other)))
+                found.append((survival * chance, (place, other)))
         survival *= own
     return tuple(sibling for _, sibling in heapq.nlargest(most, found))
 
 
-def tree_positions(
-    past: int, fresh: int, drafted: int, siblings: Sequence[Sibling], device: torch.device
-) -> torch.Tensor:
-    """Positions of the tokens of a pass, [1, fresh + drafted + siblings]: a sibling has that of the draft beside it.
+def tree_positions(past: int, parents: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Positions of the tokens of a pass over a tree, [1, 1 + nodes]: each one behind that of its parent.
 
     Args:
-        past: Tokens in the cache.
-        fresh: Tokens of the context that are not.
-        drafted: Length of the draft.
-        siblings: Behind the draft, in this order.
+        past: Tokens in the cache. The pass begins with the one behind them, the context's last.
+        parents: See ``Draft``.
         device: Where to.
     """
-    chain = [past + i for i in range(fresh + drafted)]
-    return torch.tensor([chain + [past + fresh + each.place for each in siblings]], device=device)
+    positions = [past]
+    for parent in parents:
+        positions.append(positions[parent + 1] + 1)
+    return torch.tensor([positions], device=device)
 
 
-def tree_mask(
-    past: int, fresh: int, drafted: int, siblings: Sequence[Sibling], keys: int, device: torch.device
-) -> torch.Tensor:
+def tree_mask(past: int, parents: Sequence[int], keys: int, device: torch.device) -> torch.Tensor:
     """What each token of such a pass attends to: what comes before it in its own branch, and itself.
 
     Args:
+        past, parents, device: See ``tree_positions``.
         keys: Positions that attention is handed; what lies behind the last token is seen by none.
 
     Returns:
-        Bool [1, 1, tokens, keys], true where it attends.
+        Bool [1, 1, 1 + nodes, keys], true where it attends.
     """
-    chain = fresh + drafted
-    tokens = chain + len(siblings)
-    mask = torch.zeros((tokens, keys), dtype=torch.bool, device=device)
-    rows = torch.arange(chain, device=device)[:, None]
-    mask[:chain] = torch.arange(keys, device=device) <= past + rows
-    for row, each in enumerate(siblings, start=chain):
-        mask[row, : past + fresh + each.place] = True
+    mask = np.zeros((len(parents) + 1, keys), dtype=np.bool_)
+    mask[:, : past + 1] = True
+    for row, parent in enumerate(parents, start=1):
+        mask[row] |= mask[parent + 1]
         mask[row, past + row] = True
-    return mask[None, None]
+    return torch.from_numpy(mask)[None, None].to(device)

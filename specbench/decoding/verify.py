@@ -12,11 +12,18 @@ from dataclasses import dataclass
 
 import torch
 
-from specbench.decoding.protocols import Draft, Sibling
-from specbench.decoding.records import Closing
+from specbench.decoding.protocols import Draft, Verification
 from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = ["Verdict", "acceptance_probabilities", "expected_acceptance", "judge", "residual"]
+__all__ = [
+    "GreedyVerification",
+    "RejectionVerification",
+    "Verdict",
+    "acceptance_probabilities",
+    "expected_acceptance",
+    "residual",
+    "verification_of",
+]
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -26,79 +33,97 @@ class Verdict:
     """What became of a draft.
 
     Attributes:
-        accepted: Number of drafts kept.
-        tokens: The kept drafts and the closing token, ``accepted + 1`` ids; one more if that is among the siblings.
-        closing: Where the token behind the kept drafts came from.
-        p: The target's distributions, float32 [γ + 1, vocab]; ``None`` in greedy decoding, which needs none.
-        closing_distribution: What the closing token was drawn from, [vocab], not normalised; ``None`` in greedy mode.
-        r: The γ uniform numbers the drafts were tested with; empty in greedy decoding.
-        sibling: Which of the siblings the closing token is; ``None`` if it is none of them.
+        path: The drafts kept, root to leaf; the first so many in a chain.
+        tokens: These, and the token behind them: ``len(path) + 1`` ids.
+        p: The target's distributions, float32 [drafts + 1, vocab]; ``None`` in greedy decoding, which needs none.
+        closing_distribution: What the last token was drawn from, [vocab], not normalised; ``None`` in greedy mode.
+        r: The uniform numbers the drafts were tested with; empty in greedy decoding.
     """
 
-    accepted: int
+    path: Sequence[int]
     tokens: list[int]
-    closing: Closing
     p: torch.Tensor | None = None
     closing_distribution: torch.Tensor | None = None
     r: Sequence[float] = ()
-    sibling: int | None = None
 
     @property
-    def tested(self) -> int:
-        """Number of drafts that got a verdict: the kept ones and the rejected one, if any."""
-        return self.accepted + (self.closing == "corrected")
+    def accepted(self) -> int:
+        """How many of the first drafts were kept: all that were, unless the path leaves a tree's first branch."""
+        return next((i for i, node in enumerate(self.path) if node != i), len(self.path))
+
+    def deciding(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits before each of ``tokens``, [len(path) + 1, vocab], among those of the pass."""
+        if self.accepted == len(self.path):
+            return logits[: len(self.path) + 1]
+        return logits[[0, *(node + 1 for node in self.path)]]
 
 
-def judge(
-    draft: Draft,
-    logits: torch.Tensor,
-    context: Sequence[int],
-    sampling: Sampling,
-    random: Randomness,
-    *,
-    residual_adjustment: bool = True,
-    siblings: Sequence[Sibling] = (),
-) -> Verdict:
-    """Judge a draft by the target's logits.
+def verification_of(sampling: Sampling, *, residual_adjustment: bool = True) -> Verification:
+    """What verifies drafts under these transforms.
 
     Args:
-        draft: γ tokens and what they were drawn from.
-        logits: The target's, [γ + 1 + siblings, vocab]; row i stands before draft i, row γ after the last, and the
-            others behind a sibling each.
-        context: The tokens before the draft (the repetition penalty looks at them).
-        sampling: The transforms; they make p out of the logits.
-        random: Source of the tests and the closing draw.
-        residual_adjustment: False draws the corrected token from p itself, which is wrong and exists to show that.
-        siblings: Alternatives verified beside the draft; in greedy decoding only.
+        sampling: The transforms.
+        residual_adjustment: False draws corrected tokens from p itself, which is wrong and exists to show that.
     """
-    gamma = len(draft.tokens)
-    if sampling.greedy:
-        choices = sampling.choose(logits[: gamma + 1], context, draft.tokens)
-        accepted = next(
-            (i for i, (t, best) in enumerate(zip(draft.tokens, choices, strict=False)) if t != best), gamma
-        )
-        verdict = Verdict(accepted, choices[: accepted + 1], _closing(accepted, gamma))
-        if (accepted, choices[accepted]) in siblings:
-            row = siblings.index(Sibling(accepted, choices[accepted]))
-            behind = logits[gamma + 1 + row : gamma + 2 + row]
-            verdict.sibling = row
-            verdict.tokens += sampling.choose(behind, [*context, *verdict.tokens])
-        return verdict
-    p = sampling.probabilities(logits, context, draft.tokens)
-    accepted, r = random.test(acceptance_probabilities(draft, p)) if gamma else (0, [])
-    distribution = p[accepted]
-    if accepted < gamma and residual_adjustment:
-        distribution = residual(draft, p, accepted)
-    closing_token = random.draw(distribution)
-    return Verdict(
-        accepted, [*draft.tokens[:accepted], closing_token], _closing(accepted, gamma), p, distribution, r
-    )
+    return GreedyVerification() if sampling.greedy else RejectionVerification(residual_adjustment)
 
 
-def _closing(accepted: int, gamma: int) -> Closing:
-    if accepted < gamma:
-        return "corrected"
-    return "bonus" if gamma else "target"
+class GreedyVerification:
+    """From the root of a tree on, the child that is the target's choice, until there is none."""
+
+    takes_trees = True
+
+    def judge(
+        self,
+        draft: Draft,
+        logits: torch.Tensor,
+        context: Sequence[int],
+        sampling: Sampling,
+        random: Randomness,  # noqa: ARG002
+    ) -> Verdict:
+        chain = draft.chain  # all at once: most paths do not leave it
+        choices = sampling.choose(logits[: chain + 1], context, draft.tokens[:chain])
+        path: list[int] = []
+        tokens = choices[:1]
+        node = draft.child(-1, tokens[0])
+        while node is not None:
+            path.append(node)
+            if node < chain:
+                tokens.append(choices[node + 1])
+            else:
+                tokens += sampling.choose(logits[node + 1 : node + 2], [*context, *tokens])
+            node = draft.child(node, tokens[-1])
+        return Verdict(path, tokens)
+
+
+class RejectionVerification:
+    """Rejection sampling of a chain.
+
+    Args:
+        residual_adjustment: See ``verification_of``.
+    """
+
+    takes_trees = False
+
+    def __init__(self, residual_adjustment: bool = True) -> None:
+        self._adjusts = residual_adjustment
+
+    def judge(
+        self,
+        draft: Draft,
+        logits: torch.Tensor,
+        context: Sequence[int],
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Verdict:
+        gamma = len(draft.tokens)
+        p = sampling.probabilities(logits, context, draft.tokens)
+        accepted, r = random.test(acceptance_probabilities(draft, p)) if gamma else (0, [])
+        distribution = p[accepted]
+        if accepted < gamma and self._adjusts:
+            distribution = residual(draft, p, accepted)
+        tokens = [*draft.tokens[:accepted], random.draw(distribution)]
+        return Verdict(range(accepted), tokens, p, distribution, r)
 
 
 def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:

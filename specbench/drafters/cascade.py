@@ -20,7 +20,7 @@ from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import LengthPolicy
+    from specbench.decoding.protocols import Asking, LengthPolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["CascadeDrafter"]
@@ -61,7 +61,7 @@ class CascadeDrafter:
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
+    ) -> Asking[Draft]:
         mixed = _MixedDraft(self.free.read(context))
         draft = mixed.draft
         limit = policy.begin(room)
@@ -70,7 +70,7 @@ class CascadeDrafter:
                 guess = self.free.guess(context, draft.tokens, sampling)
                 if guess is not None:
                     draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
-                    if policy.rather_pass(draft) and self._may_draw(context, draft):
+                    if policy.prefers_pass(draft) and self._may_draw(context, draft):
                         draft.evidence.pop()  # type: ignore[union-attr]
                         guess = None
                 if guess is not None:
@@ -80,7 +80,7 @@ class CascadeDrafter:
                 else:
                     if not (self._may_draw(context, draft) and policy.another(draft)):
                         break
-                    drawn = self.model.draw(context, draft, policy, sampling, random)
+                    drawn = yield from self.model.draw(context, draft, policy, sampling, random)
                     if drawn is None:
                         break
                     mixed.add_drawn(*drawn)
@@ -95,10 +95,10 @@ class CascadeDrafter:
         self.free.commit(context, emitted, logits)
         self.model.commit(context, emitted, logits)
 
-    def rollback(self, length: int) -> None:
-        self.free.rollback(length)
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        self.free.keep(length, path)
         if self._model_was_used:  # otherwise it is behind the context anyway
-            self.model.rollback(length)
+            self.model.keep(length, path)
 
 
 class _MixedDraft:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.decoding.clocks import Clock, WallClock
-from specbench.decoding.protocols import Draft, Guess
+from specbench.decoding.protocols import Asking, Draft, Guess
 from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ class LookupDrafter:
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
+    ) -> Asking[Draft]:
+        yield from ()  # no passes
         draft = Draft(prefill_s=self.read(context))
         limit = policy.begin(room)
         source, match = self._find(context, context) if limit > 0 else (None, 0)
@@ -167,5 +168,5 @@ class LookupDrafter:
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         """New tokens are indexed at the next proposal."""
 
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Only emitted tokens are ever indexed, so there is nothing to take back."""

@@ -11,10 +11,10 @@ import torch
 
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
 from specbench.decoding.clocks import Clock, clock_for
-from specbench.decoding.protocols import Draft
+from specbench.decoding.protocols import Draft, Pass
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import LengthPolicy
+    from specbench.decoding.protocols import Asking, LengthPolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["Drawn", "ModelDrafter", "SelfDrafter"]
@@ -63,16 +63,16 @@ class ModelDrafter:
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
+    ) -> Asking[Draft]:
         """Draft token by token; nothing once the context is behind the model's own limit or holds ids it lacks."""
         limit = policy.begin(max(0, min(room, self._room(context))))
         plain_greedy = sampling.greedy and not sampling.looks_back
         if self.scorer.device.type in _READ_LATE and policy.unconditional and plain_greedy:
-            return self._propose_unread(context, limit)
+            return (yield from self._propose_unread(context, limit))
         draft = Draft(logits=[], passes=0)
         with self.drafting():
             while len(draft.tokens) < limit and policy.another(draft):
-                drawn = self.draw(context, draft, policy, sampling, random)
+                drawn = yield from self.draw(context, draft, policy, sampling, random)
                 if drawn is None:
                     break
                 draft.logits.append(drawn.logits)  # type: ignore[union-attr]
@@ -94,13 +94,13 @@ class ModelDrafter:
             self._distributions[: len(held)] = held
         return self._distributions[place : place + 1]
 
-    def _propose_unread(self, context: Sequence[int], length: int) -> Draft:
+    def _propose_unread(self, context: Sequence[int], length: int) -> Asking[Draft]:
         """So many tokens, greedily, and not one of them is read before the target has verified them."""
         tokens = DeviceTokens()
         draft = Draft(tokens, logits=[], passes=0)  # type: ignore[arg-type]
         with self.drafting():
             for _ in range(length):
-                logits = self._next_logits(context, draft)
+                logits = yield from self._next_logits(context, draft)
                 draft.logits.append(logits[0])  # type: ignore[union-attr]
                 tokens.append(logits[0].argmax())
         return draft
@@ -117,14 +117,14 @@ class ModelDrafter:
         policy: LengthPolicy,
         sampling: Sampling,
         random: Randomness,
-    ) -> Drawn | None:
+    ) -> Asking[Drawn | None]:
         """One pass, and the token behind ``context + draft.tokens``; ``None`` if the rule has seen enough.
 
         The pass feeds all that the cache lacks, whoever drafted or emitted it. It is counted in the draft, and timed
         there as prefill if it is the first one or has to catch up with more than a few tokens.
         """
-        logits = self._next_logits(context, draft)
-        if not policy.look(logits[0]):
+        logits = yield from self._next_logits(context, draft)
+        if not policy.draws(logits[0]):
             return None
         if sampling.greedy:
             return Drawn(sampling.choose(logits, context, draft.tokens)[0], logits[0], None)
@@ -132,16 +132,16 @@ class ModelDrafter:
         q = sampling.probabilities(logits, context, draft.tokens, row)[0]
         return Drawn(random.draw(q), logits[0], q)
 
-    def _next_logits(self, context: Sequence[int], draft: Draft) -> torch.Tensor:
+    def _next_logits(self, context: Sequence[int], draft: Draft) -> Asking[torch.Tensor]:
         """Logits behind context and draft, [1, vocab]."""
         draft.passes = (draft.passes or 0) + 1
         held = self.scorer.cache.length
         catching_up = held > 0 and len(context) + len(draft.tokens) - held > _FEW
         if (self._has_read or held > 0) and not catching_up:
-            return self.scorer.logits(context, draft.tokens, rows=1)
+            return (yield Pass(self.scorer, context, draft.tokens, rows=1)).logits
         self._has_read = True
         began = self._clock.now()
-        logits = self.scorer.logits(context, draft.tokens, rows=1)
+        logits = (yield Pass(self.scorer, context, draft.tokens, rows=1)).logits
         draft.prefill_s += self._clock.now() - began
         return logits
 
@@ -164,8 +164,8 @@ class ModelDrafter:
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         """A model learns nothing between steps; it reads the new tokens when it drafts next."""
 
-    def rollback(self, length: int) -> None:
-        self.scorer.rollback(length)
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        self.scorer.keep(length, path)
 
 
 class SelfDrafter(ModelDrafter):
@@ -190,7 +190,7 @@ class SelfDrafter(ModelDrafter):
         verified = self.scorer.cache.length
         yield
         if self.scorer.cache.length > verified:
-            self.scorer.rollback(verified)
+            self.scorer.keep(verified)
 
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """The target rolls their cache back."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.clocks import Clock, WallClock
-from specbench.decoding.protocols import Draft, Guess
+from specbench.decoding.protocols import Asking, Draft, Guess
 from specbench.specs.drafters import NGram
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class NGramDrafter:
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
+    ) -> Asking[Draft]:
+        yield from ()  # no passes
         draft = Draft(evidence=[], prefill_s=self.read(context))
         limit = policy.begin(room if self.spec.max is None else min(room, self.spec.max))
         distributions: list[torch.Tensor] = []
@@ -165,7 +166,7 @@ class NGramDrafter:
         else:
             self._read_up_to(len(context), context)
 
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Only emitted tokens are ever counted, so there is nothing to take back."""
 
     def _read_up_to(self, end: int, context: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specbench.decoding.protocols import Draft, LengthPolicy
+from specbench.decoding.protocols import Asking, Draft, LengthPolicy
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +29,12 @@ class NoDraft:
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Draft:
+    ) -> Asking[Draft]:
+        yield from ()  # no passes
         return Draft()
 
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         """Nothing to learn."""
 
-    def rollback(self, length: int) -> None:
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Nothing to roll back."""

@@ -1,7 +1,7 @@
 """Draft-length rules: how many tokens to draft in a step. docs/lengths.md lists them; each class describes its own."""
 
 from specbench.lengths.auto import AutoLength
-from specbench.lengths.base import FixedLength, KeptState
+from specbench.lengths.base import FixedLength
 from specbench.lengths.build import build_policy
 from specbench.lengths.costs import CostSource, check_costs, load_costs, parse_costs, read_costs
 from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
@@ -15,7 +15,6 @@ __all__ = [
     "EntropyGuidedLength",
     "FixedLength",
     "HeuristicLength",
-    "KeptState",
     "SvipLength",
     "build_policy",
     "check_costs",

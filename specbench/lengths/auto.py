@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.theory import best_length, expected_tokens_by_position
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.base import Rule, confidence, is_free, written
+from specbench.lengths.base import Rule, confidence, is_free, rule_name
 from specbench.lengths.costs import CostSource, MeasuredCosts
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class AutoLength(Rule):
 
     @property
     def name(self) -> str:
-        return written("auto", max=(self.gamma_max, 16))
+        return rule_name("auto", max=(self.gamma_max, 16))
 
     def reset(self) -> None:
         self._costs.reset()
@@ -147,7 +147,7 @@ class AutoLength(Rule):
         forced = self._exactly is not None or self._costs.timings == 0
         return not self._paused and (forced or self._worth(k, chance, self._draft_s))
 
-    def rather_pass(self, draft: Draft) -> bool:
+    def prefers_pass(self, draft: Draft) -> bool:
         if self._paused or self._probing or self._costs.timings == 0:
             return False
         assert draft.evidence is not None
@@ -193,7 +193,7 @@ class AutoLength(Rule):
         """What tells the chance of draft ``i``: evidence and probabilities are not on one scale."""
         return self._matched if is_free(draft, i) else self._drafted
 
-    def sibling_price(self, rows: int) -> float:
+    def row_price(self, rows: int) -> float:
         return self._rate * (self._verify_s[rows + 1] - self._verify_s[rows])
 
     # -- learning ----------------------------------------------------------------------------------

@@ -9,34 +9,30 @@ before the token is drawn, and never after that: it can stop behind a token, but
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.decoding.protocols import LengthPolicy
 from specbench.decoding.records import LONGEST_DRAFT
-from specbench.decoding.tree import choose_siblings
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Draft, Sibling
+    from specbench.decoding.protocols import Draft
     from specbench.decoding.records import Step
 
 __all__ = [
     "FixedLength",
-    "KeptState",
     "Rule",
-    "WithSiblings",
     "confidence",
     "entropy",
     "is_free",
     "normalised_entropy",
-    "written",
+    "rule_name",
 ]
 
 
-_SIBLING_PRICE = 0.02
+_ROW_PRICE = 0.02
 """Where nothing is known of what a pass costs: a token more takes a few per cent of it on a processor."""
 
 
@@ -68,21 +64,16 @@ class Rule:
     def another(self, draft: Draft) -> bool:  # noqa: ARG002
         return True
 
-    def rather_pass(self, draft: Draft) -> bool:  # noqa: ARG002
+    def prefers_pass(self, draft: Draft) -> bool:  # noqa: ARG002
         return False
 
-    def look(self, logits: torch.Tensor) -> bool:  # noqa: ARG002
+    def draws(self, logits: torch.Tensor) -> bool:  # noqa: ARG002
         return True
 
-    most_siblings = 0
     unconditional = False
 
-    def siblings(self, draft: Draft) -> Sequence[Sibling]:  # noqa: ARG002
-        return ()
-
-    def sibling_price(self, rows: int) -> float:  # noqa: ARG002
-        """The chance of giving a token from which on one more to verify, with ``rows`` there, is worth its time."""
-        return _SIBLING_PRICE
+    def row_price(self, rows: int) -> float:  # noqa: ARG002
+        return _ROW_PRICE
 
     def observe(self, step: Step) -> None:
         """There is nothing to learn."""
@@ -118,62 +109,6 @@ class FixedLength(Rule):
         return f"fixed:gamma={self.gamma}"
 
 
-class WithSiblings:
-    """A rule that also has alternatives verified beside its drafts.
-
-    Args:
-        policy: The rule.
-        most: How many alternatives in a step, 0 or more.
-        default: How many the rule has where its name says nothing of them.
-
-    Raises:
-        UsageError: ``most`` is negative.
-    """
-
-    def __init__(self, policy: Rule, most: int, default: int = 0) -> None:
-        if most < 0:
-            raise UsageError(f"The most siblings of a draft are {most}.", "Give 0 or more.")
-        self.policy, self.most_siblings, self._default = policy, most, default
-        self.unconditional = policy.unconditional and most == 0
-        self.reset, self.begin, self.another, self.look = (
-            policy.reset, policy.begin, policy.another, policy.look,
-        )  # fmt: skip
-        self.rather_pass = policy.rather_pass
-        self.observe, self.notes, self.costs = policy.observe, policy.notes, policy.costs
-
-    @property
-    def name(self) -> str:
-        name = self.policy.name
-        if self.most_siblings == self._default:
-            return name
-        return f"{name}{',' if ':' in name else ':'}siblings={self.most_siblings}"
-
-    def siblings(self, draft: Draft) -> Sequence[Sibling]:
-        return choose_siblings(draft, self.most_siblings, self.policy.sibling_price(len(draft.tokens) + 1))
-
-
-class KeptState:
-    """A rule that carries what it learnt from one prompt to the next.
-
-    Args:
-        policy: The rule.
-    """
-
-    def __init__(self, policy: LengthPolicy) -> None:
-        self.policy, self.unconditional = policy, policy.unconditional
-        self.begin, self.another, self.look = policy.begin, policy.another, policy.look
-        self.rather_pass = policy.rather_pass
-        self.most_siblings, self.siblings = policy.most_siblings, policy.siblings
-        self.observe, self.notes, self.costs = policy.observe, policy.notes, policy.costs
-
-    @property
-    def name(self) -> str:
-        return f"{self.policy.name}, kept"
-
-    def reset(self) -> None:
-        """The point is not to."""
-
-
 def entropy(logits: torch.Tensor) -> float:
     """Entropy of the untempered softmax of ``logits``, shape [vocab], in nats."""
     return max(0.0, float(torch.special.entr(logits.float().softmax(dim=-1)).sum()))
@@ -204,7 +139,7 @@ def confidence(draft: Draft, i: int) -> float:
     return draft.evidence[i] if draft.evidence is not None else 1.0
 
 
-def written(word: str, **options: tuple[object, object]) -> str:
+def rule_name(word: str, **options: tuple[object, object]) -> str:
     """A rule's name, a spec itself: its word and, behind a colon, each option whose (value, default) differ."""
     changed = [
         option if value is True else f"{option}={value}"

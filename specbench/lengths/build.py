@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specbench.decoding.protocols import LengthPolicy
+from specbench.decoding.request import DraftPolicy
+from specbench.decoding.tree import Siblings
 from specbench.lengths.auto import AutoLength
-from specbench.lengths.base import FixedLength, KeptState, Rule, WithSiblings
+from specbench.lengths.base import FixedLength, Rule
 from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
 from specbench.specs.rules import RuleSpec, parse_rule
@@ -26,8 +27,8 @@ _CLASSES: Mapping[str, Callable[..., Rule]] = {
 """By the words of ``specbench.specs.rules``."""
 
 
-def build_policy(spec: str | RuleSpec, *, keep: bool = False, **options: Any) -> LengthPolicy:
-    """Build a draft-length rule.
+def build_policy(spec: str | RuleSpec, *, keep: bool = False, **options: Any) -> DraftPolicy:
+    """Build a draft-length rule, with the siblings to verify beside its drafts.
 
     Args:
         spec: A rule's word, with options behind a colon or without: ``egag:scale=0.5,max=12``. The ``name`` of a rule
@@ -43,5 +44,4 @@ def build_policy(spec: str | RuleSpec, *, keep: bool = False, **options: Any) ->
     taken = {spec.require(name).argument: value for name, value in spec.options.items()}
     most = taken.pop("siblings", spec.siblings)
     rule = _CLASSES[spec.word](**taken)
-    built: LengthPolicy = WithSiblings(rule, most, spec.kind.siblings) if most or spec.kind.siblings else rule
-    return KeptState(built) if keep else built
+    return DraftPolicy(rule, Siblings(most, rule.row_price), usual_siblings=spec.kind.siblings, kept=keep)

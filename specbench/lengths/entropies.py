@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from specbench.errors import UsageError
-from specbench.lengths.base import Rule, entropy, normalised_entropy, written
+from specbench.lengths.base import Rule, entropy, normalised_entropy, rule_name
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class EntropyGuidedLength(Rule):
 
     @property
     def name(self) -> str:
-        return written(
+        return rule_name(
             "egag",
             min=(self.gamma_min, 1),
             max=(self.gamma_max, 8),
@@ -77,7 +77,7 @@ class EntropyGuidedLength(Rule):
     def another(self, draft: Draft) -> bool:
         return len(draft.tokens) < self._gamma
 
-    def look(self, logits: torch.Tensor) -> bool:
+    def draws(self, logits: torch.Tensor) -> bool:
         if not self._notes:
             h = normalised_entropy(logits)
             past = h if self._average is None else self._average
@@ -112,7 +112,7 @@ class SvipLength(Rule):
 
     @property
     def name(self) -> str:
-        return written("svip", threshold=(self.threshold, 0.3), max=(self.gamma_max, 40))
+        return rule_name("svip", threshold=(self.threshold, 0.3), max=(self.gamma_max, 40))
 
     def another(self, draft: Draft) -> bool:
         return not draft.logits or math.sqrt(self.factor * entropy(draft.logits[-1])) <= self.threshold
@@ -152,7 +152,7 @@ class EntropyBoundLength(Rule):
     @property
     def name(self) -> str:
         options = {"lambda": (self.initial_threshold, 0.6), "max": (self.gamma_max, 20)}
-        return written("entropy-bound", **options)
+        return rule_name("entropy-bound", **options)
 
     def reset(self) -> None:
         self.threshold, self._rate, self._limit = self.initial_threshold, self.target_rate, self.gamma_max

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.errors import UsageError
-from specbench.lengths.base import Rule, confidence, written
+from specbench.lengths.base import Rule, confidence, rule_name
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Draft
@@ -43,7 +43,9 @@ class HeuristicLength(Rule):
 
     @property
     def name(self) -> str:
-        return written("heuristic", gamma=(self.first, 5), min=(self.gamma_min, 1), max=(self.gamma_max, 40))
+        return rule_name(
+            "heuristic", gamma=(self.first, 5), min=(self.gamma_min, 1), max=(self.gamma_max, 40)
+        )
 
     def reset(self) -> None:
         self.gamma = self.first
@@ -83,7 +85,7 @@ class ConfidenceLength(Rule):
 
     @property
     def name(self) -> str:
-        return written(
+        return rule_name(
             "confidence",
             threshold=(self.initial_threshold, 0.4),
             adapt=(self.adapt, False),

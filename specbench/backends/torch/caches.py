@@ -7,7 +7,7 @@ an early exit on the target's cache lengthens only the first layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -65,8 +65,8 @@ class KVCache(Protocol):
         """Positions that attention is handed in a pass of so many tokens."""
         ...
 
-    def move(self, source: int, to: int) -> None:
-        """Put the entry at one position in the place of another, in every layer."""
+    def gather(self, start: int, positions: Sequence[int]) -> None:
+        """Have the entries at these positions stand from ``start`` on, in every layer; where trees are taken."""
         ...
 
     def model_arguments(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class NoKVCache:
     def keys(self, tokens: int) -> int:
         return tokens
 
-    def move(self, source: int, to: int) -> None:
+    def gather(self, start: int, positions: Sequence[int]) -> None:
         """Nothing is kept."""
 
     def model_arguments(self) -> dict[str, Any]:
@@ -184,8 +184,8 @@ class DynamicKVCache:
     def keys(self, tokens: int) -> int:
         return self.length + tokens
 
-    def move(self, source: int, to: int) -> None:
-        _move(self._cache.layers, source, to)
+    def gather(self, start: int, positions: Sequence[int]) -> None:
+        _gather(self._cache.layers, start, positions)
 
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
@@ -235,12 +235,13 @@ class DynamicKVCache:
 
 
 @torch.inference_mode()
-def _move(layers: Iterable[Any], source: int, to: int) -> None:
-    """See ``KVCache.move``; of layers that keep every position."""
+def _gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None:
+    """See ``KVCache.gather``; of layers that keep every position."""
+    end = start + len(positions)
     for layer in layers:
         if not isinstance(layer, DummyLayer):
-            layer.keys[:, :, to] = layer.keys[:, :, source]
-            layer.values[:, :, to] = layer.values[:, :, source]
+            for entries in (layer.keys, layer.values):
+                entries[:, :, start:end] = entries[:, :, positions]
 
 
 def _forgets(layer: object) -> bool:
@@ -440,8 +441,8 @@ class PreallocatedKVCache:
     def keys(self, tokens: int) -> int:
         return self._layers[0].get_mask_sizes(tokens)[0]
 
-    def move(self, source: int, to: int) -> None:
-        _move(self._layers, source, to)
+    def gather(self, start: int, positions: Sequence[int]) -> None:
+        _gather(self._layers, start, positions)
 
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}
@@ -576,8 +577,8 @@ class StaticKVCache:
             if isinstance(layer, _StaticLayer):
                 layer.grow(self.capacity)
 
-    def move(self, source: int, to: int) -> None:
-        _move(self._cache.layers, source, to)
+    def gather(self, start: int, positions: Sequence[int]) -> None:
+        _gather(self._cache.layers, start, positions)
 
     def model_arguments(self) -> dict[str, Any]:
         return {"past_key_values": self._cache, "use_cache": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, cast, overload
@@ -12,7 +13,7 @@ from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, chang
 from specbench.backends.torch.kernels.surgery import rounds_to_int8
 from specbench.backends.torch.passes import OrdinaryPass
 from specbench.backends.torch.trials import choose_pass, trees_are_right, why_widths_differ
-from specbench.decoding.protocols import Sibling
+from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
 
@@ -89,6 +90,7 @@ class Scorer:
     ) -> None:
         self.model = model
         self.epoch = 0
+        self._root = 0  # length of the last pass's context
         weight = cast("torch.Tensor", model.get_input_embeddings().weight)
         self.cache: KVCache = make_cache(cache, model.config) if isinstance(cache, str) else cache
         self.context_limit = context_limit
@@ -113,10 +115,10 @@ class Scorer:
         return torch.int8 if rounds_to_int8(self.model) else weight.dtype
 
     @cached_property
-    def takes_siblings(self) -> bool:
-        """Whether siblings can be verified: a trial on the model as it is gives what separate passes give.
+    def takes_trees(self) -> bool:
+        """Whether drafts may be trees: a trial on the model as it is gives what separate passes give.
 
-        Never by an int8 target: a sibling's row sums its keys in another order, and bytes make much of that.
+        Never of an int8 target: a branch's rows sum their keys in another order, and bytes make much of that.
         """
         trees = self.cache.takes_trees and self._change is None and self.rounding != torch.int8
         if not trees:
@@ -146,27 +148,20 @@ class Scorer:
         if reason is not None:
             raise UsageError(f"Bit-exact passes cannot be had here. {reason}", "Leave --bit-exact out.")
 
+    def score(self, asked: Pass) -> Rows:
+        """Make a pass, see ``decoding.protocols.Scorer``; of a tree all rows."""
+        self._root = len(asked.context)
+        if asked.parents is not None:
+            return Rows(self._feed_tree(asked.context, asked.tokens, asked.parents))
+        return Rows(self._feed_chain(asked.context, asked.tokens, asked.rows))
+
     def logits(
-        self,
-        context: Sequence[int],
-        drafted: Sequence[int] = (),
-        rows: int | None = None,
-        siblings: Sequence[Sibling] = (),
+        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
     ) -> torch.Tensor:
-        """Feed what the cache lacks of ``context + drafted`` and return the logits behind its last tokens.
+        """The logits of a pass over a chain, made at once; for the arguments see ``Pass``."""
+        return self.score(Pass(self, context, drafted, rows=rows)).logits
 
-        Args:
-            context: All tokens so far.
-            drafted: Tokens that continue it and may be rolled back.
-            rows: Number of positions wanted, counted from the end; ``None`` for the context's last and every draft.
-            siblings: Alternatives to drafted tokens, verified beside them if ``takes_siblings``; not with ``rows``.
-
-        Returns:
-            [rows, vocab], in the model's dtype; with ``rows=None`` row i is what stands behind ``drafted[:i]``, and the
-            rows behind the siblings follow.
-        """
-        if siblings:
-            return self._feed_tree(context, drafted, siblings)
+    def _feed_chain(self, context: Sequence[int], drafted: Sequence[int], rows: int | None) -> torch.Tensor:
         rows = len(drafted) + 1 if rows is None else rows
         if self._change is not None and self.cache.length <= self._change < len(context) + len(drafted):
             return self._across_change(context, drafted, rows, self._change)
@@ -211,29 +206,33 @@ class Scorer:
         return torch.cat(found)[-rows:]
 
     def _feed_tree(
-        self, context: Sequence[int], drafted: Sequence[int], siblings: Sequence[Sibling]
+        self, context: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
     ) -> torch.Tensor:
         if self.cache.length < len(context) - 1:
             self._feed(context[:-1], (), 1)
         past = self.cache.length
-        tokens = [*context[past:], *drafted, *(each.token for each in siblings)]
-        shape = (past, len(context) - past, len(drafted), siblings)
+        rows = len(tokens) + 1
         return self._forward(
-            tokens,
-            1 + len(drafted) + len(siblings),
-            attention_mask=tree_mask(*shape, self.cache.keys(len(tokens)), self.device),
-            position_ids=tree_positions(*shape, self.device),
+            [context[-1], *tokens],
+            rows,
+            attention_mask=tree_mask(past, parents, self.cache.keys(rows), self.device),
+            position_ids=tree_positions(past, parents, self.device),
         )
 
-    def move(self, source: int, to: int) -> None:
-        """Put a cached position in the place of another: a sibling that was right in that of the draft."""
-        self.cache.move(source, to)
-
-    def rollback(self, length: int) -> None:
-        """Keep at most the first ``length`` tokens in the cache."""
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        """Roll back, see ``decoding.protocols.Scorer``: what is kept of the last draft closes up behind its context."""
+        root = self._root
+        held = bisect_left(path, self.cache.length - root)
+        if held < len(path):  # a drafter has not read its last draft, nor what was verified beside its drafts
+            length = min(length, root + held)
+        kept = path[: max(0, length - root)]
+        if kept and kept[-1] >= len(kept):
+            self.cache.gather(root, [root + node for node in kept])
         if self._change is not None and length <= self._change < self.cache.length:
             self.cache.reset()  # its keys are rotated for longer contexts
         self.cache.rollback(length)
+
+    gives_hidden = False
 
     @torch.inference_mode()
     def _forward(

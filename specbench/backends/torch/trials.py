@@ -21,7 +21,6 @@ from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded
 from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
 from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, rounds_to_int8
 from specbench.backends.torch.passes import Forward, GraphPass, OrdinaryPass, ShortPass
-from specbench.decoding.protocols import Sibling
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
 
@@ -144,28 +143,27 @@ def _short_is_right(model: PreTrainedModel, cache: KVCache) -> bool:
 
 @torch.inference_mode()
 def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) -> bool:
-    """Whether a pass with siblings gives what separate passes give. Empties the cache."""
+    """Whether a pass over a tree gives what separate passes give. Empties the cache."""
     ids = _trial_ids(model)
     past = ids.shape[1] - 1
-    siblings = (Sibling(1, 6), Sibling(0, 7))
+    tokens, parents = ids.new_tensor([[3, 4, 6, 7, 5]]), (-1, 0, 0, -1, 3)
     try:
         cache.reset()
         forward(ids[:, :past], 1)
         cache.rollback(past)
-        tree = torch.cat([ids[:, past:], ids.new_tensor([[3, 4, *(each.token for each in siblings)]])], dim=1)
-        shape = (past, 1, 2, siblings)
-        mask = tree_mask(*shape, cache.keys(tree.shape[1]), ids.device)
-        found = forward(tree, len(siblings), tree_positions(*shape, ids.device), mask)
-        apart = []
-        for branch in ([3, 6], [7]):
+        tree = torch.cat([ids[:, past:], tokens], dim=1)
+        mask = tree_mask(past, parents, cache.keys(tree.shape[1]), ids.device)
+        found = forward(tree, len(parents), tree_positions(past, parents, ids.device), mask)
+        apart: dict[int, torch.Tensor] = {}
+        for branch in ([0, 1], [0, 2], [3, 4]):
             cache.reset()
             forward(ids, 1)
-            apart.append(forward(ids.new_tensor([branch]), 1))
+            apart.update(zip(branch, forward(tokens[:, branch], len(branch)), strict=True))
     except _NOT_POSSIBLE:
         return False
     finally:
         cache.reset()
-    return _close(found, torch.cat(apart))
+    return _close(found, torch.stack([apart[node] for node in range(len(parents))]))
 
 
 # -- passes of any width -----------------------------------------------------------------------------

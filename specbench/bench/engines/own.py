@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
     from specbench.bench.prompts import Prompt
     from specbench.decoding.clocks import Clock
-    from specbench.decoding.protocols import Drafter, LengthPolicy
+    from specbench.decoding.protocols import Drafter
+    from specbench.decoding.request import DraftPolicy
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
     from specbench.progress import Progress
@@ -131,7 +132,7 @@ class ModelEngine:
         self.reference, self.assistants = reference, dict(assistants or {})
         self.fingerprints = dict(fingerprints or {})
         self._costs, self._keep = costs, keep_policy_state
-        self._kept: dict[str, LengthPolicy] = {}
+        self._kept: dict[str, DraftPolicy] = {}
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
         self._order = random.Random(0)
@@ -243,7 +244,7 @@ class ModelEngine:
             steps=_with_costs(generation.steps, generation.costs),
         )
 
-    def _policy(self, config: Config) -> LengthPolicy:
+    def _policy(self, config: Config) -> DraftPolicy:
         """The draft-length rule of a configuration: the one it had last time if its state is to be kept."""
         from specbench.lengths import build_policy, parse_costs
 
