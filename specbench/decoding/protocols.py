@@ -1,4 +1,4 @@
-"""What the decoding loop asks of others: a drafter, a draft-length rule, a scorer, a verification.
+"""What the decoding loop asks of others: a drafter, a draft-length rule, a scorer.
 
 Whoever needs a pass of a model *asks* for it: it yields a ``Pass`` and is sent its ``Rows``. Nobody here makes one. So
 who makes them, when, and together with whose, is up to whoever drives the loop.
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from specbench.decoding.records import Step
     from specbench.decoding.sampling import Randomness, Sampling
-    from specbench.decoding.verify import Verdict
 
 __all__ = [
     "Asking",
@@ -27,7 +26,6 @@ __all__ = [
     "Pass",
     "Rows",
     "Scorer",
-    "Verification",
     "answered",
 ]
 
@@ -236,34 +234,6 @@ class Scorer(Protocol):
         Args:
             length: In tokens.
             path: What the last pass's context has grown by: nodes of its draft, root to leaf, as far as it had them.
-        """
-        ...
-
-
-class Verification(Protocol):
-    """Decides what is kept of a draft, and draws the token behind it."""
-
-    @property
-    def takes_trees(self) -> bool:
-        """Whether drafts may be trees."""
-        ...
-
-    def judge(
-        self,
-        draft: Draft,
-        logits: torch.Tensor,
-        context: Sequence[int],
-        sampling: Sampling,
-        random: Randomness,
-    ) -> Verdict:
-        """Judge a draft by the target's logits.
-
-        Args:
-            draft: n tokens and what they were drawn from.
-            logits: The target's, [n + 1, vocab]: row 0 stands behind the context, row i + 1 behind token i.
-            context: The tokens before the draft (transforms may look at them).
-            sampling: The transforms; they make p out of the logits.
-            random: Source of the tests and the closing draw.
         """
         ...
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from specbench.decoding.protocols import Draft, Verification
+from specbench.decoding.protocols import Draft
 from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = [
     "GreedyVerification",
     "RejectionVerification",
     "Verdict",
+    "Verification",
     "acceptance_probabilities",
     "expected_acceptance",
     "residual",
@@ -56,6 +58,34 @@ class Verdict:
         if self.accepted == len(self.path):
             return logits[: len(self.path) + 1]
         return logits[[0, *(node + 1 for node in self.path)]]
+
+
+class Verification(Protocol):
+    """Decides what is kept of a draft, and draws the token behind it."""
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether drafts may be trees."""
+        ...
+
+    def judge(
+        self,
+        draft: Draft,
+        logits: torch.Tensor,
+        context: Sequence[int],
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Verdict:
+        """Judge a draft by the target's logits.
+
+        Args:
+            draft: n tokens and what they were drawn from.
+            logits: The target's, [n + 1, vocab]: row 0 stands behind the context, row i + 1 behind token i.
+            context: The tokens before the draft (transforms may look at them).
+            sampling: The transforms; they make p out of the logits.
+            random: Source of the tests and the closing draw.
+        """
+        ...
 
 
 def verification_of(sampling: Sampling, *, residual_adjustment: bool = True) -> Verification:
