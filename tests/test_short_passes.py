@@ -21,7 +21,6 @@ from specbench.backends.torch.kernels.llama_layers import short_layers
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantise_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass
-from specbench.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.models.prepare import Target, load_drafter, wrap_drafter, wrap_target
 
