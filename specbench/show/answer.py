@@ -196,8 +196,8 @@ def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) ->
 
 
 def _described(row: Mapping[str, Any]) -> str:
-    # Only lengths that are fixed stand in a row.
-    rule = one_line(row["policy"]) if math.isnan(row["gamma"]) else f"γ = {row['gamma']:g}"
+    fixed = _rule_word(row) == "fixed" and not math.isnan(row["gamma"])
+    rule = f"γ = {row['gamma']:g}" if fixed else one_line(row["policy"])
     return f"{one_line(row['drafter'])} with {rule}"
 
 
@@ -234,10 +234,10 @@ def generate_command(arguments: Sequence[str], row: Mapping[str, Any]) -> str:
         words += ["--drafter", _drafter_spec(row["drafter"], _given(arguments, "--drafter"))]
         if row["policy"] != "fixed":
             words += ["--length-policy", row["policy"]]
-        if not math.isnan(row["gamma"]):
+        if _rule_word(row) == "fixed":
             words += ["--gamma", f"{row['gamma']:g}"]
     without = ("--drafter",) if row["verdict"] == "slower" else ()
-    for name in (*_SHARED, *(("--costs",) if _takes_costs(row["policy"]) and not without else ())):
+    for name in (*_SHARED, *(("--costs",) if _rule_word(row) == "auto" and not without else ())):
         if not name.startswith(without):
             words += [word for value in _given(arguments, name)[-1:] for word in (name, value)]
     words += [name for name in _SHARED_FLAGS if name in arguments]
@@ -246,10 +246,10 @@ def generate_command(arguments: Sequence[str], row: Mapping[str, Any]) -> str:
     return f'specbench generate {shlex.join(map(one_line, words))} "Your prompt"'
 
 
-def _takes_costs(rule: str) -> bool:
+def _rule_word(row: Mapping[str, Any]) -> str:
     with suppress(UsageError):  # a stored run may be of another version
-        return parse_rule(rule).takes("costs")
-    return False
+        return parse_rule(row["policy"]).word
+    return ""
 
 
 def _given(arguments: Sequence[str], option: str) -> list[str]:
