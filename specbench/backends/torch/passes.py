@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
@@ -18,6 +18,7 @@ from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
 from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
 from specbench.backends.torch.kernels.llama_layers import ShortLayer, short_layers, spread_rotation
 from specbench.backends.torch.kernels.surgery import Hooks
+from specbench.decoding.protocols import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,6 +70,17 @@ class OrdinaryPass:
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        return self.rows(ids, rows, (), position_ids, attention_mask).logits
+
+    def rows(
+        self,
+        ids: torch.Tensor,
+        rows: int,
+        layers: Sequence[int],
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> Rows:
+        """The same, with the hidden states of these layers: [rows, layers, width]."""
         arguments = self._cache.model_arguments()
         if position_ids is not None:
             arguments["position_ids"] = position_ids
@@ -76,9 +88,12 @@ class OrdinaryPass:
             arguments["attention_mask"] = attention_mask
         if self._keeps_logits:
             arguments["logits_to_keep"] = rows
-        logits: torch.Tensor = self._model(input_ids=ids, **arguments).logits[0, -rows:]
+        if layers:
+            arguments["output_hidden_states"] = True
+        output = self._model(input_ids=ids, **arguments)
         self._cache.after_pass()
-        return logits
+        states = [output.hidden_states[layer][0, -rows:] for layer in layers]
+        return Rows(output.logits[0, -rows:], torch.stack(states, dim=1) if states else None)
 
 
 def _keeps_logits(model: PreTrainedModel) -> bool:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, cast, overload
 
 import torch
 
-from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, change_of_rotation, make_cache
+from specbench.backends.torch.caches import (
+    CacheKind,
+    KVCache,
+    NoKVCache,
+    StaticKVCache,
+    change_of_rotation,
+    make_cache,
+)
 from specbench.backends.torch.kernels.surgery import rounds_to_int8
 from specbench.backends.torch.passes import OrdinaryPass
 from specbench.backends.torch.trials import choose_pass, trees_are_right, why_widths_differ
@@ -101,6 +108,8 @@ class Scorer:
         self._change = change_of_rotation(model.config)
         self._pass = choose_pass(model, self.cache, shared=not isinstance(cache, str))
         self._uncached_pass = OrdinaryPass(model, NoKVCache())
+        static = isinstance(self.cache, StaticKVCache)
+        self._hidden_pass = None if static else OrdinaryPass(model, self.cache)
 
     def begin(self) -> None:
         """Start on a new context. Whoever changed the model did so before."""
@@ -150,10 +159,12 @@ class Scorer:
 
     def score(self, asked: Pass) -> Rows:
         """Make a pass, see ``decoding.protocols.Scorer``; of a tree all rows."""
+        if asked.layers and not self.gives_hidden:
+            raise UsageError("Passes of fixed shapes give no hidden states.", "Use --cache dynamic.")
         self._root = len(asked.context)
         if asked.parents is not None:
-            return Rows(self._feed_tree(asked.context, asked.tokens, asked.parents))
-        return Rows(self._feed_chain(asked.context, asked.tokens, asked.rows))
+            return self._feed_tree(asked.context, asked.tokens, asked.parents, asked.layers)
+        return self._feed_chain(asked.context, asked.tokens, asked.rows, asked.layers)
 
     def logits(
         self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
@@ -161,53 +172,58 @@ class Scorer:
         """The logits of a pass over a chain, made at once; for the arguments see ``Pass``."""
         return self.score(Pass(self, context, drafted, rows=rows)).logits
 
-    def _feed_chain(self, context: Sequence[int], drafted: Sequence[int], rows: int | None) -> torch.Tensor:
+    def _feed_chain(
+        self, context: Sequence[int], drafted: Sequence[int], rows: int | None, layers: Sequence[int]
+    ) -> Rows:
         rows = len(drafted) + 1 if rows is None else rows
         if self._change is not None and self.cache.length <= self._change < len(context) + len(drafted):
-            return self._across_change(context, drafted, rows, self._change)
-        return self._feed(context, drafted, rows)
+            return self._across_change(context, drafted, rows, self._change, layers)
+        return self._feed(context, drafted, rows, layers)
 
     def _across_change(
-        self, context: Sequence[int], drafted: Sequence[int], rows: int, change: int
-    ) -> torch.Tensor:
-        """Logits where a context of more than ``change`` tokens has all its positions rotated otherwise.
+        self, context: Sequence[int], drafted: Sequence[int], rows: int, change: int, layers: Sequence[int]
+    ) -> Rows:
+        """Rows where a context of more than ``change`` tokens has all its positions rotated otherwise.
 
         The cache never holds both kinds: it stays in front of the change as long as drafts alone pass it, whose logits
         are computed without a cache, and is filled anew when the context itself has passed it.
         """
         if len(context) > change:
             self.cache.reset()
-            return self._feed(context, drafted, rows)
+            return self._feed(context, drafted, rows, layers)
         behind = len(context) + len(drafted) - change
-        whole = self._forward([*context, *drafted], min(rows, behind), cached=False)
+        whole = self._forward([*context, *drafted], min(rows, behind), layers, cached=False)
         if rows <= behind:
             return whole
-        before = self._feed(context, drafted[: change - len(context)], rows - behind)
-        return torch.cat([before, whole])
+        before = self._feed(context, drafted[: change - len(context)], rows - behind, layers)
+        return _joined([before, whole], rows)
 
-    def _feed(self, context: Sequence[int], drafted: Sequence[int], rows: int) -> torch.Tensor:
+    def _feed(
+        self, context: Sequence[int], drafted: Sequence[int], rows: int, layers: Sequence[int] = ()
+    ) -> Rows:
         start = self.cache.length
         if drafted and start == 0 and self.cache.prefill_apart:
-            behind_context = self._forward(context, 1)
-            return torch.cat([behind_context, self._forward(drafted, len(drafted))])[-rows:]
+            behind_context = self._forward(context, 1, layers)
+            return _joined([behind_context, self._forward(drafted, len(drafted), layers)], rows)
         widest = self.cache.widest_pass
         left = drafted[max(0, start - len(context)) :]
         if isinstance(left, DeviceTokens) and len(left) and widest is None:
             read = torch.tensor(context[start:], dtype=torch.long, device=self.device)
-            return self._forward(torch.cat([read, left.tensor.to(self.device)]), rows)
+            return self._forward(torch.cat([read, left.tensor.to(self.device)]), rows, layers)
         tokens = [*context[start:], *left]
         if widest is None or start == 0 or len(tokens) <= widest:
-            return self._forward(tokens, rows)
+            return self._forward(tokens, rows, layers)
         found = []
         for first in range(0, len(tokens), widest):
             part = tokens[first : first + widest]
             behind = len(tokens) - first - len(part)
-            found.append(self._forward(part, min(len(part), max(1, rows - behind))))  # a head takes its time
-        return torch.cat(found)[-rows:]
+            wanted = min(len(part), max(1, rows - behind))  # a head takes its time
+            found.append(self._forward(part, wanted, layers))
+        return _joined(found, rows)
 
     def _feed_tree(
-        self, context: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
-    ) -> torch.Tensor:
+        self, context: Sequence[int], tokens: Sequence[int], parents: Sequence[int], layers: Sequence[int]
+    ) -> Rows:
         if self.cache.length < len(context) - 1:
             self._feed(context[:-1], (), 1)
         past = self.cache.length
@@ -215,6 +231,7 @@ class Scorer:
         return self._forward(
             [context[-1], *tokens],
             rows,
+            layers,
             attention_mask=tree_mask(past, parents, self.cache.keys(rows), self.device),
             position_ids=tree_positions(past, parents, self.device),
         )
@@ -232,15 +249,30 @@ class Scorer:
             self.cache.reset()  # its keys are rotated for longer contexts
         self.cache.rollback(length)
 
-    gives_hidden = False
+    @property
+    def gives_hidden(self) -> bool:
+        """Whether passes can be asked for hidden states: those of fixed shapes cannot."""
+        return self._hidden_pass is not None
 
     @torch.inference_mode()
     def _forward(
-        self, tokens: Sequence[int] | torch.Tensor, rows: int, *, cached: bool = True, **extra: torch.Tensor
-    ) -> torch.Tensor:
+        self,
+        tokens: Sequence[int] | torch.Tensor,
+        rows: int,
+        layers: Sequence[int] = (),
+        *,
+        cached: bool = True,
+        **extra: torch.Tensor,
+    ) -> Rows:
         ids = tokens[None] if isinstance(tokens, torch.Tensor) else torch.tensor([tokens], device=self.device)
-        forward = self._pass if cached else self._uncached_pass
-        return self._fit(forward(ids, rows, **extra).to(self.output_device))
+        hidden = None
+        if layers:
+            forward = self._hidden_pass if cached else self._uncached_pass
+            assert forward is not None
+            logits, hidden = forward.rows(ids, rows, layers, **extra)
+        else:
+            logits = (self._pass if cached else self._uncached_pass)(ids, rows, **extra)
+        return Rows(self._fit(logits.to(self.output_device)), hidden)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         width = logits.shape[-1]
@@ -249,3 +281,10 @@ class Scorer:
         if width > self.vocab_size:
             return logits[..., : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
+
+
+def _joined(parts: Sequence[Rows], rows: int) -> Rows:
+    """The last so many rows of passes one behind the other."""
+    logits = torch.cat([part.logits for part in parts])[-rows:]
+    hidden = [part.hidden for part in parts if part.hidden is not None]
+    return Rows(logits, torch.cat(hidden)[-rows:] if hidden else None)
