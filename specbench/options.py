@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+
+from specbench.errors import UsageError
 
 __all__ = [
     "DECODING",
@@ -176,13 +178,23 @@ class LengthOptions:
         ),
     ] = None
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are given, by name; without the costs, which are still to be read."""
+        values = {name: value for name, value in vars(self).items() if name != "costs"}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
+
 
 _decoding = partial(typer.Option, rich_help_panel=DECODING)
 
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How long an output gets, and in which passes it is decoded."""
+    """How long an output gets, and in which passes it is decoded.
+
+    Raises:
+        UsageError: A stop string is empty.
+    """
 
     max_new_tokens: Annotated[
         int,
@@ -240,6 +252,15 @@ class DecodeOptions:
         ),
     ] = True
 
+    def __post_init__(self) -> None:
+        if not all(self.stop):
+            raise UsageError("A stop string is empty.", "Give --stop at least one character.")
+
+    @property
+    def residual_adjustment(self) -> bool:
+        """Whether corrected tokens are drawn from the residual, as they have to be."""
+        return not self.no_residual_adjustment
+
 
 _sampling = partial(typer.Option, rich_help_panel=SAMPLING)
 
@@ -284,3 +305,8 @@ class SamplingOptions:
             help="Of the one generator that every random draw comes from.",
         ),
     ] = 0
+
+    @property
+    def transforms(self) -> dict[str, Any]:
+        """What ``Sampling`` takes: all but the seed."""
+        return {name: value for name, value in vars(self).items() if name != "seed"}

@@ -230,13 +230,11 @@ def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
     )
 
 
-def _weights(size: _Size, options: LoadOptions | None, *, int8: bool = False) -> tuple[tuple[int, int], int]:
+def _weights(size: _Size, options: LoadOptions, *, int8: bool = False) -> tuple[tuple[int, int], int]:
     """Bytes of a model's weights in the end and at most while loading, and bytes of a number outside int8 layers."""
     from specbench.models.checkpoints import weight_memory
     from specbench.models.load import resolve_device, resolve_dtype
-    from specbench.options import LoadOptions
 
-    options = options or LoadOptions()
     loaded = resolve_dtype(options, size.config, Counter())
     if resolve_device(options.device).type != "cpu":
         return (size.parameters * loaded.itemsize,) * 2, loaded.itemsize
@@ -246,29 +244,26 @@ def _weights(size: _Size, options: LoadOptions | None, *, int8: bool = False) ->
 
 
 def _drafter_weights(
-    spec: DrafterSpec, target: _Size, options: LoadOptions | None, progress: Progress | None
+    spec: DrafterSpec, target: _Size, options: LoadOptions, progress: Progress | None
 ) -> tuple[int, int]:
     """Bytes that a drafter adds in the end, and at most while it is loaded."""
     if spec.own_model is None:
         return (_drafter_bytes(spec, target.parameters, options, progress),) * 2
-    int8 = options is None or options.dtype == "auto"
+    int8 = options.dtype == "auto"
     return _weights(_size(spec.own_model, progress), options, int8=int8)[0]
 
 
-def _bytes_per_number(options: LoadOptions | None) -> int:
+def _bytes_per_number(options: LoadOptions) -> int:
     """Of weights: "auto" is half precision where the device computes in it."""
     from specbench.models.load import cpu_computes_bfloat16, resolve_device
 
-    dtype = options.dtype if options is not None else "auto"
-    if dtype == "auto":
-        device = resolve_device(options.device if options is not None else "auto")
+    if options.dtype == "auto":
+        device = resolve_device(options.device)
         return 2 if device.type != "cpu" or cpu_computes_bfloat16() else 4
-    return {"float32": 4, "int8": 1}.get(dtype, 2)
+    return {"float32": 4, "int8": 1}.get(options.dtype, 2)
 
 
-def _drafter_bytes(
-    spec: DrafterSpec, target: int, options: LoadOptions | None, progress: Progress | None
-) -> int:
+def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progress: Progress | None) -> int:
     own = spec.model_part
     if isinstance(
         own, SelfForm
@@ -278,6 +273,6 @@ def _drafter_bytes(
         return 0
     from specbench.models.load import resolve_device
 
-    on_cpu = resolve_device(options.device if options is not None else "auto").type == "cpu"
-    quantised = (options is None or options.dtype == "auto") and on_cpu
+    on_cpu = resolve_device(options.device).type == "cpu"
+    quantised = options.dtype == "auto" and on_cpu
     return _size(own.own_model, progress).parameters * (1 if quantised else _bytes_per_number(options))

@@ -22,7 +22,7 @@ from specbench.cli.check import check
 from specbench.cli.compare import compare
 from specbench.cli.drafters import drafters
 from specbench.cli.generate import generate
-from specbench.cli.options import GroupedCommand
+from specbench.cli.options import GroupedCommand, unfolded
 from specbench.cli.plot import plot
 from specbench.cli.report import report
 from specbench.cli.signals import end_cleanly_on_sigterm, exit_code_of_interrupt
@@ -67,7 +67,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in (generate, drafters, calibrate, sweep, plot, report, compare, check, trace):
-    app.command(cls=GroupedCommand)(_command)
+    app.command(cls=GroupedCommand)(unfolded(_command))
 
 
 def _show_version(asked: bool) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specbench.cli import options as opt
+from specbench.options import DECODING, PROMPT, ModelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,22 +26,14 @@ _WORTH = 1.05
 """A smaller speedup than this is within what the prediction is off by."""
 
 
+_decoding = partial(typer.Option, rich_help_panel=DECODING)
+
+
 def calibrate(
+    *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    dtype: opt.DtypeOption = "auto",
-    device: opt.DeviceOption = "auto",
-    allow_pickle: opt.PickleOption = False,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompts",
-            "-p",
-            metavar="SET",
-            autocompletion=opt.complete_prompts,
-            help="A built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",
-            rich_help_panel=opt.PROMPT,
-        ),
-    ] = None,
+    models: Annotated[ModelOptions, opt.Fields("dtype", "device", "allow_pickle")],
+    prompts: Annotated[list[str] | None, opt.prompt_sets(rich_help_panel=PROMPT)] = None,
     limit: Annotated[
         int,
         typer.Option(
@@ -47,42 +41,24 @@ def calibrate(
             min=2,
             metavar="N",
             help="Prompts in all, taken in turn from the categories; every third one only checks the choice.",
-            rich_help_panel=opt.PROMPT,
+            rich_help_panel=PROMPT,
         ),
     ] = _PROMPTS,
     tokens: Annotated[
         int,
-        typer.Option(
-            "--tokens",
-            min=2,
-            metavar="N",
-            help="Tokens of each answer to try the drafters on.",
-            rich_help_panel=opt.DECODING,
-        ),
+        _decoding("--tokens", min=2, metavar="N", help="Tokens of each answer to try the drafters on."),
     ] = 24,
     int8: Annotated[
-        bool | None,
-        typer.Option(
-            "--int8/--no-int8",
-            help="Consider int8 layers. Default: on a CPU.",
-            rich_help_panel=opt.DECODING,
-        ),
+        bool | None, _decoding("--int8/--no-int8", help="Consider int8 layers. Default: on a CPU.")
     ] = None,
     minutes: Annotated[
         float,
-        typer.Option(
-            "--minutes",
-            metavar="X",
-            help="The search ends after so many, with the best found by then.",
-            rich_help_panel=opt.DECODING,
+        _decoding(
+            "--minutes", metavar="X", help="The search ends after so many, with the best found by then."
         ),
     ] = 10.0,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=opt.OUTPUT)
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=opt.OUTPUT)
-    ] = False,
+    json_output: opt.JsonOption = False,
+    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Choose which of its layers a target skips, in which precision, to draft for itself: --drafter self:calibrated.
@@ -98,7 +74,6 @@ def calibrate(
         progress.update("starting", 0, None)
         from specbench.models.choices import write_choice
         from specbench.models.prepare import choice_key, prepare
-        from specbench.options import ModelOptions
         from specbench.progress import quiet_transformers
         from specbench.specs.models import parse_model
         from specbench.tune.calibrate import CalibrationSettings
@@ -106,7 +81,6 @@ def calibrate(
 
         settings = CalibrationSettings(tokens, int8, 60 * minutes)
         with quiet_transformers():
-            models = ModelOptions(dtype, device, allow_pickle=allow_pickle)
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
             encoded = _encoded(loaded, chosen)
         # No bar that draws by itself from here on: passes are timed.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,15 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.rule import LengthRule, left_out, length_rules
+from specbench.options import (
+    LENGTH,
+    MODELS,
+    PROMPT,
+    DecodeOptions,
+    LengthOptions,
+    ModelOptions,
+    SamplingOptions,
+)
 from specbench.textsafe import counted
 
 if TYPE_CHECKING:
@@ -28,103 +39,84 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
-    from specbench.options import ModelOptions
     from specbench.progress import Progress
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.models import ModelSpec
 
 __all__ = ["check"]
 
-_CHECK = "What is checked"
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT, _DEFAULT_BIAS = "all", 12, 0.05
 _LARGEST_BIAS = 0.5
-_NEED_NO_DECODING = (
-    "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "egag", "gamma", "gamma_min",
-    "gamma_max", "egag_ema_beta", "egag_scale", "confidence", "adapt_confidence", "entropy_lambda", "svip_threshold",
-    "siblings",
-    "costs", "max_new_tokens", "stop", "bit_exact", "first_target", "no_residual_adjustment", "temperature", "top_k",
-    "top_p", "min_p", "seed", "bias",
-)  # fmt: skip
-"""Options that say nothing about outputs made elsewhere."""
+_check = partial(typer.Option, rich_help_panel="What is checked")
 
 
-def check(
-    ctx: typer.Context,
+@dataclass(frozen=True)
+class _Checked:
+    """Which outputs are checked, and how closely."""
+
     prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompts",
-            "-p",
-            metavar="SET",
-            autocompletion=opt.complete_prompts,
+        tuple[str, ...],
+        opt.prompt_sets(
             help="A built-in set, 'all' (the default), or a JSON Lines file; repeatable.",
-            rich_help_panel=_CHECK,
+            rich_help_panel="What is checked",
         ),
-    ] = None,
+    ] = ()
     category: Annotated[
-        list[str] | None,
-        typer.Option("--category", metavar="NAME", help="Only these; repeatable.", rich_help_panel=_CHECK),
-    ] = None,
+        tuple[str, ...], _check("--category", metavar="NAME", help="Only these; repeatable.")
+    ] = ()
     limit: Annotated[
         int | None,
-        typer.Option(
+        _check(
             "--limit",
             min=1,
             metavar="N",
             help=f"Prompts in all, taken in turn from the categories ({_DEFAULT_LIMIT}); with --outputs, lines (all).",
-            rich_help_panel=_CHECK,
         ),
-    ] = None,
+    ] = None
     bias: Annotated[
         float | None,
-        typer.Option(
+        _check(
             "--bias",
             metavar="X",
             help=f"Above temperature 0: find sampled tokens that are off by so much ({_DEFAULT_BIAS}; 0.01 takes 25"
             " times as long).",
-            rich_help_panel=_CHECK,
         ),
-    ] = None,
+    ] = None
     outputs: Annotated[
         Path | None,
-        typer.Option(
+        _check(
             "--outputs",
             metavar="FILE",
             help='Check greedy outputs of any engine instead: a line each, {"prompt": text or ids, "token_ids": [...]};'
             " - reads standard input.",
-            rich_help_panel=_CHECK,
         ),
-    ] = None,
-    system: Annotated[
-        str | None,
-        typer.Option("--system", metavar="TEXT", help="A system message.", rich_help_panel=opt.PROMPT),
-    ] = None,
+    ] = None
+
+    def __post_init__(self) -> None:
+        from specbench.errors import UsageError
+
+        if self.outputs is not None and (self.prompts or self.category):
+            raise UsageError("--outputs brings its own prompts.", "Leave --prompts and --category out.")
+        if self.bias is not None and not 0 < self.bias <= _LARGEST_BIAS:
+            raise UsageError(f"--bias is {self.bias:g}.", f"Give a share above 0, up to {_LARGEST_BIAS:g}.")
+
+
+def check(
+    ctx: typer.Context,
+    *,
+    checked: _Checked,
+    system: opt.SystemOption = None,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--raw",
             help="Wrap prompts with the chat template, or continue them as they are. Default: chat if there is one.",
-            rich_help_panel=opt.PROMPT,
+            rich_help_panel=PROMPT,
         ),
     ] = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--drafter",
-            metavar="DRAFTER",
-            autocompletion=opt.complete_drafters,
-            help=f"A word of `specbench drafters` or a model; repeatable. Default: {opt.DEFAULT_DRAFTER}.",
-            rich_help_panel=opt.MODELS,
-        ),
-    ] = None,
-    dtype: opt.DtypeOption = "auto",
-    device: opt.DeviceOption = "auto",
-    device_map: opt.DeviceMapOption = None,
-    drafter_dtype: opt.DrafterDtypeOption = "auto",
-    drafter_device: opt.DrafterDeviceOption = "auto",
-    drafter_device_map: opt.DrafterDeviceMapOption = None,
-    allow_pickle: opt.PickleOption = False,
+    drafter: Annotated[list[str] | None, opt.several_drafters(rich_help_panel=MODELS)] = None,
+    models: ModelOptions,
     length_policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -132,7 +124,7 @@ def check(
             metavar="RULE",
             autocompletion=opt.complete_rules,
             help="Draft-length rule, as generate takes it; repeatable.",
-            rich_help_panel=opt.LENGTH,
+            rich_help_panel=LENGTH,
         ),
     ] = None,
     egag: opt.EgagOption = False,
@@ -143,47 +135,23 @@ def check(
             "-g",
             metavar="RANGE",
             help="γ of fixed (5) and, in the first step, of heuristic: 4, 1..8, 2..16..2 (with a step) or 1,2,4.",
-            rich_help_panel=opt.LENGTH,
+            rich_help_panel=LENGTH,
         ),
     ] = None,
-    gamma_min: opt.GammaMinOption = None,
-    gamma_max: opt.GammaMaxOption = None,
-    egag_ema_beta: opt.EgagBetaOption = None,
-    egag_scale: opt.EgagScaleOption = None,
-    confidence: opt.ConfidenceOption = None,
-    adapt_confidence: opt.AdaptConfidenceOption = False,
-    entropy_lambda: opt.EntropyLambdaOption = None,
-    svip_threshold: opt.SvipThresholdOption = None,
-    siblings: opt.SiblingsOption = None,
-    costs: opt.CostsOption = None,
-    max_new_tokens: opt.MaxNewTokensOption = 64,
-    stop: opt.StopOption = None,
-    ignore_eos: opt.IgnoreEosOption = False,
-    cache: opt.CacheOption = "dynamic",
-    bit_exact: opt.BitExactOption = False,
-    compiled: opt.CompileOption = False,
-    first_target: opt.FirstTargetOption = True,
-    no_residual_adjustment: Annotated[
-        bool,
-        typer.Option(
-            "--no-residual-adjustment",
-            help="NOT LOSSLESS: draw corrected tokens from p. Above temperature 0 the check has to find it.",
-            rich_help_panel=opt.DECODING,
+    length: LengthOptions,
+    decode: Annotated[
+        DecodeOptions,
+        opt.Fields(
+            max_new_tokens=64,
+            words={
+                "no_residual_adjustment": "NOT LOSSLESS: draw corrected tokens from p. Above temperature 0 the check"
+                " has to find it."
+            },
         ),
-    ] = False,
-    temperature: opt.TemperatureOption = 0.0,
-    top_k: opt.TopKOption = 0,
-    top_p: opt.TopPOption = 1.0,
-    min_p: opt.MinPOption = 0.0,
-    repetition_penalty: opt.RepetitionPenaltyOption = 1.0,
-    model_defaults: opt.ModelDefaultsOption = True,
-    seed: opt.SeedOption = 0,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=opt.OUTPUT)
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress, no notes.", rich_help_panel=opt.OUTPUT)
-    ] = False,
+    ],
+    sampling: SamplingOptions,
+    json_output: opt.JsonOption = False,
+    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes.")] = False,
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
@@ -193,27 +161,16 @@ def check(
     docs/check.md says what is checked, and when a difference is a numerical tie.
     """
     from specbench.cli.progress import StageProgress
-    from specbench.errors import UsageError
 
-    if any(not item for item in stop or ()):
-        raise UsageError("A stop string is empty.", "Give --stop at least one character.")
-    if outputs is not None and (prompts or category):
-        raise UsageError("--outputs brings its own prompts.", "Leave --prompts and --category out.")
-    if bias is not None and not 0 < bias <= _LARGEST_BIAS:
-        raise UsageError(f"--bias is {bias:g}.", f"Give a share above 0, up to {_LARGEST_BIAS:g}.")
-    kind = opt.cache_for(ctx, cache, target, dtype, bit_exact, compiled)
+    kind = opt.cache_for(ctx, target, models, decode)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
         from specbench.bench.grid import parse_gammas
         from specbench.decoding.sampling import Sampling
-        from specbench.options import ModelOptions
         from specbench.specs.drafters import parse_drafter
         from specbench.specs.models import parse_model
 
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        models = ModelOptions(
-            dtype, device, device_map, drafter_dtype, drafter_device, drafter_device_map, allow_pickle
-        )
+        transforms = Sampling(**sampling.transforms)
         request = _Request(
             ctx,
             parse_model(target),
@@ -221,50 +178,31 @@ def check(
             kind,
             chat,
             system,
-            model_defaults,
+            decode,
+            transforms,
             json_output,
             quiet,
             progress.console,
         )
         job: _DecodingJob | _OutputsJob
-        if outputs is not None:
-            job = _OutputsJob(request, outputs, sampling, ignore_eos=ignore_eos, limit=limit)
+        if checked.outputs is not None:
+            job = _OutputsJob(request, checked.outputs, limit=checked.limit)
         else:
-            rule_options = {
-                "gamma_min": gamma_min,
-                "gamma_max": gamma_max,
-                "egag_ema_beta": egag_ema_beta,
-                "egag_scale": egag_scale,
-                "confidence": confidence,
-                "adapt_confidence": adapt_confidence,
-                "entropy_lambda": entropy_lambda,
-                "svip_threshold": svip_threshold,
-                "siblings": siblings,
-            }
             rules = length_rules(
                 [*(length_policy or []), *(["egag"] if egag else [])],
-                costs,
+                length.costs,
                 parse_gammas(gamma) if gamma is not None else [],
-                rule_options,
-                greedy=sampling.greedy,
-                chained=opt.chained(bit_exact, dtype),
+                length.given,
+                greedy=transforms.greedy,
+                chained=opt.chained(models, decode),
             )
             job = _DecodingJob(
                 request,
-                _chosen_prompts(prompts, category, limit),
+                _chosen_prompts(checked),
                 tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
                 rules,
-                bias or _DEFAULT_BIAS,
-                bit_exact,
-                {
-                    "sampling": sampling,
-                    "max_new_tokens": max_new_tokens,
-                    "stop": tuple(stop or ()),
-                    "first_target": first_target,
-                    "residual_adjustment": not no_residual_adjustment,
-                    "seed": seed,
-                },
-                ignore_eos=ignore_eos,
+                checked.bias or _DEFAULT_BIAS,
+                sampling.seed,
             )
         job.prepare(progress)
     code = job.run()
@@ -275,34 +213,30 @@ def check(
 # -- what both checks need -------------------------------------------------------------------------
 
 
+@dataclass
 class _Request:
-    """What was asked for, whatever is checked."""
+    """What was asked for, whatever is checked; ``sampling`` gets the model's own settings when it is loaded."""
 
-    def __init__(
-        self,
-        ctx: typer.Context,
-        target: ModelSpec,
-        models: ModelOptions,
-        cache: CacheKind,
-        chat: bool | None,
-        system: str | None,
-        model_defaults: bool,
-        json_output: bool,
-        quiet: bool,
-        console: Console,
-    ) -> None:
-        self.ctx, self.target, self.models, self.cache = ctx, target, models, cache
-        self.chat, self.system = chat, system
-        self.model_defaults, self.json_output, self.quiet = model_defaults, json_output, quiet
-        self.console = console
+    ctx: typer.Context
+    target: ModelSpec
+    models: ModelOptions
+    cache: CacheKind
+    chat: bool | None
+    system: str | None
+    decode: DecodeOptions
+    sampling: Sampling
+    json_output: bool
+    quiet: bool
+    console: Console
 
-    def applied(self, model: LanguageModel, sampling: Sampling) -> Sampling:
-        """The transforms with the model's own settings, as far as they are to be applied; says which they are."""
-        for line in model.defaults.notes(applied=self.model_defaults):
+    def apply_defaults(self, model: LanguageModel) -> None:
+        """Add the model's own settings to the transforms, as far as they are to be applied; say which they are."""
+        for line in model.defaults.notes(applied=self.decode.model_defaults):
             self.note(line)
-        return sampling.with_defaults(model.defaults, model.vocab_size) if self.model_defaults else sampling
+        if self.decode.model_defaults:
+            self.sampling = self.sampling.with_defaults(model.defaults, model.vocab_size)
 
-    def given(self, *names: str) -> list[str]:
+    def given(self, *names: str | type) -> list[str]:
         """Those of the named options that stand on the command line."""
         return opt.given(self.ctx, *names)
 
@@ -346,10 +280,12 @@ def _rounding(target: Target) -> str:
 # -- configurations -------------------------------------------------------------------------------
 
 
-def _chosen_prompts(prompts: list[str] | None, category: list[str] | None, limit: int | None) -> list[Prompt]:
+def _chosen_prompts(checked: _Checked) -> list[Prompt]:
     from specbench.bench.prompts import load_prompts
 
-    return load_prompts(prompts or [_DEFAULT_PROMPTS], category or (), limit or _DEFAULT_LIMIT)
+    return load_prompts(
+        checked.prompts or [_DEFAULT_PROMPTS], checked.category, checked.limit or _DEFAULT_LIMIT
+    )
 
 
 _LONG_S = 10.0
@@ -370,15 +306,10 @@ class _DecodingJob:
         drafters: Sequence[DrafterSpec],
         rules: Sequence[LengthRule],
         bias: float,
-        bit_exact: bool,
-        settings: dict[str, Any],
-        *,
-        ignore_eos: bool,
+        seed: int,
     ) -> None:
-        self.bit_exact = bit_exact
-        self.request, self.prompts = request, prompts
-        self.drafters = drafters
-        self.rules, self.bias, self.settings, self.ignore_eos = rules, bias, settings, ignore_eos
+        self.request, self.prompts, self.drafters = request, prompts, drafters
+        self.rules, self.bias, self.seed = rules, bias, seed
         self._checks: list[tuple[str, DecodingCheck]] = []
 
     def run(self) -> int:
@@ -399,7 +330,7 @@ class _DecodingJob:
                     checking.progress = _Prefixed(progress, place)
                     checking.announce = self._say_cost_of_samples
                     checking.greedy()
-                    if not self.settings["sampling"].greedy:
+                    if not self.request.sampling.greedy:
                         checking.exact()
                         checking.sampled()
             complete = True
@@ -436,7 +367,7 @@ class _DecodingJob:
         def answer(model: LanguageModel) -> None:
             """Let ``transformers`` decode with the target, before its layers are packed."""
             self._model = model
-            self.settings["sampling"] = request.applied(model, self.settings["sampling"])
+            request.apply_defaults(model)
             prompts.extend(self._encode(model, self.prompts))
             count = sum(len(self._rules_for(spec)) for spec in self.drafters)
             references.extend(
@@ -448,7 +379,7 @@ class _DecodingJob:
             self.drafters,
             request.models,
             cache=request.cache,
-            bit_exact=self.bit_exact,
+            bit_exact=request.decode.bit_exact,
             progress=progress,
             beforehand=answer,
         )
@@ -458,6 +389,7 @@ class _DecodingJob:
             Case(name, tuple(ids), reference)
             for (name, ids), reference in zip(prompts, references, strict=True)
         ]
+        decode = request.decode
         plain_runs: dict[tuple[int, ...], PlainRun] = {}
         chosen = [(each, rule) for each in proposers for rule in self._rules_for(each.spec)]
         for proposer, rule in chosen:
@@ -465,9 +397,14 @@ class _DecodingJob:
                 target=target.scorer,
                 drafter=proposer.drafter,
                 policy=rule.build(proposer.name),
-                end_ids=() if self.ignore_eos else tuple(target.end_ids),
+                sampling=request.sampling,
+                max_new_tokens=decode.max_new_tokens,
+                end_ids=() if decode.ignore_eos else tuple(target.end_ids),
+                stop=decode.stop,
                 tokenizer=target.tokenizer,
-                **self.settings,
+                seed=self.seed,
+                first_target=decode.first_target,
+                residual_adjustment=decode.residual_adjustment,
             )
             checking = DecodingCheck(
                 setup,
@@ -475,14 +412,14 @@ class _DecodingJob:
                 bias=self.bias,
                 dtype=target.scorer.rounding,
                 no_transformers="it has no such int8 model" if int8 else None,
-                bit_exact=self.bit_exact or target.bit_exact,
+                bit_exact=decode.bit_exact or target.bit_exact,
                 plain_runs=plain_runs,
             )
             self._checks.append((_label(proposer.name, setup.policy.name), checking))
         self._describe(target)
 
     def _say_what_has_no_effect(self) -> None:
-        sampling: Sampling = self.settings["sampling"]
+        sampling = self.request.sampling
         names = ("top_k", "top_p", "min_p", "seed", "bias", "no_residual_adjustment")
         if sampling.greedy and (given := self.request.given(*names)):
             verb = "has" if len(given) == 1 else "have"
@@ -524,13 +461,14 @@ class _DecodingJob:
 
         from specbench.check.reference import ReferenceSettings, reference_output
 
+        decode = self.request.decode
         settings = ReferenceSettings(
-            max_new_tokens=self.settings["max_new_tokens"],
-            end_ids=() if self.ignore_eos else tuple(model.end_ids),
-            stop=self.settings["stop"],
+            max_new_tokens=decode.max_new_tokens,
+            end_ids=() if decode.ignore_eos else tuple(model.end_ids),
+            stop=decode.stop,
             tokenizer=model.tokenizer,
-            repetition_penalty=self.settings["sampling"].repetition_penalty,
-            model_defaults=model.defaults.applied if self.request.model_defaults else {},
+            repetition_penalty=self.request.sampling.repetition_penalty,
+            model_defaults=model.defaults.applied if decode.model_defaults else {},
             context_limit=model.context_limit,
         )
         answers = []
@@ -546,7 +484,7 @@ class _DecodingJob:
     def _say_how_long(self, plainly_s: float, configurations: int) -> None:
         from specbench.check.run import estimated_seconds
 
-        sampled = not self.settings["sampling"].greedy
+        sampled = not self.request.sampling.greedy
         seconds = estimated_seconds(plainly_s, sampled=sampled, configurations=configurations)
         self.request.note(
             f"This will take about {_about(seconds)}{', the samples apart' if sampled else ''}."
@@ -559,8 +497,7 @@ class _DecodingJob:
             )
 
     def _describe(self, target: Target) -> None:
-        sampling: Sampling = self.settings["sampling"]
-        settings = self.settings
+        request = self.request
         self._header: dict[str, Any] = {
             "check": "decoding",
             "target": target.name,
@@ -568,23 +505,9 @@ class _DecodingJob:
             "device": str(target.scorer.device),
             "rounding": _rounding(target),
             "options": {
-                "cache": self.request.cache,
-                "max_new_tokens": settings["max_new_tokens"],
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k or None,
-                "top_p": sampling.top_p if sampling.top_p < 1 else None,
-                "min_p": sampling.min_p or None,
-                "repetition_penalty": sampling.repetition_penalty
-                if sampling.repetition_penalty != 1
-                else None,
-                "model_defaults": (self.request.model_defaults and target.language_model.defaults.applied)
-                or None,
-                "seed": settings["seed"],
-                "first_target": settings["first_target"],
-                "residual_adjustment": settings["residual_adjustment"],
-                "stop": list(settings["stop"]) or None,
-                "bit_exact": self.bit_exact or None,
-                "ignore_eos": self.ignore_eos or None,
+                "cache": request.cache,
+                **opt.deciding(request.decode, request.sampling, self.seed, target.language_model),
+                "residual_adjustment": request.decode.residual_adjustment,
             },
         }
 
@@ -642,11 +565,13 @@ class _Prefixed:
 class _OutputsJob:
     """A check of greedy outputs that were made elsewhere."""
 
-    def __init__(
-        self, request: _Request, file: Path, sampling: Sampling, *, ignore_eos: bool, limit: int | None
-    ) -> None:
-        self.request, self.sampling, self.ignore_eos = request, sampling, ignore_eos
-        if without := request.given(*_NEED_NO_DECODING):
+    def __init__(self, request: _Request, file: Path, *, limit: int | None) -> None:
+        self.request = request
+        if without := request.given(
+            "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "egag", "gamma",
+            LengthOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "no_residual_adjustment",
+            "temperature", "top_k", "top_p", "min_p", "seed", "bias",
+        ):  # fmt: skip
             verb = "has" if len(without) == 1 else "have"
             request.note(f"{', '.join(without)} {verb} no effect on outputs that were made elsewhere.")
         self._lines = _read_lines(file, limit)
@@ -665,7 +590,7 @@ class _OutputsJob:
             progress=progress,
             allow_pickle=request.models.allow_pickle,
         )
-        self.sampling = request.applied(self._target.language_model, self.sampling)
+        request.apply_defaults(self._target.language_model)
         self._given, self._refused = _fitting(request, self._target, self._lines)
 
     def run(self) -> int:
@@ -680,7 +605,7 @@ class _OutputsJob:
 
         target = self._target
         rounding = _rounding(target)
-        end_ids = () if self.ignore_eos else target.end_ids
+        end_ids = () if self.request.decode.ignore_eos else target.end_ids
         done: list[OutputResult] = []
         failed: list[Refused] = []
         complete = False
@@ -691,7 +616,9 @@ class _OutputsJob:
                     try:
                         scorer = target.scorer
                         done.append(
-                            check_output(scorer, each, prompt, self.sampling, end_ids, scorer.rounding)
+                            check_output(
+                                scorer, each, prompt, self.request.sampling, end_ids, scorer.rounding
+                            )
                         )
                     except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
                         failed.append(Refused(each.line, _reason(error)))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from specbench.cli.options import OUTPUT, TracebackOption, complete_configurations
+from specbench.cli.options import TracebackOption, complete_configurations
+from specbench.options import OUTPUT
 
 if TYPE_CHECKING:
     from specbench.results.compare import Compared

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specbench.cli import options as opt
+from specbench.options import PROMPT, DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,14 +31,60 @@ if TYPE_CHECKING:
 __all__ = ["generate"]
 
 _WARM_UP_TOKENS = 16
-_LENGTH_OPTIONS = (
-    "length_policy", "egag", "gamma", "gamma_min", "gamma_max", "egag_ema_beta", "egag_scale", "confidence",
-    "adapt_confidence", "entropy_lambda", "svip_threshold", "siblings", "costs",
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is written, and where."""
+
+    show_accepted: Annotated[
+        bool,
+        opt.output(
+            "--show-accepted",
+            help="Colour the text by where it came from: accepted drafts, corrected tokens, the target's own.",
+        ),
+    ] = False
+    stream: Annotated[bool, opt.output("--stream/--no-stream", help="Show text as it comes.")] = True
+    compare: Annotated[
+        bool,
+        opt.output(
+            "--compare",
+            help="Decode plainly too, in turns; report the speedup with its interval, and any difference.",
+        ),
+    ] = False
+    repeats: Annotated[
+        int | None,
+        opt.output(
+            "--repeats",
+            min=1,
+            metavar="N",
+            help="--compare: how often each way (3, and up to 12 within 30 s).",
+        ),
+    ] = None
+    debug: Annotated[bool, opt.output("--debug", help="Show every step on stderr.")] = False
+    trace_file: Annotated[
+        Path | None, opt.output("--trace-file", metavar="FILE", help="Write every step as JSON Lines.")
+    ] = None
+    json_output: Annotated[bool, opt.output("--json", help="Print one JSON object, no text.")] = False
+    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no summary.")] = False
+
+    def __post_init__(self) -> None:
+        from specbench.errors import UsageError
+
+        if self.repeats is not None and not self.compare:
+            raise UsageError(
+                "--repeats is given without --compare.", "Add --compare, or leave --repeats out."
+            )
+
+    @property
+    def at_once(self) -> bool:
+        """Whether text is shown as it comes."""
+        return self.stream and not self.json_output and not self.debug
 
 
 def generate(
     ctx: typer.Context,
+    *,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -44,110 +92,25 @@ def generate(
         ),
     ] = None,
     prompt_file: opt.PromptFile = None,
-    system: Annotated[
-        str | None,
-        typer.Option("--system", metavar="TEXT", help="A system message.", rich_help_panel=opt.PROMPT),
-    ] = None,
+    system: opt.SystemOption = None,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--raw",
             help="Wrap the prompt with the chat template, or continue it as it is. Default: chat if there is one.",
-            rich_help_panel=opt.PROMPT,
+            rich_help_panel=PROMPT,
         ),
     ] = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
-    dtype: opt.DtypeOption = "auto",
-    device: opt.DeviceOption = "auto",
-    device_map: opt.DeviceMapOption = None,
-    drafter_dtype: opt.DrafterDtypeOption = "auto",
-    drafter_device: opt.DrafterDeviceOption = "auto",
-    drafter_device_map: opt.DrafterDeviceMapOption = None,
-    allow_pickle: opt.PickleOption = False,
+    models: ModelOptions,
     length_policy: opt.LengthPolicyOption = None,
     egag: opt.EgagOption = False,
     gamma: opt.GammaOption = None,
-    gamma_min: opt.GammaMinOption = None,
-    gamma_max: opt.GammaMaxOption = None,
-    egag_ema_beta: opt.EgagBetaOption = None,
-    egag_scale: opt.EgagScaleOption = None,
-    confidence: opt.ConfidenceOption = None,
-    adapt_confidence: opt.AdaptConfidenceOption = False,
-    entropy_lambda: opt.EntropyLambdaOption = None,
-    svip_threshold: opt.SvipThresholdOption = None,
-    siblings: opt.SiblingsOption = None,
-    costs: opt.CostsOption = None,
-    max_new_tokens: opt.MaxNewTokensOption = 256,
-    stop: opt.StopOption = None,
-    ignore_eos: opt.IgnoreEosOption = False,
-    cache: opt.CacheOption = "dynamic",
-    bit_exact: opt.BitExactOption = False,
-    compiled: opt.CompileOption = False,
-    first_target: opt.FirstTargetOption = True,
-    no_residual_adjustment: Annotated[
-        bool,
-        typer.Option(
-            "--no-residual-adjustment",
-            help="NOT LOSSLESS, for demonstration: draw corrected tokens from p instead of the residual.",
-            rich_help_panel=opt.DECODING,
-        ),
-    ] = False,
-    temperature: opt.TemperatureOption = 0.0,
-    top_k: opt.TopKOption = 0,
-    top_p: opt.TopPOption = 1.0,
-    min_p: opt.MinPOption = 0.0,
-    repetition_penalty: opt.RepetitionPenaltyOption = 1.0,
-    model_defaults: opt.ModelDefaultsOption = True,
-    seed: opt.SeedOption = 0,
-    show_accepted: Annotated[
-        bool,
-        typer.Option(
-            "--show-accepted",
-            help="Colour the text by where it came from: accepted drafts, corrected tokens, the target's own.",
-            rich_help_panel=opt.OUTPUT,
-        ),
-    ] = False,
-    stream: Annotated[
-        bool,
-        typer.Option("--stream/--no-stream", help="Show text as it comes.", rich_help_panel=opt.OUTPUT),
-    ] = True,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Decode plainly too, in turns; report the speedup with its interval, and any difference.",
-            rich_help_panel=opt.OUTPUT,
-        ),
-    ] = False,
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            "--repeats",
-            min=1,
-            metavar="N",
-            help="--compare: how often each way (3, and up to 12 within 30 s).",
-            rich_help_panel=opt.OUTPUT,
-        ),
-    ] = None,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show every step on stderr.", rich_help_panel=opt.OUTPUT)
-    ] = False,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace-file",
-            metavar="FILE",
-            help="Write every step as JSON Lines.",
-            rich_help_panel=opt.OUTPUT,
-        ),
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, no text.", rich_help_panel=opt.OUTPUT)
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress, no summary.", rich_help_panel=opt.OUTPUT)
-    ] = False,
+    length: LengthOptions,
+    decode: DecodeOptions,
+    sampling: SamplingOptions,
+    show: _Shown,
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
@@ -155,106 +118,67 @@ def generate(
     from specbench.cli.progress import StageProgress
     from specbench.cli.summary import show_legend, show_notes
     from specbench.cli.watchers import TraceOutput
-    from specbench.errors import UsageError
     from specbench.progress import quiet_transformers
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
 
     text = read_prompt_text(prompt, prompt_file, sys.stdin)
-    if any(not item for item in stop or ()):
-        raise UsageError("A stop string is empty.", "Give --stop at least one character.")
-    paint = _paint(json_output) if show_accepted else None
-    if repeats is not None and not compare:
-        raise UsageError("--repeats is given without --compare.", "Add --compare, or leave --repeats out.")
-    kind = opt.cache_for(ctx, cache, target, dtype, bit_exact, compiled)
-    rule_options: dict[str, Any] = {
-        "gamma": gamma,
-        "gamma_min": gamma_min,
-        "gamma_max": gamma_max,
-        "egag_ema_beta": egag_ema_beta,
-        "egag_scale": egag_scale,
-        "confidence": confidence,
-        "adapt_confidence": adapt_confidence,
-        "entropy_lambda": entropy_lambda,
-        "svip_threshold": svip_threshold,
-        "siblings": siblings,
-    }
+    paint = _paint(show.json_output) if show.show_accepted else None
+    kind = opt.cache_for(ctx, target, models, decode)
     with ExitStack() as stack:
         trace_to = None
-        if debug or trace_file:
-            trace_to = stack.enter_context(TraceOutput(trace_file, debug))
-        with StageProgress(quiet) as progress:
+        if show.debug or show.trace_file:
+            trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
+        with StageProgress(show.quiet) as progress:
             progress.update("starting", 0, None)
             from specbench.cli.rule import length_rule
             from specbench.decoding.sampling import Sampling
             from specbench.models.prepare import prepare, refuse_keep
-            from specbench.options import ModelOptions
 
             stack.enter_context(quiet_transformers())
-            sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-            models = ModelOptions(
-                dtype, device, device_map, drafter_dtype, drafter_device, drafter_device_map, allow_pickle
-            )
+            transforms = Sampling(**sampling.transforms)
             rule = length_rule(
                 length_policy,
                 egag,
-                costs,
-                rule_options,
-                greedy=sampling.greedy,
-                chained=opt.chained(bit_exact, dtype),
+                length.costs,
+                {**length.given, "gamma": gamma},
+                greedy=transforms.greedy,
+                chained=opt.chained(models, decode),
             )
             spec, target_spec = parse_drafter(drafter), parse_model(target)
             if not spec.is_plain:
                 rule.spec.check(spec)
-            if compare:
+            if show.compare:
                 refuse_keep(spec)
-            target_model, (proposer,) = prepare(
-                target_spec, [spec], models, cache=kind, bit_exact=bit_exact, progress=progress
+            loaded, (proposer,) = prepare(
+                target_spec, [spec], models, cache=kind, bit_exact=decode.bit_exact, progress=progress
             )
-            if model_defaults:
-                sampling = sampling.with_defaults(
-                    target_model.language_model.defaults, target_model.vocab_size
-                )
+            if decode.model_defaults:
+                transforms = transforms.with_defaults(loaded.language_model.defaults, loaded.vocab_size)
             job = _Job(
-                target_model,
-                proposer.drafter,
-                _encode(target_model, text, chat, system),
-                text,
-                sampling,
+                target=loaded,
+                drafter=proposer.drafter,
+                prompt=_encode(loaded, text, chat, system),
+                prompt_text=text,
+                sampling=transforms,
                 policy=rule.build(proposer.name),  # costs may be those of several drafters
-                given_costs=costs is not None,
-                bit_exact=bit_exact,
-                max_new_tokens=max_new_tokens,
-                stop=tuple(stop or ()),
-                ignore_eos=ignore_eos,
-                seed=seed,
-                first_target=first_target,
-                residual_adjustment=not no_residual_adjustment,
-                model_defaults=model_defaults,
+                given_costs=length.costs is not None,
+                decode=decode,
+                seed=sampling.seed,
             )
-            if compare:
+            if show.compare:
                 progress.update("warming up", 0, None)
                 # With fixed shapes whatever is met for the first time takes long: captured, or compiled.
                 job.warm_up(None if kind in ("static", "compiled") else _WARM_UP_TOKENS)
-        if not quiet:
-            notes = [*_without_effect(ctx, spec, sampling), *_facts(job, asked_raw=chat is False)]
+        if not show.quiet:
+            notes = [*_without_effect(ctx, spec, transforms), *_facts(job, asked_raw=chat is False)]
             show_notes(notes, apart=sys.stdout.isatty())
             if paint is not None:
                 show_legend(paint)
-        shown = stream and not json_output and not debug
         advice = {"blank": _after_a_blank_reply(job, chat)}
-        if compare:
+        if show.compare:
             advice |= _advice(ctx, job, spec, rule.spec)
-        _run(
-            job,
-            trace_to,
-            advice,
-            paint,
-            stream=shown,
-            pairs=repeats if compare else 0,
-            json_output=json_output,
-            quiet=quiet,
-        )
+        _run(job, trace_to, advice, paint, show)
         if trace_to is not None:
             trace_to.complain()
 
@@ -299,49 +223,40 @@ def _encode(target: Target, text: str, chat: bool | None, system: str | None) ->
     return ids
 
 
+@dataclass(frozen=True)
 class _Job:
     """Everything a run needs, so that the speculative and the plain one differ in the drafter alone."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        prompt: list[int],
-        prompt_text: str,
-        sampling: Sampling,
-        *,
-        policy: DraftPolicy,
-        given_costs: bool,
-        bit_exact: bool,
-        **settings: Any,
-    ) -> None:
-        self.target, self.drafter = target, drafter
-        self.prompt, self.prompt_text = prompt, prompt_text
-        self.sampling, self.settings = sampling, settings
-        self.policy, self.given_costs, self.bit_exact = policy, given_costs, bit_exact
-
-    @property
-    def max_new_tokens(self) -> int:
-        return int(self.settings["max_new_tokens"])
+    target: Target
+    drafter: Drafter
+    prompt: list[int]
+    prompt_text: str
+    sampling: Sampling
+    policy: DraftPolicy
+    given_costs: bool
+    decode: DecodeOptions
+    seed: int
 
     def start(self, *, plain: bool = False, trace: bool = False, most: int | None = None) -> GenerationRun:
         """A run that has not begun; ``most`` limits it further."""
         from specbench.generate import GenerationRun
 
-        limit = self.max_new_tokens if most is None else min(most, self.max_new_tokens)
+        decode = self.decode
         return GenerationRun(
             self.prompt,
             self.target,
             None if plain else self.drafter,
             policy=None if plain else self.policy,
             sampling=self.sampling,
+            max_new_tokens=min(most or decode.max_new_tokens, decode.max_new_tokens),
+            stop=decode.stop,
+            ignore_eos=decode.ignore_eos,
+            seed=self.seed,
+            first_target=decode.first_target,
+            residual_adjustment=plain or decode.residual_adjustment,
+            model_defaults=decode.model_defaults,
             trace=trace,
-            **(self.settings | {"max_new_tokens": limit} | ({"residual_adjustment": True} if plain else {})),
         )
-
-    def applied_defaults(self) -> dict[str, Any]:
-        """The model's own settings that are applied."""
-        return self.target.language_model.defaults.applied if self.settings["model_defaults"] else {}
 
     def warm_up(self, most: int | None) -> None:
         """Let both ways of decoding meet their shapes once, so that neither pays for the first time."""
@@ -366,45 +281,34 @@ class _Job:
             prompt=self.prompt_text,
             prompt_tokens=len(self.prompt),
             greedy=self.sampling.greedy,
-            lossless=self.settings["residual_adjustment"],
+            lossless=self.decode.residual_adjustment,
         )
 
     def options(self) -> dict[str, Any]:
         """What decides the output, by name; ``None`` for what is switched off."""
         from specbench.lengths import FixedLength
 
-        sampling, rule = self.sampling, self.policy.rule
-        fixed = not self.policy.siblings.most
+        rule, fixed = self.policy.rule, not self.policy.siblings.most
         return {
             "length_policy": self.policy.name,
             "gamma": rule.gamma if fixed and isinstance(rule, FixedLength) else None,
             "costs": "given" if self.given_costs else None,
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k or None,
-            "top_p": sampling.top_p if sampling.top_p < 1 else None,
-            "min_p": sampling.min_p or None,
-            "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
-            "model_defaults": self.applied_defaults() or None,
-            "seed": self.settings["seed"],
-            "first_target": self.settings["first_target"],
-            "stop": list(self.settings["stop"]) or None,
-            "bit_exact": self.bit_exact or None,
-            "ignore_eos": self.settings["ignore_eos"] or None,
+            **opt.deciding(self.decode, self.sampling, self.seed, self.target.language_model),
         }
 
 
 def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling) -> list[str]:
     """What was asked for and changes nothing."""
 
-    def given(*names: str) -> str:
+    def given(*names: str | type) -> str:
         listed = opt.given(ctx, *names)
         return f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect" if listed else ""
 
     lines = []
     if sampling.greedy and (what := given("top_k", "top_p", "min_p", "seed")):
         lines.append(f"{what} at temperature 0: the most probable token is taken.")
-    if drafter.is_plain and (what := given(*_LENGTH_OPTIONS, "first_target")):
+    lengths = ("length_policy", "egag", "gamma", LengthOptions)
+    if drafter.is_plain and (what := given(*lengths, "first_target")):
         lines.append(f"{what} with the drafter none.")
     load_options = ("drafter_dtype", "drafter_device", "drafter_device_map")
     if drafter.own_model is None and (what := given(*load_options)):
@@ -415,10 +319,10 @@ def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling
 def _facts(job: _Job, *, asked_raw: bool) -> list[str]:
     """What the user should know before reading the output."""
     target = job.target
-    lines = target.language_model.defaults.notes(applied=job.settings["model_defaults"])
+    lines = target.language_model.defaults.notes(applied=job.decode.model_defaults)
     if not _has_template(target) and not asked_raw:
         lines.append("The model has no chat template: the prompt is continued as raw text.")
-    if not job.settings["residual_adjustment"]:
+    if not job.decode.residual_adjustment:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
     if target.widths_differ is not None:
         lines.append(opt.widths_differ(target.widths_differ))
@@ -467,11 +371,7 @@ def _run(
     trace_to: TraceOutput | None,
     advice: Mapping[str, str],
     paint: Paint | None,
-    *,
-    stream: bool,
-    pairs: int | None,
-    json_output: bool,
-    quiet: bool,
+    show: _Shown,
 ) -> None:
     """Decode, show, compare.
 
@@ -479,9 +379,7 @@ def _run(
         job, trace_to: What to run, and where its steps go.
         advice: What to try if the drafter does not help.
         paint: Styles the text by where its tokens came from.
-        stream, json_output, quiet: What is shown.
-        pairs: How often to decode with the drafter and plainly in turns, to compare; ``None`` for often enough, 0 for
-            not to compare.
+        show: What is written.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; by then what there was has been shown.
@@ -495,28 +393,36 @@ def _run(
     watchers: list[Watcher] = []
     if trace_to is not None:
         watchers.append(Tracer(trace_to, job.header(), job.piece))
-    if not json_output:
+    if not show.json_output:
         behind_trace = bool(trace_to and trace_to.on_screen)
-        watchers.append(StreamedText(run, paint) if stream else WholeText(paint, behind_trace=behind_trace))
-    unseen = not stream and not (trace_to and trace_to.on_screen)
+        watchers.append(
+            StreamedText(run, paint) if show.at_once else WholeText(paint, behind_trace=behind_trace)
+        )
+    unseen = not show.at_once and not (trace_to and trace_to.on_screen)
 
     def decode(plain: bool) -> Generation:
         if not compared.speculative:
-            _follow(run, watchers, "decoding", job.max_new_tokens, quiet=quiet or not unseen)
+            _follow(run, watchers, "decoding", job.decode.max_new_tokens, quiet=show.quiet or not unseen)
             return run.result()
         repeat = job.start(plain=plain)
         way = "plainly" if plain else "with the drafter"
         done = len(compared.plain if plain else compared.speculative)
-        _follow(repeat, (), f"decoding {way}, to compare ({done + 1})", job.max_new_tokens, quiet=quiet)
+        _follow(
+            repeat,
+            (),
+            f"decoding {way}, to compare ({done + 1})",
+            job.decode.max_new_tokens,
+            quiet=show.quiet,
+        )
         return repeat.result()
 
-    compared = Pairs(decode, pairs)
+    compared = Pairs(decode, show.repeats)
     finished = True
     try:
-        if pairs == 0:
-            decode(False)
-        else:
+        if show.compare:
             compared.measure()
+        else:
+            decode(False)
     except KeyboardInterrupt:
         finished = False
     figures = summary(run.result()) | {
@@ -526,10 +432,10 @@ def _run(
     }
     if compared.plain:
         figures |= compared.figures() | _tokens_compared(compared, job)
-    if json_output:
+    if show.json_output:
         figures["peak_memory_bytes"] = _peak_memory(job.target)
         write_out(json.dumps(figures, allow_nan=False) + "\n")
-    if not quiet:
+    if not show.quiet:
         shown = figures | {"options": _shown_options(figures)}
         show_summary(shown, advice=advice, apart=sys.stdout.isatty())
     if not finished:
@@ -579,8 +485,8 @@ def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
     parted = [(fast, slow) for fast, slow in both if fast != slow]
     found |= {"identical": not parted, "differing_repeats": len(parted)}
     if parted:
-        limit, end_ids = len(job.prompt) + job.max_new_tokens, job.target.end_ids
-        transforms = job.sampling.at(len(job.prompt), limit, () if job.settings["ignore_eos"] else end_ids)
+        limit, end_ids = len(job.prompt) + job.decode.max_new_tokens, job.target.end_ids
+        transforms = job.sampling.at(len(job.prompt), limit, () if job.decode.ignore_eos else end_ids)
         difference = find_difference(job.target.scorer, job.prompt, *parted[0], transforms)
         assert difference is not None
         texts = [None if token is None else job.piece(token) for token in difference.tokens]

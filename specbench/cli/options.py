@@ -1,64 +1,41 @@
-"""Options that several commands share, as annotated types, and how their help is laid out."""
+"""Options that several commands take, groups of them unfolded into single ones, and the layout of help."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import Field, fields, is_dataclass
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
+from specbench.options import LENGTH, MODELS, OUTPUT, PROMPT, DecodeOptions, ModelOptions
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.load import LanguageModel
 
 __all__ = [
     "DEFAULT_DRAFTER",
     "DEFAULT_TARGET",
-    "AdaptConfidenceOption",
-    "BitExactOption",
-    "CacheName",
-    "CacheOption",
-    "CompileOption",
-    "ConfidenceOption",
-    "CostsOption",
-    "DeviceMapOption",
-    "DeviceOption",
-    "DrafterDeviceMapOption",
-    "DrafterDeviceOption",
-    "DrafterDtypeOption",
     "DrafterOption",
-    "DtypeName",
-    "DtypeOption",
-    "EgagBetaOption",
     "EgagOption",
-    "EgagScaleOption",
-    "EntropyLambdaOption",
-    "FirstTargetOption",
-    "GammaMaxOption",
-    "GammaMinOption",
+    "Fields",
     "GammaOption",
     "GroupedCommand",
-    "IgnoreEosOption",
+    "JsonOption",
     "LengthPolicyOption",
-    "MaxNewTokensOption",
-    "MinPOption",
-    "ModelDefaultsOption",
-    "PickleOption",
     "PromptFile",
-    "RepetitionPenaltyOption",
-    "SeedOption",
-    "SiblingsOption",
-    "StopOption",
-    "SvipThresholdOption",
+    "SystemOption",
     "TargetOption",
-    "TemperatureOption",
-    "TopKOption",
-    "TopPOption",
     "TracebackOption",
     "cache_for",
     "chained",
@@ -67,7 +44,12 @@ __all__ = [
     "complete_drafters",
     "complete_prompts",
     "complete_rules",
+    "deciding",
     "given",
+    "output",
+    "prompt_sets",
+    "several_drafters",
+    "unfolded",
     "widths_differ",
 ]
 
@@ -75,13 +57,74 @@ DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "lookup"
 """What measured best for the built-in model on ordinary prompts (docs/log.md)."""
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-CacheName = Literal["dynamic", "preallocated", "static", "none"]
 
-PROMPT, MODELS, DECODING, SAMPLING, OUTPUT = "Prompt", "Models", "Decoding", "Sampling", "Output"
-LENGTH = "Draft length"
+# -- groups of options -----------------------------------------------------------------------------
 
-_LARGEST_SEED = 2**64 - 1
+
+class Fields:
+    """Beside a group in a command's signature: what the command takes of it, if not all as it stands in the group.
+
+    Args:
+        names: The fields, in the order of the help; all if none is named. The others keep their defaults.
+        words: Other help, by field.
+        defaults: Other defaults, by field.
+    """
+
+    def __init__(self, *names: str, words: Mapping[str, str] | None = None, **defaults: Any) -> None:
+        self.names, self.words, self.defaults = names, words or {}, defaults
+
+
+def unfolded(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer reads it, with single options in place of groups.
+
+    A group is a parameter whose type is a dataclass. Each of its fields is an option, an annotated type as typer takes
+    it; one that holds a tuple may be repeated on the command line.
+    """
+    groups: dict[str, tuple[Any, list[Field[Any]]]] = {}
+    parameters: list[Parameter] = []
+    hints = get_type_hints(command, include_extras=True)
+    for parameter in signature(command).parameters.values():
+        hint = hints[parameter.name]
+        kind, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(annotation=hint))
+            continue
+        taken = next((each for each in extra if isinstance(each, Fields)), Fields())
+        known = {field.name: field for field in fields(kind)}
+        chosen = [known[name] for name in taken.names or known]
+        groups[parameter.name] = kind, chosen
+        parameters += _single(kind, chosen, taken)
+
+    @wraps(command)
+    def call(**values: Any) -> None:
+        for name, (kind, chosen) in groups.items():
+            own = {field.name: values.pop(field.name) for field in chosen}
+            repeated = {
+                field.name: tuple(own[field.name] or ())
+                for field in chosen
+                if isinstance(field.default, tuple)
+            }
+            values[name] = kind(**own | repeated)
+        command(**values)
+
+    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[Parameter]:
+    """The fields of a group as parameters of a command."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in chosen:
+        (value, option), default = get_args(hints[field.name]), taken.defaults.get(field.name, field.default)
+        if field.name in taken.words:
+            option = copy(option)
+            option.help = taken.words[field.name]
+        if isinstance(default, tuple):  # typer knows lists
+            value, default = list[get_args(value)[0]] | None, None  # type: ignore[misc]
+        yield Parameter(
+            field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[value, option]
+        )
 
 
 class GroupedCommand(TyperCommand):
@@ -140,11 +183,7 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-def _check_seed(seed: int) -> int:
-    if not 0 <= seed <= _LARGEST_SEED:
-        raise typer.BadParameter("it should be from 0 to 2**64 - 1.")
-    return seed
-
+# -- options that are taken one by one ---------------------------------------------------------------
 
 TargetOption = Annotated[
     str,
@@ -165,200 +204,13 @@ DrafterOption = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
-DtypeOption = Annotated[
-    DtypeName,
-    typer.Option(
-        "--dtype",
-        metavar="DTYPE",
-        help="The target's: auto, float32, bfloat16, float16 or int8.",
-        rich_help_panel=MODELS,
-    ),
-]
-DeviceOption = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar="DEVICE",
-        help="The target's: auto, cpu, cuda, cuda:N or mps.",
-        rich_help_panel=MODELS,
-    ),
-]
-DeviceMapOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device-map",
-        metavar="MAP",
-        help="Instead of --device: accelerate's auto, balanced, balanced_low_0 or sequential, or a JSON file.",
-        rich_help_panel=MODELS,
-    ),
-]
-DrafterDtypeOption = Annotated[
-    DtypeName,
-    typer.Option(
-        "--drafter-dtype",
-        metavar="DTYPE",
-        help="A drafter model's; auto is int8 on a CPU.",
-        rich_help_panel=MODELS,
-    ),
-]
-DrafterDeviceOption = Annotated[
-    str,
-    typer.Option(
-        "--drafter-device", metavar="DEVICE", help="A drafter model's device.", rich_help_panel=MODELS
-    ),
-]
-DrafterDeviceMapOption = Annotated[
-    str | None,
-    typer.Option(
-        "--drafter-device-map", metavar="MAP", help="A drafter model's device map.", rich_help_panel=MODELS
-    ),
-]
-PickleOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-pickle",
-        help="Load pickled weights where there are no safetensors.",
-        rich_help_panel=MODELS,
-    ),
-]
-
-GammaOption = Annotated[
-    int | None,
-    typer.Option(
-        "--gamma",
-        "-g",
-        min=1,
-        metavar="N",
-        help="γ, tokens drafted in a step (5): of fixed; of heuristic, in the first one.",
-        rich_help_panel=LENGTH,
-    ),
-]
-EgagOption = Annotated[
-    bool, typer.Option("--egag", help="Short for --length-policy egag.", rich_help_panel=LENGTH)
-]
-GammaMinOption = Annotated[
-    int | None,
-    typer.Option(
-        "--gamma-min",
-        min=1,
-        metavar="N",
-        help="Shortest draft of egag and heuristic (1).",
-        rich_help_panel=LENGTH,
-    ),
-]
-GammaMaxOption = Annotated[
-    int | None,
-    typer.Option(
-        "--gamma-max",
-        min=1,
-        metavar="N",
-        help="Longest draft: of egag (8), auto (16), confidence, entropy-bound (20), svip, heuristic (40).",
-        rich_help_panel=LENGTH,
-    ),
-]
-EgagBetaOption = Annotated[
-    float | None,
-    typer.Option(
-        "--egag-ema-beta",
-        metavar="B",
-        help="egag: weight of the past in the average of the entropy, 0 (none) to below 1 (0).",
-        rich_help_panel=LENGTH,
-    ),
-]
-EgagScaleOption = Annotated[
-    float | None,
-    typer.Option(
-        "--egag-scale",
-        metavar="H",
-        help="egag: normalised entropy at which γ has come down to the shortest (0.3).",
-        rich_help_panel=LENGTH,
-    ),
-]
-ConfidenceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--confidence", metavar="P", help="confidence: the threshold (0.4).", rich_help_panel=LENGTH
-    ),
-]
-AdaptConfidenceOption = Annotated[
-    bool,
-    typer.Option(
-        "--adapt-confidence",
-        help="confidence: move the threshold by what was accepted.",
-        rich_help_panel=LENGTH,
-    ),
-]
-EntropyLambdaOption = Annotated[
-    float | None,
-    typer.Option(
-        "--entropy-lambda",
-        metavar="L",
-        help="entropy-bound: λ at the beginning (0.6).",
-        rich_help_panel=LENGTH,
-    ),
-]
-SvipThresholdOption = Annotated[
-    float | None,
-    typer.Option("--svip-threshold", metavar="H", help="svip: the threshold (0.3).", rich_help_panel=LENGTH),
-]
-SiblingsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--siblings",
-        min=0,
-        metavar="N",
-        help="Most alternatives that are verified beside a draft in greedy decoding (auto: 8, other rules: 0).",
-        rich_help_panel=LENGTH,
-    ),
-]
-CostsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--costs",
-        metavar="FILE",
-        help="auto: times of passes to go by, from a JSON file of an earlier run, instead of measuring them.",
-        rich_help_panel=LENGTH,
-    ),
-]
-MaxNewTokensOption = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens",
-        "-n",
-        min=1,
-        metavar="N",
-        help="The output never gets longer.",
-        rich_help_panel=DECODING,
-    ),
-]
-CacheOption = Annotated[
-    CacheName,
-    typer.Option(
-        "--cache",
-        metavar="KIND",
-        help="Key/value cache: dynamic (grown), preallocated (written by index; the default of an int8 target), static"
-        " (fixed shapes; CUDA graphs on a GPU), or none (all is recomputed).",
-        rich_help_panel=DECODING,
-    ),
-]
-CompileOption = Annotated[
-    bool,
-    typer.Option(
-        "--compile",
-        help="Compile passes of fixed shapes for a GPU (torch.compile); uses the static cache. Every width is compiled"
-        " when it is first met, which takes a while.",
-        rich_help_panel=DECODING,
-    ),
-]
-BitExactOption = Annotated[
-    bool,
-    typer.Option(
-        "--bit-exact",
-        help="Logits bitwise equal in every pass, so that greedy outputs cannot part at ties in any dtype;"
-        " refused where it cannot be had. Uses the preallocated cache.",
-        rich_help_panel=DECODING,
-    ),
-]
+several_drafters = partial(
+    typer.Option,
+    "--drafter",
+    metavar="DRAFTER",
+    autocompletion=complete_drafters,
+    help=f"A word of `specbench drafters` or a model; repeatable. Default: {DEFAULT_DRAFTER}.",
+)
 LengthPolicyOption = Annotated[
     str | None,
     typer.Option(
@@ -370,113 +222,56 @@ LengthPolicyOption = Annotated[
         rich_help_panel=LENGTH,
     ),
 ]
-StopOption = Annotated[
-    list[str] | None,
+EgagOption = Annotated[
+    bool, typer.Option("--egag", help="Short for --length-policy egag.", rich_help_panel=LENGTH)
+]
+GammaOption = Annotated[
+    int | None,
     typer.Option(
-        "--stop",
-        metavar="TEXT",
-        help="Text or special token that ends the output; repeatable.",
-        rich_help_panel=DECODING,
-    ),
-]
-FirstTargetOption = Annotated[
-    bool,
-    typer.Option(
-        "--first-target/--no-first-target",
-        help="Let the target emit the first token before anything is drafted.",
-        rich_help_panel=DECODING,
-    ),
-]
-IgnoreEosOption = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on behind end tokens.", rich_help_panel=DECODING)
-]
-
-ModelDefaultsOption = Annotated[
-    bool,
-    typer.Option(
-        "--model-defaults/--no-model-defaults",
-        help="Apply what the model's generation_config.json asks for beside sampling, such as suppressed tokens.",
-        rich_help_panel=DECODING,
-    ),
-]
-
-TemperatureOption = Annotated[
-    float,
-    typer.Option(
-        "--temperature",
-        "-t",
-        min=0.0,
-        metavar="X",
-        help="0 for greedy decoding.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopKOption = Annotated[
-    int,
-    typer.Option(
-        "--top-k",
-        min=0,
-        metavar="K",
-        help="Keep the K most probable tokens, 0 for all.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopPOption = Annotated[
-    float,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        help="Keep the most probable tokens that together reach P; above 0 and at most 1.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-MinPOption = Annotated[
-    float,
-    typer.Option(
-        "--min-p",
-        min=0.0,
-        max=1.0,
-        metavar="P",
-        help="Drop tokens less probable than P times the most probable one.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-RepetitionPenaltyOption = Annotated[
-    float,
-    typer.Option("--repetition-penalty", metavar="X", help="Above 0; 1 for none.", rich_help_panel=SAMPLING),
-]
-SeedOption = Annotated[
-    int,
-    typer.Option(
-        "--seed",
+        "--gamma",
+        "-g",
+        min=1,
         metavar="N",
-        callback=_check_seed,
-        help="Of the one generator that every random draw comes from.",
-        rich_help_panel=SAMPLING,
+        help="γ, tokens drafted in a step (5): of fixed; of heuristic, in the first one.",
+        rich_help_panel=LENGTH,
     ),
 ]
-
-TracebackOption = Annotated[
-    bool, typer.Option("--traceback", help="Show where an error came from.", rich_help_panel=OUTPUT)
-]
-"""Read by ``specbench.cli.run``, which sees every error."""
-
 PromptFile = Annotated[
     Path | None,
     typer.Option(
         "--prompt-file", metavar="FILE", help="Read the prompt from this file.", rich_help_panel=PROMPT
     ),
 ]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="A system message.", rich_help_panel=PROMPT)
+]
+prompt_sets = partial(
+    typer.Option,
+    "--prompts",
+    "-p",
+    metavar="SET",
+    autocompletion=complete_prompts,
+    help="A built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",
+)
+output = partial(typer.Option, rich_help_panel=OUTPUT)
+JsonOption = Annotated[bool, output("--json", help="Print one JSON object.")]
+TracebackOption = Annotated[bool, output("--traceback", help="Show where an error came from.")]
+"""Read by ``specbench.cli.run``, which sees every error."""
 
 
-def given(ctx: typer.Context, *names: str) -> list[str]:
-    """Those of the named options that stand on the command line, as they are written there."""
-    sources = {name: ctx.get_parameter_source(name) for name in names}
-    return [
-        f"--{name.replace('_', '-')}"
-        for name, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
-    ]
+# -- what was given ----------------------------------------------------------------------------------
+
+
+def given(ctx: typer.Context, *names: str | type) -> list[str]:
+    """Those of the named options, and of groups, that stand on the command line, as they are written there."""
+    written = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
+    found = []
+    for each in names:
+        for name in [each] if isinstance(each, str) else [field.name for field in fields(each)]:
+            source = ctx.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                found.append(written[name])
+    return found
 
 
 def command_with(ctx: typer.Context, **changes: Any) -> str:
@@ -497,9 +292,9 @@ def command_with(ctx: typer.Context, **changes: Any) -> str:
     return shlex.join([*words, *(["--"] if any(word[:1] == "-" != word for word in rest) else []), *rest])
 
 
-def chained(bit_exact: bool, dtype: DtypeName) -> str | None:
+def chained(models: ModelOptions, decode: DecodeOptions) -> str | None:
     """What on the command line asks for passes that are the same to the bit, so that drafts have no siblings."""
-    return "--bit-exact" if bit_exact else "--dtype int8" if dtype == "int8" else None
+    return "--bit-exact" if decode.bit_exact else "--dtype int8" if models.dtype == "int8" else None
 
 
 def widths_differ(reason: str) -> str:
@@ -510,9 +305,7 @@ def widths_differ(reason: str) -> str:
     )
 
 
-def cache_for(
-    ctx: typer.Context, cache: CacheName, target: str, dtype: DtypeName, bit_exact: bool, compiled: bool
-) -> CacheKind:
+def cache_for(ctx: typer.Context, target: str, models: ModelOptions, decode: DecodeOptions) -> CacheKind:
     """The kind of cache to use, given what was asked for; of an int8 target the configuration is read for that.
 
     Raises:
@@ -520,21 +313,46 @@ def cache_for(
     """
     from specbench.errors import UsageError
 
-    if bit_exact and compiled:
+    if decode.bit_exact and decode.compiled:
         raise UsageError("--bit-exact and --compile exclude each other.", "Give one of the two.")
+    chosen = bool(given(ctx, "cache"))
     for asked, name, its_own in (
-        (bit_exact, "--bit-exact", "preallocated"),
-        (compiled, "--compile", "static"),
+        (decode.bit_exact, "--bit-exact", "preallocated"),
+        (decode.compiled, "--compile", "static"),
     ):
-        if asked and cache != its_own and given(ctx, "cache"):
-            raise UsageError(f"{name} does not go with --cache {cache}.", "Leave --cache out.")
-    if compiled:
+        if asked and decode.cache != its_own and chosen:
+            raise UsageError(f"{name} does not go with --cache {decode.cache}.", "Leave --cache out.")
+    if decode.compiled:
         return "compiled"
-    if bit_exact:
+    if decode.bit_exact:
         return "preallocated"
-    if dtype == "int8" and not given(ctx, "cache"):
+    if models.dtype == "int8" and not chosen:
         from specbench.models.load import load_config
         from specbench.models.prepare import default_cache
 
         return default_cache(load_config(target), int8=True)
-    return cache
+    return decode.cache
+
+
+def deciding(decode: DecodeOptions, sampling: Sampling, seed: int, model: LanguageModel) -> dict[str, Any]:
+    """What decides an output, by name, for a program to read; ``None`` for what is switched off.
+
+    Args:
+        decode, seed: As given.
+        sampling: The transforms, with what the model's own settings ask for.
+        model: The target.
+    """
+    return {
+        "max_new_tokens": decode.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or None,
+        "top_p": sampling.top_p if sampling.top_p < 1 else None,
+        "min_p": sampling.min_p or None,
+        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
+        "model_defaults": (decode.model_defaults and model.defaults.applied) or None,
+        "seed": seed,
+        "first_target": decode.first_target,
+        "stop": list(decode.stop) or None,
+        "bit_exact": decode.bit_exact or None,
+        "ignore_eos": decode.ignore_eos or None,
+    }

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from specbench.cli.options import OUTPUT, TracebackOption
+from specbench.cli.options import TracebackOption
+from specbench.options import OUTPUT
 
 __all__ = ["report"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +12,7 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.rule import left_out, refuse_siblings
+from specbench.options import LENGTH, DecodeOptions, LengthOptions, ModelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,52 +30,122 @@ if TYPE_CHECKING:
 
 __all__ = ["sweep"]
 
-_WHAT, _EXPERIMENT, _RESULTS = "What is compared", "Experiment", "Results"
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
 _FOLDER = Path("results")
+
+_what = partial(typer.Option, rich_help_panel="What is compared")
+_experiment = partial(typer.Option, rich_help_panel="Experiment")
+_results = partial(typer.Option, rich_help_panel="Results")
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What stands in the grid beside draft lengths."""
+
+    drafter: Annotated[tuple[str, ...], opt.several_drafters(rich_help_panel="What is compared")] = ()
+    temperature: Annotated[
+        tuple[float, ...],
+        _what("--temperature", "-t", metavar="X", help="0 (the default) for greedy decoding; repeatable."),
+    ] = ()
+    baseline: Annotated[
+        Literal["transformers"] | None,
+        _what(
+            "--baseline",
+            metavar="transformers",
+            help="Measure transformers' own generate beside plain decoding.",
+        ),
+    ] = None
+    assisted: Annotated[
+        Literal["transformers"] | None,
+        _what(
+            "--assisted",
+            metavar="transformers",
+            help="Measure its prompt lookup and, with drafter models, its assisted generation too.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class _Experiment:
+    """Which prompts are decoded, and how often."""
+
+    prompts: Annotated[tuple[str, ...], opt.prompt_sets(rich_help_panel="Experiment")] = ()
+    category: Annotated[
+        tuple[str, ...], _experiment("--category", metavar="NAME", help="Only these; repeatable.")
+    ] = ()
+    limit: Annotated[
+        int | None,
+        _experiment(
+            "--limit",
+            min=1,
+            metavar="N",
+            help="Prompts in all, taken in turn from the categories. Default: all of the sets or categories named,"
+            f" {_DEFAULT_LIMIT} if none is.",
+        ),
+    ] = None
+    turns: Annotated[
+        int | None,
+        _experiment(
+            "--turns", min=1, metavar="N", help="At most so many turns of a conversation. Default: all."
+        ),
+    ] = None
+    repeats: Annotated[int, _experiment("--repeats", "-r", metavar="N", help="Of everything.")] = 2
+    warmup: Annotated[
+        int,
+        _experiment(
+            "--warmup", metavar="N", help="Short generations of each configuration that do not count."
+        ),
+    ] = 1
+    seed: Annotated[
+        int, _experiment("--seed", min=0, metavar="N", help="Of the random order and of sampling.")
+    ] = 0
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Where results go, and whether others are gone on with."""
+
+    out: Annotated[
+        Path | None,
+        _results("--out", "-o", metavar="FOLDER", help="Where results go. Default: results/DATE-TARGET."),
+    ] = None
+    resume: Annotated[
+        bool,
+        _results(
+            "--resume",
+            help="Go on with the results in --out, or begin there; without --out with the newest unfinished run of this"
+            " sweep in results/.",
+        ),
+    ] = False
+    accept_changes: Annotated[
+        bool,
+        _results(
+            "--accept-changes",
+            help="With --resume: go on although the machine, versions or options have changed.",
+        ),
+    ] = False
+    retry_failed: Annotated[
+        bool, _results("--retry-failed", help="With --resume: measure again what failed.")
+    ] = False
+    dry_run: Annotated[
+        bool, _results("--dry-run", help="Say what would run, how long, and in how much memory.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        from specbench.errors import UsageError
+
+        if not self.resume and (self.accept_changes or self.retry_failed):
+            raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
+        if self.accept_changes and self.out is None:
+            raise UsageError("--accept-changes needs --out.", "Name the folder of the run to go on with.")
 
 
 def sweep(
     ctx: typer.Context,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--drafter",
-            metavar="DRAFTER",
-            autocompletion=opt.complete_drafters,
-            help=f"A word of `specbench drafters` or a model; repeatable. Default: {opt.DEFAULT_DRAFTER}.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
+    *,
+    compared: _Compared,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--temperature",
-            "-t",
-            metavar="X",
-            help="0 (the default) for greedy decoding; repeatable.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
-    baseline: Annotated[
-        Literal["transformers"] | None,
-        typer.Option(
-            "--baseline",
-            metavar="transformers",
-            help="Measure transformers' own generate beside plain decoding.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
-    assisted: Annotated[
-        Literal["transformers"] | None,
-        typer.Option(
-            "--assisted",
-            metavar="transformers",
-            help="Measure its prompt lookup and, with drafter models, its assisted generation too.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
+    models: ModelOptions,
     gamma: Annotated[
         str,
         typer.Option(
@@ -80,7 +153,7 @@ def sweep(
             "-g",
             metavar="RANGE",
             help="Draft lengths of the rule fixed: 1..8, 2..16..2 (with a step) or 1,2,4.",
-            rich_help_panel=opt.LENGTH,
+            rich_help_panel=LENGTH,
         ),
     ] = "1..8",
     length_policy: Annotated[
@@ -92,146 +165,34 @@ def sweep(
             help="Draft-length rule; repeatable. Default: fixed, which takes each γ in turn, and at temperature 0 auto"
             " too. Others: egag, confidence, entropy-bound, svip, heuristic; options of one alone stand behind a colon:"
             " egag:scale=0.5.",
-            rich_help_panel=opt.LENGTH,
+            rich_help_panel=LENGTH,
         ),
     ] = None,
     egag: opt.EgagOption = False,
-    gamma_min: opt.GammaMinOption = None,
-    gamma_max: opt.GammaMaxOption = None,
-    egag_ema_beta: opt.EgagBetaOption = None,
-    egag_scale: opt.EgagScaleOption = None,
-    confidence: opt.ConfidenceOption = None,
-    adapt_confidence: opt.AdaptConfidenceOption = False,
-    entropy_lambda: opt.EntropyLambdaOption = None,
-    svip_threshold: opt.SvipThresholdOption = None,
-    siblings: opt.SiblingsOption = None,
-    costs: opt.CostsOption = None,
+    length: LengthOptions,
     keep_policy_state: Annotated[
         bool,
         typer.Option(
             "--keep-policy-state",
             help="Let rules carry what they learn from one prompt to the next.",
-            rich_help_panel=opt.LENGTH,
+            rich_help_panel=LENGTH,
         ),
     ] = False,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompts",
-            "-p",
-            metavar="SET",
-            autocompletion=opt.complete_prompts,
-            help="A built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",
-            rich_help_panel=_EXPERIMENT,
+    experiment: _Experiment,
+    decode: Annotated[
+        DecodeOptions,
+        opt.Fields(
+            "max_new_tokens",
+            "ignore_eos",
+            "model_defaults",
+            "cache",
+            "bit_exact",
+            "compiled",
+            max_new_tokens=48,
         ),
-    ] = None,
-    category: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--category", metavar="NAME", help="Only these; repeatable.", rich_help_panel=_EXPERIMENT
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit",
-            min=1,
-            metavar="N",
-            help="Prompts in all, taken in turn from the categories. Default: all of the sets or categories named,"
-            f" {_DEFAULT_LIMIT} if none is.",
-            rich_help_panel=_EXPERIMENT,
-        ),
-    ] = None,
-    turns: Annotated[
-        int | None,
-        typer.Option(
-            "--turns",
-            min=1,
-            metavar="N",
-            help="At most so many turns of a conversation. Default: all.",
-            rich_help_panel=_EXPERIMENT,
-        ),
-    ] = None,
-    max_new_tokens: opt.MaxNewTokensOption = 48,
-    ignore_eos: opt.IgnoreEosOption = False,
-    model_defaults: opt.ModelDefaultsOption = True,
-    repeats: Annotated[
-        int,
-        typer.Option("--repeats", "-r", metavar="N", help="Of everything.", rich_help_panel=_EXPERIMENT),
-    ] = 2,
-    warmup: Annotated[
-        int,
-        typer.Option(
-            "--warmup",
-            metavar="N",
-            help="Short generations of each configuration that do not count.",
-            rich_help_panel=_EXPERIMENT,
-        ),
-    ] = 1,
-    seed: Annotated[
-        int,
-        typer.Option(
-            "--seed",
-            min=0,
-            metavar="N",
-            help="Of the random order and of sampling.",
-            rich_help_panel=_EXPERIMENT,
-        ),
-    ] = 0,
-    dtype: opt.DtypeOption = "auto",
-    device: opt.DeviceOption = "auto",
-    device_map: opt.DeviceMapOption = None,
-    drafter_dtype: opt.DrafterDtypeOption = "auto",
-    drafter_device: opt.DrafterDeviceOption = "auto",
-    drafter_device_map: opt.DrafterDeviceMapOption = None,
-    allow_pickle: opt.PickleOption = False,
-    cache: opt.CacheOption = "dynamic",
-    bit_exact: opt.BitExactOption = False,
-    compiled: opt.CompileOption = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FOLDER",
-            help="Where results go. Default: results/DATE-TARGET.",
-            rich_help_panel=_RESULTS,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on with the results in --out, or begin there; without --out with the newest unfinished run of this"
-            " sweep in results/.",
-            rich_help_panel=_RESULTS,
-        ),
-    ] = False,
-    accept_changes: Annotated[
-        bool,
-        typer.Option(
-            "--accept-changes",
-            help="With --resume: go on although the machine, versions or options have changed.",
-            rich_help_panel=_RESULTS,
-        ),
-    ] = False,
-    retry_failed: Annotated[
-        bool,
-        typer.Option(
-            "--retry-failed", help="With --resume: measure again what failed.", rich_help_panel=_RESULTS
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Say what would run, how long, and in how much memory.",
-            rich_help_panel=_RESULTS,
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=opt.OUTPUT)
-    ] = False,
+    ],
+    results: _Results,
+    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
@@ -247,33 +208,21 @@ def sweep(
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
     from specbench.errors import UsageError
-    from specbench.options import ModelOptions
     from specbench.results.store import RunStore
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
 
-    if not resume and (accept_changes or retry_failed):
-        raise UsageError("--accept-changes and --retry-failed need --resume.", "Add it.")
-    if accept_changes and out is None:
-        raise UsageError("--accept-changes needs --out.", "Name the folder of the run to go on with.")
-    kind = opt.cache_for(ctx, cache, target, dtype, bit_exact, compiled)
-    chained = opt.chained(bit_exact, dtype)
-    temperatures = tuple(_checked_temperatures(temperature or [0.0]))
+    kind = opt.cache_for(ctx, target, models, decode)
+    chained = opt.chained(models, decode)
+    temperatures = tuple(_checked_temperatures(compared.temperature or [0.0]))
+    shared = length.given
     rules = parse_policies(
         [*(length_policy or []), *(["egag"] if egag else [])] or _default_rules(temperatures),
-        gamma_min=gamma_min,
-        gamma_max=gamma_max,
-        egag_ema_beta=egag_ema_beta,
-        egag_scale=egag_scale,
-        confidence=confidence,
-        adapt_confidence=adapt_confidence,
-        entropy_lambda=entropy_lambda,
-        svip_threshold=svip_threshold,
-        siblings=0 if chained and siblings is None else siblings,
+        **(shared if chained is None else {"siblings": 0, **shared}),
     )
     if chained:
         refuse_siblings(rules, chained)
-    given = map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))
+    given = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
     drafters = tuple(spec for spec in given if not spec.is_plain)
     gammas = parse_gammas(gamma)
     if not any(rule.word == "fixed" for rule in rules):
@@ -284,25 +233,22 @@ def sweep(
         gammas=tuple(gammas),
         policies=tuple(map(str, rules)),
         temperatures=temperatures,
-        max_new_tokens=max_new_tokens,
-        ignore_eos=ignore_eos,
-        repeats=repeats,
-        warmup=warmup,
-        turns=turns,
-        seed=seed,
+        max_new_tokens=decode.max_new_tokens,
+        ignore_eos=decode.ignore_eos,
+        repeats=experiment.repeats,
+        warmup=experiment.warmup,
+        turns=experiment.turns,
+        seed=experiment.seed,
         cache=kind,
-        transformers=baseline is not None,
-        assisted=assisted is not None,
-        costs=None if costs is None else _costs(costs, rules),
+        transformers=compared.baseline is not None,
+        assisted=compared.assisted is not None,
+        costs=None if length.costs is None else _costs(length.costs, rules),
         keep_policy_state=keep_policy_state,
     )
-    models = ModelOptions(
-        dtype, device, device_map, drafter_dtype, drafter_device, drafter_device_map, allow_pickle
-    )
-    named = prompts or [_DEFAULT_PROMPTS]
-    if limit is None and not prompts and not category:
+    named, limit = experiment.prompts or (_DEFAULT_PROMPTS,), experiment.limit
+    if limit is None and not experiment.prompts and not experiment.category:
         limit = _DEFAULT_LIMIT
-    chosen = load_prompts(named, category or (), limit)
+    chosen = load_prompts(named, experiment.category, limit)
     engine_options = EngineOptions(
         target=parse_model(target),
         drafters=drafters,
@@ -312,16 +258,16 @@ def sweep(
         assistants=options.assisted,
         costs=options.costs,
         keep_policy_state=keep_policy_state,
-        bit_exact=bit_exact,
-        model_defaults=model_defaults,
+        bit_exact=decode.bit_exact,
+        model_defaults=decode.model_defaults,
     )
-    sources = _sources(engine_options, named, category or [], limit)
-    folder = _folder(out, sources, options, resume=resume, retry_failed=retry_failed)
-    if dry_run:
+    sources = _sources(engine_options, named, experiment.category, limit)
+    folder = _folder(results, sources, options)
+    if results.dry_run:
         grid = build_configs(options, {str(spec): spec for spec in drafters})
         _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), engine_options, folder, start)
         return
-    if not resume and RunStore.exists(folder):
+    if not results.resume and RunStore.exists(folder):
         raise UsageError(
             f"The folder {str(folder)!r} holds results already.",
             "Add --resume to go on with them, or give another --out.",
@@ -330,15 +276,15 @@ def sweep(
         check_engine(engine_options, progress)
         RunStore.check_writable(folder)
         engine = load_engine(engine_options, progress)
-    notes += engine.target.language_model.defaults.notes(applied=model_defaults)
+    notes += engine.target.language_model.defaults.notes(applied=decode.model_defaults)
     if engine.target.widths_differ is not None:
         notes.append(opt.widths_differ(engine.target.widths_differ))
     configs = build_configs(options, engine.specs, engine.fingerprints)
     _check_costs(options, engine)
     job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)
-    with job.open_store(sources, accept_changes=accept_changes) as store:
-        job.say_at_start(start, job.found(store, retry_failed=retry_failed), notes)
-        code = job.run(store, retry_failed=retry_failed)
+    with job.open_store(sources, accept_changes=results.accept_changes) as store:
+        job.say_at_start(start, job.found(store, retry_failed=results.retry_failed), notes)
+        code = job.run(store, retry_failed=results.retry_failed)
     if code:
         raise typer.Exit(code)
 
@@ -420,19 +366,17 @@ def _sources(
     }
 
 
-def _folder(
-    out: Path | None, sources: dict[str, Any], options: SweepOptions, *, resume: bool, retry_failed: bool
-) -> Path:
+def _folder(results: _Results, sources: dict[str, Any], options: SweepOptions) -> Path:
     """The folder of the run: the given one, with ``--resume`` the newest unfinished run like this one, or a new one."""
     import re
     from datetime import UTC, datetime
 
     from specbench.results.store import RunStore
 
-    if out is not None:
-        return out
-    if resume:
-        return _resumed(sources, options, retry_failed=retry_failed)
+    if results.out is not None:
+        return results.out
+    if results.resume:
+        return _resumed(sources, options, retry_failed=results.retry_failed)
     target = re.sub(r"[^\w.-]+", "-", sources["target"]).strip("-.") or "model"
     name = f"{datetime.now(UTC).astimezone():%Y-%m-%d}-{target}"
     numbers = ("", *(f"-{number}" for number in range(2, 10_000)))
