@@ -142,6 +142,8 @@ class Int8Linear(nn.Module):
         self.register_buffer("quantised", None if packed else quantised, persistent=False)
         self.quantised: Any
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
+        # Without VNNI instructions pairs of products are added up in 16 bits, which bytes in full would overflow.
+        self._levels = 127 if torch.cpu._is_vnni_supported() else 63
 
     @property
     def rounds_rows(self) -> bool:
@@ -168,11 +170,12 @@ class Int8Linear(nn.Module):
             scaled = nn.functional.linear(x, self.quantised.to(x.dtype)) * self.scales.to(x.dtype)
             return scaled if self.bias is None else scaled + self.bias
         rows = x.reshape(-1, self.in_features)
-        steps = rows.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_LEAST).div_(127.0)
-        # Unsigned with zero point 128; adding 128.5 before the cut rounds to nearest.
-        quantised = (rows / steps).add_(128.5).to(torch.uint8)
+        steps = rows.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_LEAST).div_(self._levels)
+        # Unsigned, zero in the middle; adding another half before the cut rounds to nearest.
+        zero = self._levels + 1
+        quantised = (rows / steps).add_(zero + 0.5).to(torch.uint8)
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            quantised, 1.0, 128, self._prepacked, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            quantised, 1.0, zero, self._prepacked, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )  # fmt: skip
         out = out.mul_(steps).to(x.dtype).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
