@@ -542,7 +542,7 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
         while len(draft.tokens) < limit and rule.another(draft):
             i = len(draft.tokens)
             if logits:
-                if not rule.look(made["logits"][i]):
+                if not rule.draws(made["logits"][i]):
                     break
                 draft.logits.append(made["logits"][i])  # type: ignore[union-attr]
             draft.tokens.append(made["tokens"][i])
