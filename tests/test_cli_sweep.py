@@ -22,6 +22,7 @@ from tiny import save_tiny
 import specbench.bench.engines.own
 import specbench.bench.environment
 import specbench.bench.estimate
+import specbench.results.load
 from specbench.bench.engines.own import EngineOptions
 from specbench.bench.estimate import estimate_time
 from specbench.bench.runner import Event, run_sweep
@@ -442,8 +443,8 @@ def test_a_dry_run_breaks_no_word_on_a_terminal(sweep: Sweep, monkeypatch: pytes
 def test_on_a_busy_machine_a_dry_run_gives_a_range(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch, load: float | None, said: str
 ) -> None:
-    now = replace(specbench.bench.environment.load_snapshot(), load_average=load, cores=2)
-    monkeypatch.setattr(specbench.bench.environment, "load_snapshot", lambda: now)
+    now = replace(specbench.results.load.load_snapshot(), load_average=load, cores=2)
+    monkeypatch.setattr(specbench.results.load, "load_snapshot", lambda: now)
     monkeypatch.setattr(
         specbench.bench.estimate, "_from_passes", lambda *_: 0.5
     )  # for each of two configurations

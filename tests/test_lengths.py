@@ -1072,9 +1072,10 @@ def test_a_new_prompt_finds_nothing_of_the_last(rule: str) -> None:
 def test_so_it_does_behind_an_interrupted_one() -> None:
     for rule in RULES:
         used = RULES[rule]()
-        used.reset()
-        used.begin(9)
-        used.another(drafted())
+        length = DraftPolicy.of(used).rule
+        length.reset()
+        length.begin(9)
+        length.another(drafted())
         fresh = decode(RULES[rule](), prompt=[0, 2, 1])[1]
         assert course(decode(used, prompt=[0, 2, 1])[1]) == course(fresh)
 
