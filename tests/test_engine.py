@@ -13,6 +13,7 @@ import specbench.models.prepare
 from specbench.bench.engines.own import EngineOptions, ModelEngine, check_engine, load_engine
 from specbench.bench.grid import Config, SweepOptions, build_configs
 from specbench.bench.prompts import Prompt
+from specbench.decoding.protocols import Rows
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate
@@ -199,9 +200,9 @@ def test_passes_are_timed_at_the_widths_asked_for(
     widths: list[tuple[int, int]] = []
     forward = engine.target.scorer._forward
 
-    def noted(tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def noted(tokens: Sequence[int], rows: int, *rest: Any) -> Rows:
         widths.append((len(tokens), rows))
-        return forward(tokens, rows)
+        return forward(tokens, rows, *rest)
 
     monkeypatch.setattr(engine.target.scorer, "_forward", noted)
     engine.measure_costs(PROMPT, [1, 4])
