@@ -421,7 +421,8 @@ def test_the_walk_takes_each_row_in_its_own_context(penalty: float) -> None:
             Draft(tokens, parents=parents), rows, PROMPT, sampling, Randomness(0)
         )
         assert verdict.tokens == expected
-        assert verdict.deciding(rows).shape[0] == len(expected)
+        before = rows[[0, *(node + 1 for node in verdict.path)]]
+        assert torch.equal(verdict.deciding(rows)[: len(expected)], before)
 
 
 def test_caches_that_forget_take_none() -> None:

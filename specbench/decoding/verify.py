@@ -54,9 +54,9 @@ class Verdict:
         return next((i for i, node in enumerate(self.path) if node != i), len(self.path))
 
     def deciding(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits before each of ``tokens``, [len(path) + 1, vocab], among those of the pass."""
+        """The logits before each of ``tokens``, [at least as many, vocab], of those of the pass."""
         if self.accepted == len(self.path):
-            return logits[: len(self.path) + 1]
+            return logits
         return logits[[0, *(node + 1 for node in self.path)]]
 
 
