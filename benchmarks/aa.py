@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.backends.torch.parity import Difference
-    from specbench.decoding.protocols import Asking, Draft, Drafter, LengthPolicy
+    from specbench.decoding.drafts import Draft
+    from specbench.decoding.protocols import Asking, Drafter, LengthPolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
 PLAIN, X, ITSELF, SLOWED = "plain", "x", "itself", "slowed"

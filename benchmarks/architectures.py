@@ -33,7 +33,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.caches import CacheKind, make_cache
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Asking, Draft
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import Asking
 from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from specbench.decoding.protocols import Draft, Pass, Rows
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verify import Verdict, verification_of
 
@@ -61,6 +62,7 @@ class ScriptedScorer:
         self.root = 0
 
     takes_trees = True
+    reads_trees = True
     gives_hidden = False
 
     def begin(self) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scripted import judge
 
+from specbench.decoding.drafts import Draft
 from specbench.decoding.explain import closing_of
-from specbench.decoding.protocols import Draft
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, residual
 from specbench.errors import RunError

@@ -16,8 +16,9 @@ from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
 from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
 from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Draft, LengthPolicy, Pass, Rows, answered
+from specbench.decoding.protocols import Asking, LengthPolicy, Pass, Rows, answered
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter

@@ -37,8 +37,9 @@ from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck, estimated_seconds
 from specbench.check.sampled import Candidate, check_exact, choose_contexts, plan_context, sample_context
 from specbench.decoding.clocks import Stopwatch
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import Decoding, decode, decode_steps, driven
-from specbench.decoding.protocols import Asking, Draft, Pass, Rows
+from specbench.decoding.protocols import Asking, Pass, Rows
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling, TopK

@@ -9,9 +9,10 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table
 from tiny import tiny_language_model, tiny_llama
 
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
-from specbench.decoding.protocols import Asking, Draft, Drafter, answered
+from specbench.decoding.protocols import Asking, Drafter, answered
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules

@@ -17,8 +17,9 @@ import pytest
 import torch
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, fixed_script, random_table
 
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Draft, LengthPolicy, answered
+from specbench.decoding.protocols import Asking, LengthPolicy, answered
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling

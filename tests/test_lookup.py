@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Ticking
 
-from specbench.decoding.protocols import Draft, answered
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.errors import UsageError

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Ticking
 
-from specbench.decoding.protocols import Draft, Drafter, answered
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import Drafter, answered
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
 from specbench.errors import UsageError

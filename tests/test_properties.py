@@ -26,8 +26,9 @@ from tokenizers import processors
 
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Draft
+from specbench.decoding.protocols import Asking
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules

@@ -16,8 +16,9 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Draft, LengthPolicy, Pass
+from specbench.decoding.protocols import Asking, LengthPolicy, Pass
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling

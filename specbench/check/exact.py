@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from specbench.decoding.protocols import Draft
+from specbench.decoding.drafts import Draft
 from specbench.decoding.verify import acceptance_probabilities
 
 __all__ = ["acceptance_of_all", "bias_without_adjustment", "emitted", "error_limit", "total_variation"]

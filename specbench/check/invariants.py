@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from specbench.check.observe import DecodingSetup, Drawn, Observation, Proposal, Tested
-from specbench.decoding.protocols import Draft
+from specbench.decoding.drafts import Draft
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import special_tokens

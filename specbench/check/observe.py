@@ -14,8 +14,9 @@ import torch
 from specbench.backends.torch.caches import NoKVCache
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import Decoding, decode
-from specbench.decoding.protocols import Asking, Draft, Drafter, LengthPolicy, Pass, Rows
+from specbench.decoding.protocols import Asking, Drafter, LengthPolicy, Pass, Rows
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling

@@ -31,8 +31,8 @@ from specbench.check.invariants import Rules, Violation, check_observation, chec
 from specbench.check.memo import MemoScorer
 from specbench.check.observe import DecodingSetup, Drawn, Observation, Tested, observe
 from specbench.decoding.clocks import Stopwatch, clock_for
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import driven
-from specbench.decoding.protocols import Draft
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Randomness, Sampling

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from specbench.decoding.protocols import Draft
+from specbench.decoding.drafts import Draft
 from specbench.decoding.records import Closing, DraftVerdict, FinishReason, Step, StepTimes
 from specbench.decoding.verify import Verdict, expected_acceptance
 
@@ -34,18 +34,24 @@ def step_of(
 
     Args:
         index, position, times, policy: See ``Step``.
-        draft: The chain that was drafted.
-        tree: The same with the siblings verified beside it.
+        draft: What was drafted.
+        tree: The same with the siblings verified beside it, if it is a chain.
         verdict: On the tree.
         kept: How many of its tokens a stop has left.
         finished: Why the output ends here; ``None`` if it does not.
         logits: The target's, [verified, vocab], if a trace was asked for.
     """
-    gamma, accepted = len(draft.tokens), verdict.accepted
+    nodes, whole = len(draft.tokens), draft.parents is not None
+    if whole:
+        accepted = len(verdict.path)
+        open_end = bool(draft.behind(verdict.path[-1] if verdict.path else -1))
+        closing: Closing = "corrected" if open_end else "bonus" if nodes else "target"
+    else:
+        accepted = verdict.accepted
+        closing = closing_of(accepted, nodes)
     cut = kept <= accepted
-    closing = closing_of(accepted, gamma)
     tested = kept if cut else accepted + (closing == "corrected")
-    beside = zip((tree.parents or ())[gamma:], tree.tokens[gamma:], strict=True)
+    beside = () if whole else zip((tree.parents or ())[nodes:], tree.tokens[nodes:], strict=True)
     return Step(
         index=index,
         position=position,
@@ -59,9 +65,11 @@ def step_of(
         finish_reason=finished,
         policy=dict(policy),
         verdicts=None if logits is None else _verdicts(draft, verdict, tested, logits),
-        closing_probability=None if logits is None or cut else closing_probability(verdict, logits),
+        closing_probability=None if logits is None or cut else closing_probability(verdict, logits, accepted),
         siblings=tuple((parent + 1, token) for parent, token in beside),
         passes=draft.passes,
+        parents=None if draft.parents is None else tuple(draft.parents),
+        path=tuple(verdict.path) if whole else (),
     )
 
 
@@ -74,31 +82,36 @@ def closing_of(accepted: int, gamma: int) -> Closing:
 
 def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor) -> tuple[DraftVerdict, ...]:
     """What a trace shows of every draft; in greedy decoding the numbers are read off the untempered softmax."""
-    p = logits.float().softmax(dim=-1) if verdict.p is None else verdict.p
+    kept = set(verdict.path)
+    whole = draft.parents is not None
+    looked = {-1, *kept} if whole else set(range(-1, tested - 1))
+    drawn = {each.node: each.q for node in looked for each in draft.behind(node)} if whole else {}
     verdicts = []
     for i, token in enumerate(draft.tokens):
-        if draft.q is not None:
-            q = float(draft.q[i, token])
-        elif draft.logits is not None:
-            q = float(draft.logits[i].float().softmax(dim=-1)[token])
-        else:
-            q = 1.0
-        seen = i < tested
+        parent = i - 1 if draft.parents is None else draft.parents[i]
+        seen = parent in looked
+        q = drawn.get(i) if whole else None if draft.q is None else draft.q[i]
+        if q is None and draft.q is None and draft.logits is not None:
+            q = draft.logits[i].float().softmax(dim=-1)
+        if parent in verdict.rows:
+            p = verdict.rows[parent]
+        elif seen:
+            p = logits[parent + 1].float().softmax(dim=-1) if verdict.p is None else verdict.p[parent + 1]
         verdicts.append(
             DraftVerdict(
                 token=token,
-                q=q,
-                p=float(p[i, token]) if seen else None,
+                q=1.0 if q is None else float(q[token]),
+                p=float(p[token]) if seen else None,
                 r=verdict.r[i] if seen and verdict.r else None,
-                verdict="untested" if not seen else "accepted" if i < verdict.accepted else "rejected",
+                verdict="untested" if not seen else "accepted" if i in kept else "rejected",
             )
         )
     return tuple(verdicts)
 
 
-def closing_probability(verdict: Verdict, logits: torch.Tensor) -> float:
-    """Probability of the closing token under what it was drawn from (greedy: the untempered softmax)."""
-    token = verdict.tokens[verdict.accepted]
-    if verdict.closing_distribution is None:
-        return float(logits[verdict.accepted].float().softmax(dim=-1)[token])
-    return float(verdict.closing_distribution[token] / verdict.closing_distribution.sum())
+def closing_probability(verdict: Verdict, logits: torch.Tensor, accepted: int = 0) -> float:
+    """Probability of the token behind the accepted ones where it was drawn from (greedy: the untempered softmax)."""
+    token, distribution = verdict.tokens[accepted], verdict.closing_distribution
+    if distribution is None:
+        distribution = logits[verdict.path[accepted - 1] + 1 if accepted else 0].float().softmax(dim=-1)
+    return float(distribution[token] / distribution.sum())

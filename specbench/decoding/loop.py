@@ -11,8 +11,9 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import TypeAlias
 
 from specbench.decoding.clocks import Clock, Stopwatch
+from specbench.decoding.drafts import Draft
 from specbench.decoding.explain import closing_probability, step_of
-from specbench.decoding.protocols import Draft, Drafter, LengthPolicy, Pass, Rows, Scorer
+from specbench.decoding.protocols import Drafter, LengthPolicy, Pass, Rows, Scorer
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -20,6 +21,7 @@ from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS
 from specbench.decoding.verify import verification_of
 from specbench.errors import UsageError
+from specbench.specs.verification import VerificationName
 
 __all__ = ["Decoding", "decode", "decode_steps", "driven"]
 
@@ -39,6 +41,7 @@ def decode_steps(
     stops: StopRules | None = None,
     first_target: bool = True,
     residual_adjustment: bool = True,
+    verification: VerificationName | None = None,
     clock: Clock | None = None,
     trace: bool = False,
 ) -> Iterator[Prefill | Step]:
@@ -55,6 +58,7 @@ def decode_steps(
         stops: Where the output ends before that; ``None`` for nowhere.
         first_target: Let the target read the prompt and emit the first token before anything is drafted.
         residual_adjustment: False draws corrected tokens from p: not lossless, for demonstration.
+        verification: How drafts are verified; ``None`` for what fits the policy.
         clock: Times the steps; the consumer's time between two records is never counted.
         trace: Put every draft's q, p, r and verdict into the records.
 
@@ -73,6 +77,7 @@ def decode_steps(
         stops=stops or StopRules(),
         first_target=first_target,
         residual_adjustment=residual_adjustment,
+        verification=verification,
         trace=trace,
     )
     yield from driven(decode(request, Stopwatch(clock)))
@@ -94,9 +99,10 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         watch: Times the steps.
     """
     target, drafter, random = request.target, request.drafter, request.random
-    rule, siblings, stops = request.policy.rule, request.policy.siblings, request.stops
+    policy, stops = request.policy, request.stops
+    rule, siblings = policy.learner, policy.siblings
     sampling = request.sampling.at(len(request.prompt), request.limit, stops.end_ids)
-    verification = verification_of(sampling, residual_adjustment=request.residual_adjustment)
+    verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
     # A sibling's logits follow another context than the draft's, which transforms that look back would need.
     branching = siblings.most > 0 and verification.takes_trees and not sampling.looks_back
     if not (branching and target.takes_trees):
@@ -105,7 +111,7 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
     target.begin()
     drafter.begin(request.prompt)
     begun = target.epoch, drafter.epoch
-    if not request.policy.kept:
+    if not policy.kept:
         rule.reset()
     if request.end_at(len(context)):
         yield Prefill(len(context), None, 0.0, "context-limit")
@@ -134,7 +140,9 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         if step is not None:
             rule.observe(step)  # here, where its time counts
         position = len(context)
-        draft = yield from drafter.propose(context, limit - position - 1, rule, sampling, random)
+        draft = yield from policy.propose(
+            drafter, context, limit - position - 1, verification.drawing, sampling, random
+        )
         tree = siblings.widen(draft)
         watch.lap("draft")
         logits = (yield Pass(target, context, tree.tokens, tree.parents)).logits

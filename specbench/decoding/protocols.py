@@ -7,25 +7,28 @@ who makes them, when, and together with whose, is up to whoever drives the loop.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+    from specbench.decoding.drafts import Draft, Drawn, GrowingTree
     from specbench.decoding.records import Step
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = [
     "Asking",
-    "Draft",
     "Drafter",
+    "Drawing",
     "FreeDrafter",
     "Guess",
     "LengthPolicy",
     "Pass",
     "Rows",
     "Scorer",
+    "TreeDrafter",
+    "TreePolicy",
     "answered",
 ]
 
@@ -79,51 +82,12 @@ def answered(asking: Asking[T]) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
-@dataclass(slots=True)
-class Draft:
-    """The proposal of one step: a tree of tokens behind the context, of which a chain is the plainest case.
+class Drawing(Protocol):
+    """Draws the candidates of a node, as a way to verify asks for them (``specbench.decoding.verdicts``)."""
 
-    Attributes:
-        tokens: The drafted token ids, γ of them in a chain; empty when there is nothing to propose.
-        q: The distributions they were drawn from, float32 [γ, vocab], after the sampling transforms; ``None`` when
-            every token was certain to its drafter (q is then one-hot, and never written out). It holds until the
-            drafter's next proposal, which may take the same memory.
-        logits: The drafter's untransformed logits, γ tensors of shape [vocab]; ``None`` from a drafter without any. A
-            cascade puts -inf but for the token itself where a token was certain to it.
-        evidence: What a drafter without logits knows instead: for each token a number from 0 to 1, the higher the more
-            speaks for it, on the condition that the drafts before it are right. It may run ahead of ``tokens``.
-            ``None`` from a drafter that has logits or knows nothing of the kind; NaN where a cascade took the token
-            from a model.
-        prefill_s: Seconds in which the drafter read a prompt for the first time, or caught up with more than a few
-            tokens that it had no part in.
-        passes: How many passes of a model the draft took so far. A token with evidence took none then, and the next one
-            takes none if there is evidence for it. ``None`` where they are not counted: one per token.
-        parents: By token the index of the one it stands behind, -1 for the context; parents come before their children.
-            ``None`` for a chain: -1, 0, 1, ...
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    q: torch.Tensor | None = None
-    logits: list[torch.Tensor] | None = None
-    evidence: list[float] | None = None
-    prefill_s: float = 0.0
-    passes: int | None = None
-    parents: Sequence[int] | None = None
-
-    @property
-    def chain(self) -> int:
-        """How many of the first tokens each stand behind the one before: all of them, or a tree's first branch."""
-        if self.parents is None:
-            return len(self.tokens)
-        return next((i for i, parent in enumerate(self.parents) if parent != i - 1), len(self.parents))
-
-    def child(self, node: int, token: int) -> int | None:
-        """The token's index behind another (-1: the context); ``None`` if it was not drafted there."""
-        if self.parents is None:
-            follows = node + 1 < len(self.tokens) and self.tokens[node + 1] == token
-            return node + 1 if follows else None
-        nodes = zip(self.parents, self.tokens, strict=True)
-        return next((i for i, found in enumerate(nodes) if found == (node, token)), None)
+    def __call__(self, q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+        """Up to ``count`` candidates, in the order drawn, from a drafter's distribution, float32 [vocab]."""
+        ...
 
 
 class LengthPolicy(Protocol):
@@ -190,6 +154,59 @@ class LengthPolicy(Protocol):
 
     def costs(self) -> dict[str, Any] | None:
         """The costs of passes it went by so far, ready for JSON (see ``parse_costs``); ``None`` if it needs none."""
+        ...
+
+
+class TreePolicy(Protocol):
+    """Decides the shape of the tree that is drafted in every step; one object serves one prompt at a time.
+
+    The tree grows by depth. In each step the drafter calls ``begin`` once; then in turn ``widths`` for the nodes it has
+    read, and ``onwards`` for the candidates that were drawn behind them; ``kept`` in the end. The loop calls
+    ``observe`` when the step is over.
+
+    How many candidates a node gets may depend on all that was drawn before them, and never on their own tokens.
+    """
+
+    @property
+    def name(self) -> str:
+        """The tree, with those of its options that are not the defaults."""
+        ...
+
+    @property
+    def certain_only(self) -> bool:
+        """Whether nodes are chosen by their own tokens, so that none of them may have been drawn."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything: a new prompt begins."""
+        ...
+
+    def begin(self, room: int) -> bool:
+        """Start a step with a tree that is at most ``room`` deep; whether there is to be any."""
+        ...
+
+    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:
+        """How many candidates to draw behind each of these nodes (-1: the context); q are [vocab] each."""
+        ...
+
+    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+        """Which of the fresh nodes, ascending, the drafter reads next, in one pass; none: the tree has grown."""
+        ...
+
+    def kept(self, tree: GrowingTree) -> Sequence[int] | None:
+        """Which nodes are verified, ascending, each with the one before it; ``None`` for all."""
+        ...
+
+    def observe(self, step: Step) -> None:
+        """Learn from a finished step."""
+        ...
+
+    def notes(self) -> Mapping[str, float]:
+        """What to record about the current step, by name."""
+        ...
+
+    def costs(self) -> dict[str, Any] | None:
+        """See ``LengthPolicy.costs``."""
         ...
 
 
@@ -281,6 +298,33 @@ class Drafter(Protocol):
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back whatever state there is, as ``Scorer.keep`` does: the path is one through the draft."""
+        ...
+
+
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that can draft trees."""
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether it can, with the model and the cache it has."""
+        ...
+
+    def propose_tree(
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: TreePolicy,
+        drawing: Drawing,
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Asking[Draft]:
+        """Draft a tree behind ``context``, at most ``room`` deep.
+
+        Args:
+            context, room, sampling, random: See ``propose``.
+            policy: Decides its shape.
+            drawing: Draws the candidates of a node from the drafter's distribution there.
+        """
         ...
 
 

@@ -7,7 +7,7 @@ and a step is closed by a *corrected* token (after a rejection), a *bonus* token
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ __all__ = [
     "Prefill",
     "Step",
     "StepTimes",
+    "depth_of",
 ]
 
 SCHEMA_VERSION = 1
@@ -44,6 +45,16 @@ FinishReason = Literal["eos", "stop-string", "length", "context-limit"]
 Closing = Literal["corrected", "bonus", "target"]
 """Where the last token of a step came from: the residual after a rejection, the target after a whole accepted
 draft, or the target in a step that drafted nothing."""
+
+
+def depth_of(tokens: int, parents: Sequence[int] | None) -> int:
+    """Tokens of the longest branch of so many with these parents (see ``decoding.protocols.Draft``)."""
+    if parents is None:
+        return tokens
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +129,7 @@ class Step:
     Attributes:
         index: 0 for the first step.
         position: Length of the context, in tokens, when the step began.
-        drafted: The proposed tokens, after all cuts of the draft length; its length is the γ of this step.
+        drafted: The proposed tokens, after all cuts of the draft length; of a tree all nodes.
         accepted: How many of them were kept (a stop inside the accepted run cuts this too).
         tested: How many of them got a verdict that counts.
         tokens: What the step emitted: the accepted tokens, unless a stop cut them off the closing one, and behind that
@@ -135,6 +146,8 @@ class Step:
         siblings: Alternatives to drafted tokens that were verified beside them, as pairs of the draft's place, from 0,
             and the token (``specbench.decoding.tree``).
         passes: Passes of the drafter's model; ``None`` if it has none or makes one for every draft.
+        parents: Of a tree, by node: the index of the one it stands behind, -1 for the context; ``None`` for a chain.
+        path: The nodes of a tree that were kept, root to leaf, stops aside; empty for a chain.
     """
 
     index: int
@@ -152,11 +165,13 @@ class Step:
     closing_probability: float | None = None
     siblings: tuple[tuple[int, int], ...] = ()
     passes: int | None = None
+    parents: tuple[int, ...] | None = None
+    path: tuple[int, ...] = ()
 
     @property
     def gamma(self) -> int:
-        """Number of tokens drafted in this step."""
-        return len(self.drafted)
+        """Number of tokens drafted in this step, one behind the other: of a tree its depth."""
+        return depth_of(len(self.drafted), self.parents)
 
     @property
     def verified(self) -> int:

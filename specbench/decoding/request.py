@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from specbench.decoding.protocols import Drafter, LengthPolicy, Scorer
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import (
+    Asking,
+    Drafter,
+    Drawing,
+    LengthPolicy,
+    Scorer,
+    TreeDrafter,
+    TreePolicy,
+)
 from specbench.decoding.records import FinishReason
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings
+from specbench.decoding.verdicts import METHODS
 from specbench.errors import UsageError
+from specbench.specs.verification import VerificationName
 
 __all__ = ["DraftPolicy", "Request"]
 
@@ -25,12 +36,14 @@ class DraftPolicy:
         siblings: Verified beside it, where that can be.
         usual_siblings: How many the rule has where its name says nothing of them.
         kept: Whether the rule carries what it learns from one prompt to the next.
+        tree: Decides the shape of trees, in place of the rule and its siblings; ``None`` for chains.
     """
 
     rule: LengthPolicy
     siblings: Siblings = NO_SIBLINGS
     usual_siblings: int = 0
     kept: bool = False
+    tree: TreePolicy | None = None
 
     @classmethod
     def of(cls, policy: LengthPolicy | DraftPolicy) -> DraftPolicy:
@@ -40,14 +53,36 @@ class DraftPolicy:
     @property
     def name(self) -> str:
         """The rule's, with what was added to it."""
+        if self.tree is not None:
+            return self.tree.name
         name = self.rule.name
         if self.siblings.most != self.usual_siblings:
             name += f"{',' if ':' in name else ':'}siblings={self.siblings.most}"
         return f"{name}, kept" if self.kept else name
 
+    @property
+    def learner(self) -> LengthPolicy | TreePolicy:
+        """Whoever decides, and learns from steps."""
+        return self.tree or self.rule
+
     def costs(self) -> dict[str, Any] | None:
         """See ``LengthPolicy.costs``."""
-        return self.rule.costs()
+        return self.learner.costs()
+
+    def propose(
+        self,
+        drafter: Drafter,
+        context: Sequence[int],
+        room: int,
+        drawing: Drawing,
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Asking[Draft]:
+        """What a drafter drafts by this policy; for the arguments see ``TreeDrafter``."""
+        if self.tree is None:
+            return drafter.propose(context, room, self.rule, sampling, random)
+        trees = cast("TreeDrafter", drafter)
+        return trees.propose_tree(context, room, self.tree, drawing, sampling, random)
 
 
 @dataclass(frozen=True)
@@ -68,6 +103,7 @@ class Request:
     stops: StopRules = field(default_factory=StopRules)
     first_target: bool = True
     residual_adjustment: bool = True
+    verification: VerificationName | None = None
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +117,45 @@ class Request:
                 f"The prompt has {len(self.prompt)} tokens, the target's context holds {room}.",
                 "Shorten the prompt.",
             )
+        self._check_tree()
+
+    def _check_tree(self) -> None:
+        tree, method = self.policy.tree, self.method
+        if not self.residual_adjustment and (tree is not None or method not in ("rejection", "residual")):
+            raise UsageError(
+                f"{method} has no residual adjustment to leave out.",
+                "Use rejection and a chain to show what it is for.",
+            )
+        if tree is None:
+            return
+        if not getattr(self.drafter, "takes_trees", False):
+            raise UsageError(
+                f"The drafter {self.drafter.name} drafts chains only, here at least.", "Leave the tree out."
+            )
+        if not self.target.takes_trees:
+            raise UsageError(
+                "This target takes no trees with this cache: a pass over one does not give what separate passes give.",
+                "Leave the tree out, or use another --cache.",
+            )
+        if not self.sampling.greedy and METHODS[method].chains_only:
+            raise UsageError(
+                f"{method} verifies chains only, and the draft is a tree.",
+                "Use traversal or recursive, or leave the tree out.",
+            )
+        if not self.sampling.greedy and tree.certain_only and method != "naive":
+            raise UsageError(
+                f"{tree.name} keeps drafts by their own probabilities, which {method} must not be given.",
+                "Verify it with naive.",
+            )
+
+    @property
+    def method(self) -> VerificationName:
+        """How drafts are verified."""
+        if self.verification is not None:
+            return self.verification
+        if self.policy.tree is None:
+            return "residual"
+        return "naive" if self.policy.tree.certain_only else "traversal"
 
     @property
     def limit(self) -> int:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from specbench.decoding.protocols import Draft
+from specbench.decoding.drafts import Draft
 from specbench.errors import UsageError
 
 __all__ = ["NO_SIBLINGS", "Siblings", "choose_siblings", "tree_mask", "tree_positions"]

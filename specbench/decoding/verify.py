@@ -1,4 +1,4 @@
-"""The verdict on a draft: accept, correct or add a bonus token. Pure functions on tensors.
+"""The verdict on a draft: accept, correct or add a bonus token.
 
 Rejection sampling as in Leviathan et al. 2023 (Algorithm 1) and Chen et al. 2023: draft t_i is kept with probability
 min(1, p_i(t_i) / q_i(t_i)); at the first rejection the corrected token comes from norm(max(0, p_i - q_i)). Greedy
@@ -7,18 +7,22 @@ decoding compares with the argmax instead and draws nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from specbench.decoding.protocols import Draft
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import Drawing
 from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.verdicts import METHODS, Method, top
+from specbench.specs.verification import VerificationName
 
 __all__ = [
     "GreedyVerification",
     "RejectionVerification",
+    "TreeVerification",
     "Verdict",
     "Verification",
     "acceptance_probabilities",
@@ -40,6 +44,7 @@ class Verdict:
         p: The target's distributions, float32 [drafts + 1, vocab]; ``None`` in greedy decoding, which needs none.
         closing_distribution: What the last token was drawn from, [vocab], not normalised; ``None`` in greedy mode.
         r: The uniform numbers the drafts were tested with; empty in greedy decoding.
+        rows: Of a tree the target's distributions behind the nodes that were looked at, -1 for the context: [vocab].
     """
 
     path: Sequence[int]
@@ -47,6 +52,7 @@ class Verdict:
     p: torch.Tensor | None = None
     closing_distribution: torch.Tensor | None = None
     r: Sequence[float] = ()
+    rows: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def accepted(self) -> int:
@@ -66,6 +72,11 @@ class Verification(Protocol):
     @property
     def takes_trees(self) -> bool:
         """Whether drafts may be trees."""
+        ...
+
+    @property
+    def drawing(self) -> Drawing:
+        """How the candidates of a tree's node have to be drawn."""
         ...
 
     def judge(
@@ -88,20 +99,28 @@ class Verification(Protocol):
         ...
 
 
-def verification_of(sampling: Sampling, *, residual_adjustment: bool = True) -> Verification:
+def verification_of(
+    sampling: Sampling, name: VerificationName = "residual", *, residual_adjustment: bool = True
+) -> Verification:
     """What verifies drafts under these transforms.
 
     Args:
         sampling: The transforms.
+        name: See ``specbench.specs.verification``; in greedy decoding all are the same.
         residual_adjustment: False draws corrected tokens from p itself, which is wrong and exists to show that.
     """
-    return GreedyVerification() if sampling.greedy else RejectionVerification(residual_adjustment)
+    if sampling.greedy:
+        return GreedyVerification()
+    if name in ("rejection", "residual"):
+        return RejectionVerification(residual_adjustment, takes_trees=name == "residual")
+    return TreeVerification(METHODS[name])
 
 
 class GreedyVerification:
     """From the root of a tree on, the child that is the target's choice, until there is none."""
 
     takes_trees = True
+    drawing = staticmethod(top)
 
     def judge(
         self,
@@ -127,16 +146,19 @@ class GreedyVerification:
 
 
 class RejectionVerification:
-    """Rejection sampling of a chain.
+    """Rejection sampling of a chain; a corrected token that is among the siblings beside it is gone on from.
+
+    Of other trees this is ``specbench.decoding.verdicts.match``; a chain is tested in a few operators.
 
     Args:
         residual_adjustment: See ``verification_of``.
+        takes_trees: Whether there may be siblings, and trees.
     """
 
-    takes_trees = False
-
-    def __init__(self, residual_adjustment: bool = True) -> None:
-        self._adjusts = residual_adjustment
+    def __init__(self, residual_adjustment: bool = True, *, takes_trees: bool = True) -> None:
+        self._adjusts, self.takes_trees = residual_adjustment, takes_trees
+        self._tree = TreeVerification(METHODS["residual"])
+        self.drawing = self._tree.drawing
 
     def judge(
         self,
@@ -146,22 +168,61 @@ class RejectionVerification:
         sampling: Sampling,
         random: Randomness,
     ) -> Verdict:
-        gamma = len(draft.tokens)
-        p = sampling.probabilities(logits, context, draft.tokens)
+        if draft.candidates is not None:
+            return self._tree.judge(draft, logits, context, sampling, random)
+        gamma = draft.chain
+        p = sampling.probabilities(logits[: gamma + 1], context, draft.tokens[:gamma])
         accepted, r = random.test(acceptance_probabilities(draft, p)) if gamma else (0, [])
         distribution = p[accepted]
         if accepted < gamma and self._adjusts:
             distribution = residual(draft, p, accepted)
+        path: Sequence[int] = range(accepted)
         tokens = [*draft.tokens[:accepted], random.draw(distribution)]
-        return Verdict(range(accepted), tokens, p, distribution, r)
+        sibling = None if draft.parents is None else draft.child(accepted - 1, tokens[-1])
+        if sibling is not None and sibling >= gamma:
+            path = [*path, sibling]
+            behind = sampling.probabilities(logits[sibling + 1 : sibling + 2], [*context, *tokens])
+            tokens.append(random.draw(behind[0]))
+        return Verdict(path, tokens, p, distribution, r)
+
+
+class TreeVerification:
+    """One of ``specbench.decoding.verdicts``.
+
+    Args:
+        method: Which.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self._walk, self.drawing, self.takes_trees = method.walk, method.drawing, not method.chains_only
+
+    def judge(
+        self,
+        draft: Draft,
+        logits: torch.Tensor,
+        context: Sequence[int],
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Verdict:
+        rows: dict[int, torch.Tensor] = {}
+
+        def p(node: int) -> torch.Tensor:
+            if node not in rows:
+                behind = [*context, *draft.branch(node)] if sampling.looks_back else context
+                rows[node] = sampling.probabilities(logits[node + 1 : node + 2], behind)[0]
+            return rows[node]
+
+        walked = self._walk(draft, p, random)
+        tokens = [*(draft.tokens[node] for node in walked.path), walked.token]
+        return Verdict(walked.path, tokens, closing_distribution=walked.distribution, rows=rows)
 
 
 def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:
-    """``min(1, p_i(t_i) / q_i(t_i))`` for every draft, float32 [γ]; p is [>= γ, vocab].
+    """``min(1, p_i(t_i) / q_i(t_i))`` for every draft of the chain, float32 [γ]; p is [>= γ, vocab].
 
     q_i(t_i) is floored at the smallest normal float, for it can underflow to 0 although t_i was drawn.
     """
-    tokens = torch.tensor([draft.tokens], dtype=torch.long, device=p.device).T
+    tokens = torch.tensor([draft.tokens[: draft.chain]], dtype=torch.long, device=p.device).T
     p_of_token = p.gather(-1, tokens)  # of the first γ rows
     if draft.q is not None:
         q_of_token = draft.q.gather(-1, tokens)
@@ -186,14 +247,27 @@ def expected_acceptance(draft: Draft, verdict: Verdict, tested: int) -> tuple[fl
     """``sum_x min(p_i(x), q_i(x))`` for the first ``tested`` drafts: the chance that a draft drawn from q_i is kept.
 
     It is 1 minus the total variation distance of p_i and q_i (Leviathan et al. 2023, Theorem 3.5). In greedy decoding
-    both are one-hot and the terms are 0 or 1; for a drafter without probabilities the term is p_i(t_i).
+    both are one-hot and the terms are 0 or 1; for a drafter without probabilities the term is p_i(t_i). At a node of a
+    tree the first draw is meant, or all candidates if they are certain.
     """
     if tested == 0:
         return ()
+    if verdict.rows:
+        return tuple(_expected(draft, node, verdict.rows[node]) for node in (-1, *verdict.path)[:tested])
     if verdict.p is None:
-        return tuple(float(i < verdict.accepted) for i in range(tested))
+        kept = verdict.accepted if draft.parents is None else len(verdict.path)
+        return tuple(float(i < kept) for i in range(tested))
     if draft.q is None:
         values = acceptance_probabilities(draft, verdict.p)[:tested]
     else:
         values = torch.minimum(verdict.p[:tested], draft.q[:tested]).sum(dim=-1)
     return tuple(min(1.0, value) for value in values.tolist())
+
+
+def _expected(draft: Draft, node: int, p: torch.Tensor) -> float:
+    """The term of a node of a tree; p is the target's distribution there, [vocab]."""
+    candidates = draft.behind(node)
+    q = next((each.q for each in candidates if each.q is not None), None)
+    if q is not None:
+        return min(1.0, float(torch.minimum(p, q).sum()))
+    return min(1.0, float(p[[*{draft.tokens[each.node] for each in candidates}]].sum()))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.protocols import Draft, FreeDrafter, Guess
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import FreeDrafter, Guess
 from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.decoding.clocks import Clock, WallClock
-from specbench.decoding.protocols import Asking, Draft, Guess
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import Asking, Guess
 from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
 from specbench.decoding.clocks import Clock, clock_for
-from specbench.decoding.protocols import Draft, Pass
+from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.protocols import Pass
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, LengthPolicy
+    from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["Drawn", "ModelDrafter", "SelfDrafter"]
@@ -24,6 +26,10 @@ _READ_LATE = ("cuda",)
 
 _FEW = 8
 """A pass that reads more tokens than this costs more than a usual one."""
+
+
+_DROPPED = -2
+"""Stands for a node that was read and is not verified."""
 
 
 class Drawn(NamedTuple):
@@ -48,6 +54,7 @@ class ModelDrafter:
         self.name = name
         self._clock = clock or clock_for(str(scorer.device))
         self._has_read = False
+        self._read_nodes: list[int] = []  # of the last tree, those the model has read, in that order
         self._distributions = torch.empty(0, 0)
 
     def __repr__(self) -> str:
@@ -57,8 +64,13 @@ class ModelDrafter:
     def epoch(self) -> int:
         return self.scorer.epoch
 
+    @property
+    def takes_trees(self) -> bool:
+        return self.scorer.reads_trees
+
     def begin(self, prompt: Sequence[int]) -> None:
         self._has_read = False
+        self._read_nodes = []
         self.scorer.begin()
 
     def propose(
@@ -80,6 +92,65 @@ class ModelDrafter:
         if draft.tokens and not sampling.greedy:
             draft.q = self._distributions[: len(draft.tokens)]
         return draft
+
+    def propose_tree(
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: TreePolicy,
+        drawing: Drawing,
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Asking[Draft]:
+        """Draft a tree, one pass for each depth: of the nodes that are read, each beside the others of its depth.
+
+        In greedy decoding chances are those of the untempered softmax.
+        """
+        tree, draft = GrowingTree(), Draft(passes=0)
+        frontier: Sequence[int] = [-1]
+        self._read_nodes = []
+        if not policy.begin(max(0, min(room, self._room(context)))):
+            return draft
+        with self.drafting():
+            while frontier:
+                rows = yield from self._frontier_logits(context, tree, draft, len(frontier))
+                q = [
+                    self._chances(logits, context, tree, node, sampling)
+                    for logits, node in zip(rows, frontier, strict=True)
+                ]
+                first = len(tree)
+                for node, width, chances in zip(frontier, policy.widths(tree, frontier, q), q, strict=True):
+                    if width:
+                        tree.add(node, drawing(chances, width, random), chances)
+                frontier = policy.onwards(tree, range(first, len(tree)))
+                self._read_nodes += frontier
+        kept = policy.kept(tree)
+        if kept is not None:
+            tree = tree.pruned(kept)
+            place = {node: i for i, node in enumerate(kept)}
+            self._read_nodes = [place.get(node, _DROPPED) for node in self._read_nodes]
+        return replace(tree.draft(), prefill_s=draft.prefill_s, passes=draft.passes)
+
+    def _frontier_logits(
+        self, context: Sequence[int], tree: GrowingTree, draft: Draft, rows: int
+    ) -> Asking[torch.Tensor]:
+        """Logits behind the nodes that were chosen last, [rows, vocab]; behind the context if none has been yet."""
+        if not self._read_nodes:
+            return (yield from self._next_logits(context, draft))
+        draft.passes = (draft.passes or 0) + 1
+        place = {-1: -1} | {node: i for i, node in enumerate(self._read_nodes)}
+        tokens = [tree.tokens[node] for node in self._read_nodes]
+        parents = [place[tree.parents[node]] for node in self._read_nodes]
+        return (yield Pass(self.scorer, context, tokens, parents, rows=rows)).logits
+
+    def _chances(
+        self, logits: torch.Tensor, context: Sequence[int], tree: GrowingTree, node: int, sampling: Sampling
+    ) -> torch.Tensor:
+        """The distribution behind a node, float32 [vocab]."""
+        behind = [*context, *tree.branch(node)] if sampling.looks_back else context
+        if sampling.greedy:
+            return sampling.scores(logits[None], behind)[0].softmax(dim=-1)
+        return sampling.probabilities(logits[None], behind)[0]
 
     def _row(self, place: int, logits: torch.Tensor) -> torch.Tensor:
         """Memory for the distribution of a draft's token, [1, vocab], by its place in the draft, from 0.
@@ -165,6 +236,10 @@ class ModelDrafter:
         """A model learns nothing between steps; it reads the new tokens when it drafts next."""
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        if self._read_nodes:
+            place = {node: i for i, node in enumerate(self._read_nodes)}
+            read = [place.get(node, len(place)) for node in path]
+            path = read[: read.index(len(place)) + 1] if len(place) in read else read
         self.scorer.keep(length, path)
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.clocks import Clock, WallClock
-from specbench.decoding.protocols import Asking, Draft, Guess
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import Asking, Guess
 from specbench.specs.drafters import NGram
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specbench.decoding.protocols import Asking, Draft, LengthPolicy
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import Asking, LengthPolicy
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from specbench.lengths.base import Rule, confidence, is_free, rule_name
 from specbench.lengths.costs import CostSource, MeasuredCosts
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Draft
+    from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
 
 __all__ = ["AutoLength"]
@@ -200,17 +200,9 @@ class AutoLength(Rule):
 
     def observe(self, step: Step) -> None:
         self._step += 1
-        counted = None if self._draft is None else self._draft.passes
-        passes = step.gamma if counted is None else counted
+        passes = step.gamma if step.passes is None else step.passes
         self._costs.observe(step, self._asked, passes)
-        if self._draft is not None:
-            self._read(self._draft, step.tested)  # the last one may not have been asked about
-            for i in range(step.tested):
-                accepted = i < step.accepted
-                if not is_free(self._draft, i):  # it is asked of tokens that cost a pass
-                    self._upcoming.learn(self._last, accepted)
-                self._curve(self._draft, i).learn(self._log_odds[i], accepted)
-                self._last = self._log_odds[i]
+        self._learn(step)
         if not self._asked:
             self._credit = min(self._credit + _PROBING * self._verify_s[1], self._probe_s)
         elif self._probing and passes > 0:
@@ -222,6 +214,18 @@ class AutoLength(Rule):
         self._widths = {n: _MEMORY * count for n, count in self._widths.items()}
         self._widths[step.verified] = self._widths.get(step.verified, 0.0) + 1
         self._weigh()
+
+    def _learn(self, step: Step) -> None:
+        """Take in what became of the drafts."""
+        if self._draft is None:
+            return
+        self._read(self._draft, step.tested)  # the last one may not have been asked about
+        for i in range(step.tested):
+            accepted = i < step.accepted
+            if not is_free(self._draft, i):  # it is asked of tokens that cost a pass
+                self._upcoming.learn(self._last, accepted)
+            self._curve(self._draft, i).learn(self._log_odds[i], accepted)
+            self._last = self._log_odds[i]
 
     def _weigh(self) -> None:
         """Renew what decisions go by: costs, and the rate."""

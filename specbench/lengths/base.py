@@ -18,7 +18,7 @@ from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Draft
+    from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
 
 __all__ = [

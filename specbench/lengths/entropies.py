@@ -16,7 +16,7 @@ from specbench.lengths.base import Rule, entropy, normalised_entropy, rule_name
 if TYPE_CHECKING:
     import torch
 
-    from specbench.decoding.protocols import Draft
+    from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
 
 __all__ = ["EntropyBoundLength", "EntropyGuidedLength", "SvipLength"]

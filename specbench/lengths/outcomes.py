@@ -10,7 +10,7 @@ from specbench.errors import UsageError
 from specbench.lengths.base import Rule, confidence, rule_name
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Draft
+    from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
 
 __all__ = ["ConfidenceLength", "HeuristicLength", "best_threshold"]

@@ -123,14 +123,18 @@ class Scorer:
         weight = cast("torch.Tensor", self.model.get_input_embeddings().weight)
         return torch.int8 if rounds_to_int8(self.model) else weight.dtype
 
+    @property
+    def reads_trees(self) -> bool:
+        """Whether there are passes over trees at all; a drafter needs no more."""
+        return self.cache.takes_trees and self._change is None
+
     @cached_property
     def takes_trees(self) -> bool:
         """Whether drafts may be trees: a trial on the model as it is gives what separate passes give.
 
         Never of an int8 target: a branch's rows sum their keys in another order, and bytes make much of that.
         """
-        trees = self.cache.takes_trees and self._change is None and self.rounding != torch.int8
-        if not trees:
+        if not self.reads_trees or self.rounding == torch.int8:
             return False
         try:
             return trees_are_right(self.model, self.cache, self._pass)
@@ -158,12 +162,12 @@ class Scorer:
             raise UsageError(f"Bit-exact passes cannot be had here. {reason}", "Leave --bit-exact out.")
 
     def score(self, asked: Pass) -> Rows:
-        """Make a pass, see ``decoding.protocols.Scorer``; of a tree all rows."""
+        """Make a pass, see ``decoding.protocols.Scorer``."""
         if asked.layers and not self.gives_hidden:
             raise UsageError("Passes of fixed shapes give no hidden states.", "Use --cache dynamic.")
         self._root = len(asked.context)
         if asked.parents is not None:
-            return self._feed_tree(asked.context, asked.tokens, asked.parents, asked.layers)
+            return self._feed_tree(asked.context, asked.tokens, asked.parents, asked.rows, asked.layers)
         return self._feed_chain(asked.context, asked.tokens, asked.rows, asked.layers)
 
     def logits(
@@ -222,18 +226,25 @@ class Scorer:
         return _joined(found, rows)
 
     def _feed_tree(
-        self, context: Sequence[int], tokens: Sequence[int], parents: Sequence[int], layers: Sequence[int]
+        self,
+        context: Sequence[int],
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        rows: int | None,
+        layers: Sequence[int],
     ) -> Rows:
+        """Rows of a tree, of whose first nodes some may have been read before."""
         if self.cache.length < len(context) - 1:
             self._feed(context[:-1], (), 1)
-        past = self.cache.length
-        rows = len(tokens) + 1
+        past = len(context) - 1
+        held = self.cache.length - past
+        fed = [context[-1], *tokens][held:]
         return self._forward(
-            [context[-1], *tokens],
-            rows,
+            fed,
+            len(fed) if rows is None else rows,
             layers,
-            attention_mask=tree_mask(past, parents, self.cache.keys(rows), self.device),
-            position_ids=tree_positions(past, parents, self.device),
+            attention_mask=tree_mask(past, parents, self.cache.keys(len(fed)), self.device)[..., held:, :],
+            position_ids=tree_positions(past, parents, self.device)[:, held:],
         )
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:

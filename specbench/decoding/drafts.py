@@ -1,0 +1,179 @@
+"""Drafts: trees of tokens, of which a chain is the plainest case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Candidate", "Draft", "Drawn", "GrowingTree"]
+
+
+class Drawn(NamedTuple):
+    """A drafted token and what it was drawn from, float32 [vocab]; ``None`` where it is certain."""
+
+    token: int
+    q: torch.Tensor | None
+
+
+class Candidate(NamedTuple):
+    """A draw for the place behind a node: the node it became, and what it was drawn from; ``None``: it was certain.
+
+    Draws without replacement share the tensor of q as it was before the first of them.
+    """
+
+    node: int
+    q: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Draft:
+    """The proposal of one step: a tree of tokens behind the context, of which a chain is the plainest case.
+
+    Attributes:
+        tokens: The drafted token ids, γ of them in a chain; empty when there is nothing to propose.
+        q: The distributions they were drawn from, float32 [γ, vocab], after the sampling transforms; ``None`` when
+            every token was certain to its drafter (q is then one-hot, and never written out). It holds until the
+            drafter's next proposal, which may take the same memory.
+        logits: The drafter's untransformed logits, γ tensors of shape [vocab]; ``None`` from a drafter without any. A
+            cascade puts -inf but for the token itself where a token was certain to it.
+        evidence: What a drafter without logits knows instead: for each token a number from 0 to 1, the higher the more
+            speaks for it, on the condition that the drafts before it are right. It may run ahead of ``tokens``.
+            ``None`` from a drafter that has logits or knows nothing of the kind; NaN where a cascade took the token
+            from a model.
+        prefill_s: Seconds in which the drafter read a prompt for the first time, or caught up with more than a few
+            tokens that it had no part in.
+        passes: How many passes of a model the draft took so far. A token with evidence took none then, and the next one
+            takes none if there is evidence for it. ``None`` where they are not counted: one per token.
+        parents: By token the index of the one it stands behind, -1 for the context; parents come before their children.
+            ``None`` for a chain: -1, 0, 1, ...
+        candidates: Of a tree whose tokens were drawn as one: what was drawn behind which node (-1: the context), in
+            that order, as often as it was drawn. ``None``: ``q`` tells it of the first branch, and the rest is certain.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    q: torch.Tensor | None = None
+    logits: list[torch.Tensor] | None = None
+    evidence: list[float] | None = None
+    prefill_s: float = 0.0
+    passes: int | None = None
+    parents: Sequence[int] | None = None
+    candidates: Mapping[int, Sequence[Candidate]] | None = None
+
+    def behind(self, node: int) -> Sequence[Candidate]:
+        """What may stand behind a node, -1 for the context."""
+        if self.candidates is not None:
+            return self.candidates.get(node, ())
+        if self.parents is None:
+            after = (node + 1,) if node + 1 < len(self.tokens) else ()
+        else:
+            after = tuple(i for i, parent in enumerate(self.parents) if parent == node)
+        drawn = 0 if self.q is None else len(self.q)
+        return [Candidate(i, self.q[i] if self.q is not None and i < drawn else None) for i in after]
+
+    def branch(self, node: int) -> list[int]:
+        """The tokens from the context down to a node, itself among them; none for -1."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = node - 1 if self.parents is None else self.parents[node]
+        return tokens[::-1]
+
+    @property
+    def chain(self) -> int:
+        """How many of the first tokens each stand behind the one before: all of them, or a tree's first branch."""
+        if self.parents is None:
+            return len(self.tokens)
+        return next((i for i, parent in enumerate(self.parents) if parent != i - 1), len(self.parents))
+
+    def child(self, node: int, token: int) -> int | None:
+        """The token's index behind another (-1: the context); ``None`` if it was not drafted there."""
+        if self.parents is None:
+            follows = node + 1 < len(self.tokens) and self.tokens[node + 1] == token
+            return node + 1 if follows else None
+        nodes = zip(self.parents, self.tokens, strict=True)
+        return next((i for i, found in enumerate(nodes) if found == (node, token)), None)
+
+
+class GrowingTree:
+    """A tree under construction; nodes are numbered in the order in which they come, -1 is the context.
+
+    Attributes:
+        tokens, parents, candidates: See ``Draft``.
+        depths: By node: 1 behind the context.
+        ranks: By node: how many others stood there before it, behind the same one.
+        chances: By node: that it is right if the one before it is, by the drafter's own distribution.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.candidates: dict[int, list[Candidate]] = {}
+        self.depths: list[int] = []
+        self.ranks: list[int] = []
+        self.chances: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, drawn: Sequence[Drawn], q: torch.Tensor) -> list[int]:
+        """Put candidates behind a node; equal ones share a node.
+
+        Args:
+            parent: The node.
+            drawn: The candidates, in the order drawn.
+            q: The drafter's distribution there, [vocab].
+
+        Returns:
+            The new nodes.
+        """
+        behind = self.candidates.setdefault(parent, [])
+        known = {self.tokens[each.node]: each.node for each in behind}
+        fresh: list[int] = []
+        for token, source in drawn:
+            node = known.get(token)
+            if node is None:
+                node = known[token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.depths.append(1 + (self.depths[parent] if parent >= 0 else 0))
+                self.ranks.append(len(known) - 1)
+                self.chances.append(float(q[token]))
+                fresh.append(node)
+            behind.append(Candidate(node, source))
+        if not behind:
+            del self.candidates[parent]
+        return fresh
+
+    def multiplicity(self, node: int) -> int:
+        """How often a node was drawn."""
+        return sum(each.node == node for each in self.candidates[self.parents[node]])
+
+    def branch(self, node: int) -> list[int]:
+        """The tokens from the context down to a node, itself among them; none for -1."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def draft(self) -> Draft:
+        """What has grown."""
+        return Draft(list(self.tokens), parents=tuple(self.parents), candidates=self.candidates)
+
+    def pruned(self, kept: Sequence[int]) -> GrowingTree:
+        """What is left with these nodes, ascending, alone: each with the one before it. All must be certain."""
+        tree = GrowingTree()
+        place = {-1: -1} | {node: i for i, node in enumerate(kept)}
+        for node in kept:
+            parent = place[self.parents[node]]
+            tree.tokens.append(self.tokens[node])
+            tree.parents.append(parent)
+            tree.depths.append(self.depths[node])
+            tree.ranks.append(self.ranks[node])
+            tree.chances.append(self.chances[node])
+            tree.candidates.setdefault(parent, []).append(Candidate(place[node], None))
+        return tree

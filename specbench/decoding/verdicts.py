@@ -1,0 +1,326 @@
+"""Verdicts on several drafts at once, each with the way its drafts have to be drawn. Pure functions on distributions.
+
+At a node of a tree stand candidates for the next token. A *rule* decides between them, given p, the target's
+distribution there: it names the candidate that is kept, or draws another token. Walked from the context on, the output
+has the target's distribution, whichever tokens were drafted, provided that
+
+- candidates were drawn as the method says, and q is what they were drawn from, and
+- whether a candidate exists depends on what was drawn before it alone, and never on its own token (a drawn one that is
+  dropped for its low q makes the output wrong; a *certain* one, which nothing was tossed for, may depend on anything).
+
+Greedy decoding needs none of this: there every method keeps the child that is the argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from specbench.decoding.drafts import Candidate, Draft, Drawn
+from specbench.decoding.protocols import Drawing
+from specbench.decoding.sampling import Randomness
+
+__all__ = [
+    "METHODS",
+    "Method",
+    "Rows",
+    "Walk",
+    "Walked",
+    "draw_and_top",
+    "match",
+    "naive",
+    "recursive",
+    "remainder",
+    "specinfer",
+    "top",
+    "top_and_tail",
+    "traverse",
+    "with_replacement",
+    "without_replacement",
+]
+
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+Rows: TypeAlias = Callable[[int], torch.Tensor]
+"""p behind a node (-1: behind the context), float32 [vocab]."""
+
+
+class Walked(NamedTuple):
+    """What became of a draft.
+
+    Attributes:
+        path: The nodes kept, root to leaf.
+        token: The one behind them.
+        distribution: What that was drawn from, [vocab], not normalised.
+    """
+
+    path: list[int]
+    token: int
+    distribution: torch.Tensor
+
+
+Walk: TypeAlias = Callable[[Draft, Rows, Randomness], Walked]
+
+
+class _Ruling(NamedTuple):
+    """The candidate that is kept at a node, or the token in place of them all and what it was drawn from."""
+
+    node: int | None
+    token: int = -1
+    distribution: torch.Tensor | None = None
+
+
+_Rule: TypeAlias = Callable[[torch.Tensor, Sequence[Candidate], Draft, Randomness], _Ruling]
+
+
+# -- drawing candidates ----------------------------------------------------------------------------
+
+
+def without_replacement(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+    """One after the other from what is left of q: Gumbel-top-k sampling (Kool et al. 2019), in its order."""
+    left, drawn = q, []
+    for place in range(count):
+        token = random.draw(left)
+        drawn.append(Drawn(token, q))
+        if place + 1 < count:
+            left = left.clone() if left is q else left
+            left[token] = 0.0
+            if float(left.sum()) <= _SMALLEST:
+                break
+    return drawn
+
+
+def with_replacement(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+    """Independently of each other; the same token may come several times."""
+    return [Drawn(random.draw(q), q) for _ in range(count)]
+
+
+def top(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:  # noqa: ARG001
+    """The most probable tokens; nothing is tossed for."""
+    return [Drawn(token, None) for token in _best(q, count)]
+
+
+def draw_and_top(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+    """One drawn from q, and beside it the most probable others."""
+    token = random.draw(q)
+    others = [other for other in _best(q, count) if other != token]
+    return [Drawn(token, q), *(Drawn(other, None) for other in others[: count - 1])]
+
+
+def top_and_tail(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+    """All but one the most probable tokens, and one drawn from q outside them (Hu et al. 2025)."""
+    best = _best(q, count - 1)
+    tail = q.clone()
+    tail[best] = 0.0
+    total = float(tail.sum())
+    drawn = [] if total <= _SMALLEST else [Drawn(random.draw(tail), tail / total)]
+    return [*drawn, *(Drawn(token, None) for token in best)]
+
+
+def _best(q: torch.Tensor, count: int) -> list[int]:
+    """The most probable tokens that are possible at all, by falling probability."""
+    largest = q.topk(min(max(count, 0), len(q)))
+    return [
+        token
+        for value, token in zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
+        if value > 0.0
+    ]
+
+
+# -- deciding at a node ----------------------------------------------------------------------------
+
+
+def naive(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Randomness) -> _Ruling:
+    """A token is drawn from p, and kept if it is among the candidates, whatever chose them (Miao et al. 2024).
+
+    Keeps with the chance p(candidates). What EAGLE-2, Token Recycling and suffix decoding need. Costs a draw.
+    """
+    return match(p, [Candidate(node, None) for node, _ in candidates], draft, random)
+
+
+def match(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Randomness) -> _Ruling:
+    """At most one drawn candidate, tested; then a token is drawn, and kept if it is among the certain ones.
+
+    With one drawn from q and others beside it, *residual*: rejection sampling (Leviathan et al. 2023) whose corrected
+    token may be a candidate too. With one drawn from the tail, *greedy draft* (Hu et al. 2025). Costs a draw,
+    and a pass over the vocabulary after a rejection.
+    """
+    for node, q in candidates:
+        if q is None:
+            continue
+        if _passes(p[draft.tokens[node]] / q[draft.tokens[node]].clamp_min(_SMALLEST), random):
+            return _Ruling(node)
+        p = remainder(p, q)
+    token = random.draw(p)
+    found = (node for node, q in candidates if q is None and draft.tokens[node] == token)
+    node = next(found, None)
+    return _Ruling(node, token, p)
+
+
+def recursive(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Randomness) -> _Ruling:
+    """Recursive rejection sampling of candidates without replacement (Jeon et al. 2024; Chen et al. 2024, Sequoia).
+
+    In the order drawn: kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and q loses the token. Candidates
+    that share a q tensor were drawn from it one after the other. Costs a few passes over the vocabulary per rejection.
+    """
+    left: dict[int, torch.Tensor] = {}
+    for node, q in candidates:
+        token = draft.tokens[node]
+        now = None if q is None else left.get(id(q), q)
+        if _passes(_ratio(p, now, token), random):
+            return _Ruling(node)
+        p = remainder(p, now, token)
+        if q is not None and now is not None:
+            left[id(q)] = _without(now, token)
+    return _Ruling(None, random.draw(p), p)
+
+
+def specinfer(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Randomness) -> _Ruling:
+    """Multi-step speculative sampling of independent draws (Miao et al. 2024, SpecInfer, Algorithm 2).
+
+    A remaining draw at random is kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and that draw goes. Equal
+    draws stand there as often as they were drawn, each with the q of the drafter it came from.
+    """
+    remaining = list(candidates)
+    while remaining:
+        place = random.draw(torch.ones(len(remaining))) if len(remaining) > 1 else 0
+        node, q = remaining.pop(place)
+        token = draft.tokens[node]
+        if _passes(_ratio(p, q, token), random):
+            return _Ruling(node)
+        p = remainder(p, q, token)
+    return _Ruling(None, random.draw(p), p)
+
+
+def _walked(rule: _Rule) -> Walk:
+    """From the context to a leaf, or to where no candidate is kept."""
+
+    def walk(draft: Draft, p: Rows, random: Randomness) -> Walked:
+        path: list[int] = []
+        node = -1
+        while candidates := draft.behind(node):
+            ruling = rule(p(node), candidates, draft, random)
+            if ruling.node is None:
+                assert ruling.distribution is not None
+                return Walked(path, ruling.token, ruling.distribution)
+            node = ruling.node
+            path.append(node)
+        last = p(node)
+        return Walked(path, random.draw(last), last)
+
+    return walk
+
+
+# -- deciding over paths ---------------------------------------------------------------------------
+
+
+def traverse(draft: Draft, p: Rows, random: Randomness) -> Walked:
+    """Traversal verification of candidates without replacement (Weng et al. 2025); on a chain, block verification
+    (Sun et al. 2024).
+
+    From the leaves up: a path is kept with the chance that all of it has together, so a token that p would rather not
+    have may be made up for by those behind it. No early end: every node gets a toss of its own. On one path nothing
+    keeps more. Costs about two passes over the vocabulary per node that fails. Different branches need draws that are
+    independent of each other.
+    """
+
+    def visit(node: int, chance: float) -> Walked | None:
+        candidates = draft.behind(node)
+        here = p(node) if candidates else None
+        left: dict[int, torch.Tensor] = {}
+        for child, q in candidates:
+            assert here is not None
+            token = draft.tokens[child]
+            now = None if q is None else left.get(id(q), q)
+            found = visit(child, min(1.0, chance * float(_ratio(here, now, token))))
+            if found is not None:
+                found.path.insert(0, child)
+                return found
+            rest = _less(chance * here, now, token)
+            total = float(rest.sum())
+            if total > _SMALLEST:
+                here = rest / total
+            chance = total / (total + 1.0 - chance) if chance < 1.0 else 1.0
+            if q is not None and now is not None:
+                left[id(q)] = _without(now, token)
+        if not _passes(torch.tensor(chance), random):
+            return None
+        last = p(node) if here is None else here
+        return Walked([], random.draw(last), last)
+
+    found = visit(-1, 1.0)
+    assert found is not None, "the context is always kept"
+    return found
+
+
+# -- parts of them ---------------------------------------------------------------------------------
+
+
+def _passes(chance: torch.Tensor, random: Randomness) -> bool:
+    """A test that has this chance, or more than 1."""
+    return random.test(chance.clamp(0.0, 1.0).reshape(1))[0] == 1
+
+
+def _ratio(p: torch.Tensor, q: torch.Tensor | None, token: int) -> torch.Tensor:
+    """p/q of a token, whose q can underflow to 0 although it was drawn; a certain one has q = 1."""
+    return p[token] if q is None else p[token] / q[token].clamp_min(_SMALLEST)
+
+
+def remainder(p: torch.Tensor, q: torch.Tensor | None, token: int = -1) -> torch.Tensor:
+    """norm((p - q)₊), float32 [vocab]; without q all of it was at ``token``. p itself where nothing is left."""
+    rest = _less(p, q, token)
+    total = float(rest.sum())
+    return rest.div_(total) if total > _SMALLEST else p
+
+
+def _less(p: torch.Tensor, q: torch.Tensor | None, token: int) -> torch.Tensor:
+    """(p - q)₊, [vocab]."""
+    if q is not None:
+        return (p - q).clamp_min_(0.0)
+    rest = p.clone()
+    rest[token] = 0.0
+    return rest
+
+
+def _without(q: torch.Tensor, token: int) -> torch.Tensor:
+    """q when the token can no longer be drawn; all zeros when it was the last."""
+    rest = q.clone()
+    rest[token] = 0.0
+    total = float(rest.sum())
+    return rest.div_(total) if total > _SMALLEST else rest
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to verify, and what it asks of drafts.
+
+    Attributes:
+        walk: Decides.
+        drawing: How the candidates of a node are drawn.
+        chains_only: Whether a node has one candidate at most.
+        several: Whether the draws of several drafters may stand at a node.
+    """
+
+    walk: Walk
+    drawing: Drawing
+    chains_only: bool = False
+    several: bool = False
+
+
+METHODS: Mapping[str, Method] = {
+    "rejection": Method(_walked(match), without_replacement, chains_only=True),
+    "block": Method(traverse, without_replacement, chains_only=True),
+    "traversal": Method(traverse, without_replacement),
+    "naive": Method(_walked(naive), top, several=True),
+    "residual": Method(_walked(match), draw_and_top),
+    "greedy-draft": Method(_walked(match), top_and_tail),
+    "recursive": Method(_walked(recursive), without_replacement, several=True),
+    "specinfer": Method(_walked(specinfer), with_replacement, several=True),
+}
+"""By the words of ``specbench.specs.verification``."""

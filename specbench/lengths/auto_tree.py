@@ -1,0 +1,143 @@
+"""The tree that needs no tuning: a node more as long as it is likely to pay for its row, a depth for its pass."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specbench.errors import UsageError
+from specbench.lengths.acceptance import OnlineLogistic, log_odds
+from specbench.lengths.auto import AutoLength
+from specbench.lengths.base import rule_name
+from specbench.lengths.trees import MOST_NODES
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.decoding.drafts import GrowingTree
+    from specbench.decoding.records import Step
+    from specbench.lengths.costs import CostSource
+
+__all__ = ["AutoTree"]
+
+_BESIDE_ONE = 4
+"""Candidates of one node, at most."""
+
+_ABREAST = 8
+"""Nodes that the drafter reads in one pass, at most."""
+
+
+class AutoTree(AutoLength):
+    """Best-first by survival, with the rate, the costs and the pauses of ``auto`` (``AutoLength``).
+
+    A candidate joins the tree iff the chance that it is kept is worth the time of its row, P·c > R·(v(n+1) - v(n)); the
+    drafter reads the nodes of the next depth iff what they promise is worth its pass. How likely the b-th candidate of
+    a node is to be kept is learnt from how probable the drafter thought its b-th token before anything was drawn: so no
+    node's being there depends on its own token, and any way to verify may be used.
+
+    Args:
+        nodes: The most nodes.
+        costs: See ``AutoLength``.
+
+    Raises:
+        UsageError: ``nodes`` is below 1 or above ``MOST_NODES``.
+    """
+
+    certain_only = False
+
+    def __init__(self, nodes: int = 16, costs: CostSource | None = None) -> None:
+        if not 1 <= nodes <= MOST_NODES:
+            raise UsageError(f"The tree has {nodes} nodes.", f"Give 1 to {MOST_NODES}.")
+        # By rank, the first and all others: before a candidate is drawn, and when its token is known.
+        self._slots = (OnlineLogistic((1.0, 1.0), (1.0, 0.3)), OnlineLogistic((0.0, 1.0), (1.0, 0.3)))
+        self._known = (OnlineLogistic((1.0, 1.0), (1.0, 0.3)), OnlineLogistic((0.0, 1.0), (1.0, 0.3)))
+        super().__init__(nodes, costs)
+
+    @property
+    def name(self) -> str:
+        return rule_name("auto", nodes=(self.gamma_max, 16))
+
+    def reset(self) -> None:
+        for curve in (*self._slots, *self._known):
+            curve.reset()
+        super().reset()
+
+    def begin(self, room: int) -> bool:  # type: ignore[override]
+        super().begin(self.gamma_max)
+        self._exactly = None
+        self._limit = int(min(self.gamma_max, self._costs.reach))
+        self._room = room
+        self._before: dict[int, list[float]] = {}  # by node: log-odds of its candidates' ranks
+        self._odds: list[float] = []  # by node: of the token it became
+        self._reached: list[float] = []  # by node: the chance that it is kept
+        self._asked = room > 0 and not self._paused
+        return self._asked
+
+    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:
+        counts = [0] * len(nodes)
+        forced = self._probing or self._costs.timings == 0
+        slots: list[tuple[float, int]] = []
+        chances: list[list[float]] = []
+        for place, (node, row) in enumerate(zip(nodes, q, strict=True)):
+            odds = [log_odds(value) for value in row.topk(min(_BESIDE_ONE, len(row))).values.tolist()]
+            reached = self._reached[node] if node >= 0 else 1.0
+            self._before[node] = odds
+            chances.append([reached * self._slots[rank > 0].chance(x) for rank, x in enumerate(odds)])
+            slots.append((-chances[place][0], place))
+        if forced:
+            return [1, *[0] * (len(nodes) - 1)]
+        heapq.heapify(slots)
+        taken = len(tree)
+        while slots and taken < self._limit:
+            chance, place = heapq.heappop(slots)
+            if -chance < self.row_price(taken + 1):
+                break
+            taken += 1
+            counts[place] += 1
+            if counts[place] < len(chances[place]):
+                following = min(-chance, chances[place][counts[place]])
+                heapq.heappush(slots, (-following, place))
+        return counts
+
+    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+        for node in fresh:
+            parent, odds = tree.parents[node], log_odds(tree.chances[node])
+            before = self._reached[parent] if parent >= 0 else 1.0
+            self._odds.append(odds)
+            self._reached.append(before * self._known[tree.ranks[node] > 0].chance(odds))
+        nodes = len(tree)
+        if not fresh or self._probing or nodes >= self._limit or tree.depths[fresh[0]] >= self._room:
+            return []
+        if self._costs.timings == 0:
+            return fresh[:1]
+        price = self.row_price(nodes + 1)
+        promised = {node: self._reached[node] * self._upcoming.chance(self._odds[node]) for node in fresh}
+        chosen = [
+            node for node in heapq.nlargest(_ABREAST, fresh, promised.__getitem__) if promised[node] > price
+        ]
+        if not chosen:
+            return []
+        self._survival = sum(self._reached[node] for node in chosen)
+        chance = sum(promised[node] for node in chosen) / self._survival
+        return sorted(chosen) if self._worth(nodes, chance, self._draft_s) else []
+
+    def kept(self, tree: GrowingTree) -> Sequence[int] | None:  # noqa: ARG002
+        return None
+
+    def _learn(self, step: Step) -> None:
+        if step.parents is None:
+            return
+        behind: dict[int, list[int]] = {}
+        for node, parent in enumerate(step.parents):
+            behind.setdefault(parent, []).append(node)
+        for level, node in enumerate((-1, *step.path)[: step.tested]):
+            kept = step.path[level] if level < len(step.path) else None
+            self._upcoming.learn(self._odds[node] if node >= 0 else self._last, kept is not None)
+            for rank, candidate in enumerate(behind[node]):
+                self._slots[rank > 0].learn(self._before[node][rank], candidate == kept)
+                self._known[rank > 0].learn(self._odds[candidate], candidate == kept)
+            if node < 0 or level == step.tested - 1:
+                last = self._odds[behind[node][0]]
+        if step.tested:
+            self._last = last

@@ -1,0 +1,231 @@
+"""Trees of a shape that is settled beforehand, and those that follow the drafter's own probabilities.
+
+A policy for trees keeps the output's distribution as long as how many candidates a node gets depends only on what was
+drawn before them (``specbench.decoding.protocols.TreePolicy``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from specbench.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.decoding.drafts import GrowingTree
+    from specbench.decoding.records import Step
+
+__all__ = ["MOST_NODES", "DynamicTree", "IndependentChains", "StaticTree", "Tree", "best_shape"]
+
+MOST_NODES = 64
+"""Nodes that a tree may have. Every node that is read keeps a distribution over the vocabulary: 39 MB with 152,000
+tokens."""
+
+
+class Tree:
+    """What policies for trees have in common; others override what they need.
+
+    Args:
+        nodes: The most nodes, 1 to ``MOST_NODES``.
+
+    Raises:
+        UsageError: They are less or more.
+    """
+
+    certain_only = False
+
+    def __init__(self, nodes: int) -> None:
+        if not 1 <= nodes <= MOST_NODES:
+            raise UsageError(f"The tree has {nodes} nodes.", f"Give 1 to {MOST_NODES}.")
+        self.nodes = nodes
+        self._room = 0
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def begin(self, room: int) -> bool:
+        self._room = room
+        return room > 0
+
+    def kept(self, tree: GrowingTree) -> Sequence[int] | None:  # noqa: ARG002
+        return None
+
+    def observe(self, step: Step) -> None:
+        """There is nothing to learn."""
+
+    def notes(self) -> Mapping[str, float]:
+        return {}
+
+    def costs(self) -> dict[str, Any] | None:
+        return None
+
+
+class StaticTree(Tree):
+    """One shape in every step (Chen et al. 2024, Sequoia).
+
+    Args:
+        parents: By node of the shape, the node it stands behind, -1 for the context; the children of a node stand in
+            the order of their ranks.
+
+    Raises:
+        UsageError: There are no nodes or too many, or one stands before the one it belongs behind.
+    """
+
+    def __init__(self, parents: Sequence[int]) -> None:
+        super().__init__(len(parents))
+        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
+            raise UsageError("A node of the tree stands before the one it belongs behind.", "Order them.")
+        self.parents = tuple(parents)
+        self._behind: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            self._behind.setdefault(parent, []).append(node)
+        self._shape: dict[int, int] = {}
+
+    @property
+    def name(self) -> str:
+        return f"static:nodes={self.nodes}"
+
+    def begin(self, room: int) -> bool:
+        self._shape = {-1: -1}
+        return super().begin(room)
+
+    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:  # noqa: ARG002
+        return [len(self._behind.get(self._shape[node], ())) for node in nodes]
+
+    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+        for node in fresh:
+            self._shape[node] = self._behind[self._shape[tree.parents[node]]][tree.ranks[node]]
+        return [
+            node for node in fresh if tree.depths[node] < self._room and self._shape[node] in self._behind
+        ]
+
+
+class IndependentChains(Tree):
+    """Several chains of one drafter, drawn independently of each other; equal beginnings share their nodes.
+
+    Args:
+        chains: How many, at least 1.
+        length: Tokens of each, at least 1.
+
+    Raises:
+        UsageError: Less than 1, or together more than ``MOST_NODES``.
+    """
+
+    def __init__(self, chains: int, length: int) -> None:
+        if chains < 1 or length < 1:
+            raise UsageError(f"{chains} drafts of {length} tokens are asked for.", "Give at least 1 of each.")
+        super().__init__(chains * length)
+        self.chains, self.length = chains, length
+
+    @property
+    def name(self) -> str:
+        return f"chains:k={self.chains},length={self.length}"
+
+    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:  # noqa: ARG002
+        return [self.chains if node < 0 else tree.multiplicity(node) for node in nodes]
+
+    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+        return [node for node in fresh if tree.depths[node] < min(self.length, self._room)]
+
+
+class DynamicTree(Tree):
+    """The likeliest tokens by the drafter (Li et al. 2024, EAGLE-2): at every depth the best nodes are gone on from,
+    and the best of all are verified.
+
+    Nodes are chosen by their own tokens, so none of them may be drawn.
+
+    Args:
+        top_k: Nodes that are read at every depth, and candidates of each.
+        nodes: How many are verified.
+        depth: The deepest branch.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
+
+    certain_only = True
+
+    def __init__(self, top_k: int = 4, nodes: int = 12, depth: int = 6) -> None:
+        super().__init__(nodes)
+        for what, value in (("top-k", top_k), ("depth", depth)):
+            if value < 1:
+                raise UsageError(f"The {what} of the dynamic tree is {value}.", "Give at least 1.")
+        self.top_k, self.depth = top_k, depth
+        self._scores: list[float] = []
+
+    @property
+    def name(self) -> str:
+        return f"dynamic:top-k={self.top_k},nodes={self.nodes},depth={self.depth}"
+
+    def begin(self, room: int) -> bool:
+        self._scores = []
+        return super().begin(room)
+
+    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:  # noqa: ARG002
+        return [self.top_k] * len(nodes)
+
+    def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+        for node in fresh:
+            parent = tree.parents[node]
+            before = self._scores[parent] if parent >= 0 else 0.0
+            self._scores.append(before + math.log(max(tree.chances[node], 1e-30)))
+        if not fresh or tree.depths[fresh[0]] >= min(self.depth, self._room):
+            return []
+        return sorted(heapq.nlargest(self.top_k, fresh, key=self._scores.__getitem__))
+
+    def kept(self, tree: GrowingTree) -> Sequence[int] | None:
+        if len(tree) <= self.nodes:
+            return None
+        # By falling score and, of equals, in their order: then no node comes before the one it stands behind.
+        return sorted(sorted(range(len(tree)), key=lambda node: (-self._scores[node], node))[: self.nodes])
+
+
+def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[int, ...]:
+    """The tree with most expected tokens (Chen et al. 2024, Sequoia, section 4.1).
+
+    With T[m][l][b] the most that m nodes, l deep and with up to b candidates at their root, are expected to keep, the
+    root among them: T[1] = 1, and a tree has either fewer candidates at its root, or a b-th one that is the root of a
+    tree of y nodes: T[m][l][b] = max(T[m][l][b-1], max over y of T[m-y][l][b-1] + P[b]·T[y][l-1][any]).
+
+    Args:
+        acceptance: P: the chance that the candidate of rank b, from 0, is the one that is kept.
+        nodes: How many, without the context.
+        depth: How deep at most.
+
+    Returns:
+        By node the one it stands behind, -1 for the context; in the order of their depths.
+    """
+    most = len(acceptance)
+
+    @cache
+    def best(m: int, left: int, b: int) -> tuple[float, int]:
+        """The most tokens of a tree of m nodes, and how many of them its b-th candidate takes; 0 for none."""
+        if m == 1 or left == 0 or b == 0:
+            return 1.0, 0
+        found = (best(m, left, b - 1)[0], 0)
+        for y in range(1, m):
+            tokens = best(m - y, left, b - 1)[0] + acceptance[b - 1] * best(y, left - 1, most)[0]
+            if tokens > found[0] + 1e-12:
+                found = (tokens, y)
+        return found
+
+    parents: list[int] = []
+    waiting = [(-1, nodes + 1, depth)]
+    for parent, m, left in waiting:
+        sizes: list[int] = []
+        b = most if m > 1 and left else 0
+        while b and m > 1:
+            y = best(m, left, b)[1]
+            if y:
+                sizes.append(y)
+                m -= y
+            b -= 1
+        for size in reversed(sizes):
+            waiting.append((len(parents), size, left - 1))
+            parents.append(parent)
+    return tuple(parents)

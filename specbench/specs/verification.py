@@ -1,0 +1,24 @@
+"""How drafts are verified, by the words of the command line. What they do: ``specbench.decoding.verdicts``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+__all__ = ["VERIFICATIONS", "VerificationName"]
+
+VerificationName = Literal[
+    "rejection", "block", "traversal", "naive", "residual", "greedy-draft", "recursive", "specinfer"
+]
+
+VERIFICATIONS: Mapping[VerificationName, str] = {
+    "rejection": "one draft at a time, by p/q; chains",
+    "block": "the whole chain together, never worse than rejection; chains",
+    "traversal": "the tree from its leaves up; drafts without replacement",
+    "naive": "a token of the target's is drawn and looked up among the drafts; the drafter's most probable tokens",
+    "residual": "one draft by p/q, then the corrected token is looked up among others beside it",
+    "greedy-draft": "the drafter's most probable tokens and one from its tail",
+    "recursive": "one draft after the other by what is left of p; drafts without replacement",
+    "specinfer": "independent drafts in random order; several drafters",
+}
+"""What each does, in a few words."""
