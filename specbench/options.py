@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from specbench.errors import UsageError
+from specbench.specs.verification import VERIFICATIONS, VerificationName
 
 __all__ = [
     "DECODING",
@@ -169,12 +170,22 @@ class LengthOptions:
             help="Most alternatives that are verified beside a draft in greedy decoding (auto: 8, other rules: 0).",
         ),
     ] = None
+    verification: Annotated[
+        VerificationName | None,
+        _length(
+            "--verification",
+            metavar="NAME",
+            help="How drafts are verified above temperature 0: "
+            + ", ".join(VERIFICATIONS)
+            + ". Default: what applies and keeps most.",
+        ),
+    ] = None
     costs: Annotated[
         Path | None,
         _length(
             "--costs",
             metavar="FILE",
-            help="auto: times of passes to go by, from a JSON file of an earlier run, instead of measuring them.",
+            help="auto, auto-tree: times of passes to go by, from a JSON file of an earlier run, instead of measuring.",
         ),
     ] = None
 

@@ -235,12 +235,20 @@ def test_an_end_token_among_them_ends_the_output() -> None:
             assert steps[-1].finish_reason == "eos"
 
 
-def test_sampling_and_penalties_do_without() -> None:
-    policy = build_policy("fixed:gamma=3,siblings=8")
-    for sampling in (Multinomial(0.9), Greedy(1.3)):
-        _, steps = decode(policy, drafter(), sampling=sampling)
+def test_penalties_and_verdicts_on_chains_do_without() -> None:
+    for rule, sampling in (
+        ("fixed:gamma=3,siblings=8", Greedy(1.3)),
+        ("fixed:gamma=3,siblings=8,verification=rejection", Multinomial(0.9)),
+    ):
+        _, steps = decode(build_policy(rule), drafter(), sampling=sampling)
         assert not any(step.siblings for step in steps)
         assert any(step.drafted for step in steps)
+
+
+def test_sampling_gains_by_them_too() -> None:
+    _, steps = decode(build_policy("fixed:gamma=3,siblings=8"), drafter(), sampling=Multinomial(0.9))
+    assert any(step.siblings for step in steps)
+    assert any(step.gained for step in steps)
 
 
 def test_a_target_that_cannot_does_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from specbench.decoding.protocols import TreePolicy
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Multinomial, Nucleus, Sampling, TopK
+from specbench.decoding.tree import Siblings
 from specbench.decoding.verdicts import METHODS
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.lengths import FixedLength
@@ -27,9 +28,9 @@ TARGET, DRAFT = random_table(3, VOCAB), random_table(4, VOCAB)
 COSTS = {"drafter_pass_s": 0.1, "target_pass_s": {"1": 1.0, "9": 1.1}}
 
 TREES: dict[str, Callable[[], TreePolicy]] = {
-    "two beside": lambda: StaticTree((-1, -1)),
-    "two of two": lambda: StaticTree((-1, -1, 0, 0, 1)),
-    "a branch in the middle": lambda: StaticTree((-1, 0, 0)),
+    "two beside": lambda: StaticTree.shaped((-1, -1)),
+    "two of two": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
+    "a branch in the middle": lambda: StaticTree.shaped((-1, 0, 0)),
     "chains": lambda: IndependentChains(2, 2),
     "auto": lambda: AutoTree(4, parse_costs(COSTS)),
     "dynamic": lambda: DynamicTree(2, 3, 2),
@@ -66,12 +67,11 @@ def loop_distribution(
             [*PROMPT, *tokens],
             target,
             DRAFTERS[drafter](target),
-            policy=DraftPolicy(FixedLength(2), tree=tree() if tree else None),
+            policy=tree_policy(tree, method),
             sampling=sampling,
             random=random,
             max_new_tokens=NEW - len(tokens),
             first_target=False,
-            verification=method,
         )
         return next(record.tokens for record in records if isinstance(record, Step))
 
@@ -82,6 +82,12 @@ def loop_distribution(
             key = (*emitted, *behind)
             found[key] = found.get(key, 0.0) + weight * chance
     return found
+
+
+def tree_policy(tree: Callable[[], TreePolicy] | None, method: VerificationName) -> DraftPolicy:
+    """Two drafts in a step, or a tree; with ``residual`` two drafts have siblings."""
+    beside = Siblings(3 if method == "residual" and tree is None else 0, lambda _: 0.0)
+    return DraftPolicy(FixedLength(2), beside, tree=tree() if tree else None, verification=method)
 
 
 def target_distribution(sampling: Sampling) -> dict[tuple[int, ...], float]:

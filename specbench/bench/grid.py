@@ -238,6 +238,8 @@ def _configs_at(
             policy = str(rule)
             if rule.word == "fixed":
                 end = f",siblings={rule.siblings}" if rule.siblings else ""
+                if "verification" in rule.options:
+                    end += f",verification={rule.options['verification']}"
                 grid += [
                     ("speculative", f"{name}@{g}{end}", f"{name} γ={g}{end}", name, g, policy)
                     for g in options.gammas

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.rule import LengthRule, left_out, length_rules
+from specbench.cli.rule import LengthRule, left_out, length_rules, with_trees
 from specbench.options import (
     LENGTH,
     MODELS,
@@ -128,6 +128,7 @@ def check(
         ),
     ] = None,
     egag: opt.EgagOption = False,
+    tree: opt.TreesOption = None,
     gamma: Annotated[
         str | None,
         typer.Option(
@@ -188,11 +189,14 @@ def check(
         if checked.outputs is not None:
             job = _OutputsJob(request, checked.outputs, limit=checked.limit)
         else:
+            named, shared = with_trees(
+                [*(length_policy or []), *(["egag"] if egag else [])], tree or [], length.given
+            )
             rules = length_rules(
-                [*(length_policy or []), *(["egag"] if egag else [])],
+                named,
                 length.costs,
                 parse_gammas(gamma) if gamma is not None else [],
-                length.given,
+                shared,
                 greedy=transforms.greedy,
                 chained=opt.chained(models, decode),
             )

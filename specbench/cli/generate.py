@@ -106,6 +106,7 @@ def generate(
     models: ModelOptions,
     length_policy: opt.LengthPolicyOption = None,
     egag: opt.EgagOption = False,
+    tree: opt.TreeOption = None,
     gamma: opt.GammaOption = None,
     length: LengthOptions,
     decode: DecodeOptions,
@@ -140,6 +141,7 @@ def generate(
             rule = length_rule(
                 length_policy,
                 egag,
+                tree,
                 length.costs,
                 {**length.given, "gamma": gamma},
                 greedy=transforms.greedy,
@@ -288,7 +290,7 @@ class _Job:
         """What decides the output, by name; ``None`` for what is switched off."""
         from specbench.lengths import FixedLength
 
-        rule, fixed = self.policy.rule, not self.policy.siblings.most
+        rule, fixed = self.policy.learner, not self.policy.siblings.most
         return {
             "length_policy": self.policy.name,
             "gamma": rule.gamma if fixed and isinstance(rule, FixedLength) else None,
@@ -307,7 +309,7 @@ def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling
     lines = []
     if sampling.greedy and (what := given("top_k", "top_p", "min_p", "seed")):
         lines.append(f"{what} at temperature 0: the most probable token is taken.")
-    lengths = ("length_policy", "egag", "gamma", LengthOptions)
+    lengths = ("length_policy", "egag", "tree", "gamma", LengthOptions)
     if drafter.is_plain and (what := given(*lengths, "first_target")):
         lines.append(f"{what} with the drafter none.")
     load_options = ("drafter_dtype", "drafter_device", "drafter_device_map")

@@ -37,6 +37,8 @@ __all__ = [
     "SystemOption",
     "TargetOption",
     "TracebackOption",
+    "TreeOption",
+    "TreesOption",
     "cache_for",
     "chained",
     "command_with",
@@ -225,6 +227,18 @@ LengthPolicyOption = Annotated[
 EgagOption = Annotated[
     bool, typer.Option("--egag", help="Short for --length-policy egag.", rich_help_panel=LENGTH)
 ]
+_tree = partial(
+    typer.Option,
+    "--tree",
+    metavar="TREE",
+    rich_help_panel=LENGTH,
+)
+_TREES = (
+    "chain, siblings:nodes=N (short: --siblings N), or a tree in place of a draft-length rule: auto, static, dynamic or"
+    " chains, with options as in dynamic:top-k=4,nodes=12."
+)
+TreeOption = Annotated[str | None, _tree(help=_TREES)]
+TreesOption = Annotated[list[str] | None, _tree(help=f"{_TREES} Repeatable.")]
 GammaOption = Annotated[
     int | None,
     typer.Option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specbench.specs.rules import default_rule, parse_rule, share_options
+from specbench.specs.rules import default_rule, parse_rule, parse_tree, share_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
 
-__all__ = ["LengthRule", "left_out", "length_rule", "length_rules", "refuse_siblings"]
+__all__ = ["LengthRule", "left_out", "length_rule", "length_rules", "refuse_siblings", "with_trees"]
 
 
 class LengthRule:
@@ -28,6 +28,8 @@ class LengthRule:
     def __init__(self, spec: RuleSpec, costs: Path | None, *, chained: str | None = None) -> None:
         from specbench.lengths import build_policy, check_costs, load_costs
 
+        if chained and spec.kind.tree:
+            refuse_siblings([spec], chained)
         self.spec = spec.with_options({"siblings": 0}) if chained else spec
         self.name: str = build_policy(self.spec).name
         if chained:
@@ -46,9 +48,33 @@ class LengthRule:
         return build_policy(self.spec, costs=costs)
 
 
+def with_trees(
+    policies: Sequence[str], trees: Sequence[str], options: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """What ``--tree`` makes of the rules that are asked for and of their options.
+
+    Raises:
+        UsageError: There is no such tree, or siblings are asked for twice.
+    """
+    from specbench.errors import UsageError
+
+    rules, taken = list(policies), dict(options)
+    for tree in map(parse_tree, trees):
+        if not isinstance(tree, int):
+            rules.append(str(tree))
+        elif taken.get("siblings", tree) != tree:
+            raise UsageError(
+                "Two numbers of siblings are given.", "Give one --siblings or --tree siblings:nodes=N."
+            )
+        else:
+            taken["siblings"] = tree
+    return rules, taken
+
+
 def length_rule(
     length_policy: str | None,
     egag: bool,
+    tree: str | None,
     costs: Path | None,
     options: Mapping[str, Any],
     *,
@@ -64,7 +90,14 @@ def length_rule(
 
     if egag and length_policy is not None:
         raise UsageError("--egag and --length-policy are both given.", "Give one of them.")
-    word = "egag" if egag else length_policy
+    policies, options = with_trees(
+        ["egag"] if egag else [length_policy] if length_policy else [], [tree] if tree else [], options
+    )
+    if len(policies) > 1:
+        raise UsageError(
+            f"--tree {tree} decides how much is drafted, and so does {policies[0]}.", "Give one of them."
+        )
+    word = policies[0] if policies else None
     spec = parse_rule(word) if word else default_rule(greedy=greedy, gamma=options.get("gamma"))
     return LengthRule(spec.with_options(options), costs, chained=chained)
 
@@ -127,6 +160,8 @@ def refuse_siblings(rules: Sequence[RuleSpec], chained: str) -> None:
     from specbench.errors import UsageError
 
     for rule in rules:
+        if rule.kind.tree:
+            raise UsageError(f"{chained} does not go with trees, as in {rule}.", "Draft chains.")
         if rule.siblings:
             raise UsageError(
                 f"{chained} does not go with siblings, as in {rule}.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.rule import left_out, refuse_siblings
+from specbench.cli.rule import left_out, refuse_siblings, with_trees
 from specbench.options import LENGTH, DecodeOptions, LengthOptions, ModelOptions
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ def sweep(
         ),
     ] = None,
     egag: opt.EgagOption = False,
+    tree: opt.TreesOption = None,
     length: LengthOptions,
     keep_policy_state: Annotated[
         bool,
@@ -215,9 +216,11 @@ def sweep(
     kind = opt.cache_for(ctx, target, models, decode)
     chained = opt.chained(models, decode)
     temperatures = tuple(_checked_temperatures(compared.temperature or [0.0]))
-    shared = length.given
+    asked, shared = with_trees(
+        [*(length_policy or []), *(["egag"] if egag else [])], tree or [], length.given
+    )
     rules = parse_policies(
-        [*(length_policy or []), *(["egag"] if egag else [])] or _default_rules(temperatures),
+        asked or _default_rules(temperatures),
         **(shared if chained is None else {"siblings": 0, **shared}),
     )
     if chained:

@@ -67,10 +67,8 @@ class Draft:
         """What may stand behind a node, -1 for the context."""
         if self.candidates is not None:
             return self.candidates.get(node, ())
-        if self.parents is None:
-            after = (node + 1,) if node + 1 < len(self.tokens) else ()
-        else:
-            after = tuple(i for i, parent in enumerate(self.parents) if parent == node)
+        parents = range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
+        after = [i for i, parent in enumerate(parents) if parent == node]
         drawn = 0 if self.q is None else len(self.q)
         return [Candidate(i, self.q[i] if self.q is not None and i < drawn else None) for i in after]
 

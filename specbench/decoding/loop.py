@@ -21,7 +21,6 @@ from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS
 from specbench.decoding.verify import verification_of
 from specbench.errors import UsageError
-from specbench.specs.verification import VerificationName
 
 __all__ = ["Decoding", "decode", "decode_steps", "driven"]
 
@@ -41,7 +40,6 @@ def decode_steps(
     stops: StopRules | None = None,
     first_target: bool = True,
     residual_adjustment: bool = True,
-    verification: VerificationName | None = None,
     clock: Clock | None = None,
     trace: bool = False,
 ) -> Iterator[Prefill | Step]:
@@ -58,7 +56,6 @@ def decode_steps(
         stops: Where the output ends before that; ``None`` for nowhere.
         first_target: Let the target read the prompt and emit the first token before anything is drafted.
         residual_adjustment: False draws corrected tokens from p: not lossless, for demonstration.
-        verification: How drafts are verified; ``None`` for what fits the policy.
         clock: Times the steps; the consumer's time between two records is never counted.
         trace: Put every draft's q, p, r and verdict into the records.
 
@@ -77,7 +74,6 @@ def decode_steps(
         stops=stops or StopRules(),
         first_target=first_target,
         residual_adjustment=residual_adjustment,
-        verification=verification,
         trace=trace,
     )
     yield from driven(decode(request, Stopwatch(clock)))

@@ -22,6 +22,7 @@ from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings
 from specbench.decoding.verdicts import METHODS
 from specbench.errors import UsageError
+from specbench.specs.notation import add_option
 from specbench.specs.verification import VerificationName
 
 __all__ = ["DraftPolicy", "Request"]
@@ -37,6 +38,7 @@ class DraftPolicy:
         usual_siblings: How many the rule has where its name says nothing of them.
         kept: Whether the rule carries what it learns from one prompt to the next.
         tree: Decides the shape of trees, in place of the rule and its siblings; ``None`` for chains.
+        verification: How drafts are verified above temperature 0; ``None`` for what fits.
     """
 
     rule: LengthPolicy
@@ -44,6 +46,7 @@ class DraftPolicy:
     usual_siblings: int = 0
     kept: bool = False
     tree: TreePolicy | None = None
+    verification: VerificationName | None = None
 
     @classmethod
     def of(cls, policy: LengthPolicy | DraftPolicy) -> DraftPolicy:
@@ -53,11 +56,11 @@ class DraftPolicy:
     @property
     def name(self) -> str:
         """The rule's, with what was added to it."""
-        if self.tree is not None:
-            return self.tree.name
-        name = self.rule.name
+        name = self.learner.name
         if self.siblings.most != self.usual_siblings:
-            name += f"{',' if ':' in name else ':'}siblings={self.siblings.most}"
+            name = add_option(name, f"siblings={self.siblings.most}")
+        if self.verification is not None:
+            name = add_option(name, f"verification={self.verification}")
         return f"{name}, kept" if self.kept else name
 
     @property
@@ -103,7 +106,6 @@ class Request:
     stops: StopRules = field(default_factory=StopRules)
     first_target: bool = True
     residual_adjustment: bool = True
-    verification: VerificationName | None = None
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -151,8 +153,8 @@ class Request:
     @property
     def method(self) -> VerificationName:
         """How drafts are verified."""
-        if self.verification is not None:
-            return self.verification
+        if self.policy.verification is not None:
+            return self.policy.verification
         if self.policy.tree is None:
             return "residual"
         return "naive" if self.policy.tree.certain_only else "traversal"

@@ -156,8 +156,7 @@ def match(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random
         p = remainder(p, q)
     token = random.draw(p)
     found = (node for node, q in candidates if q is None and draft.tokens[node] == token)
-    node = next(found, None)
-    return _Ruling(node, token, p)
+    return _Ruling(next(found, None), token, p)
 
 
 def recursive(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Randomness) -> _Ruling:

@@ -56,14 +56,14 @@ class AutoTree(AutoLength):
 
     @property
     def name(self) -> str:
-        return rule_name("auto", nodes=(self.gamma_max, 16))
+        return rule_name("auto-tree", nodes=(self.gamma_max, 16))
 
     def reset(self) -> None:
         for curve in (*self._slots, *self._known):
             curve.reset()
         super().reset()
 
-    def begin(self, room: int) -> bool:  # type: ignore[override]
+    def begin(self, room: int) -> bool:
         super().begin(self.gamma_max)
         self._exactly = None
         self._limit = int(min(self.gamma_max, self._costs.reach))

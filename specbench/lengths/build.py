@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specbench.decoding.protocols import TreePolicy
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.tree import Siblings
 from specbench.lengths.auto import AutoLength
+from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.base import FixedLength, Rule
 from specbench.lengths.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
+from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
 from specbench.specs.rules import RuleSpec, parse_rule
 
 __all__ = ["build_policy"]
@@ -23,6 +26,12 @@ _CLASSES: Mapping[str, Callable[..., Rule]] = {
     "entropy-bound": EntropyBoundLength,
     "svip": SvipLength,
     "heuristic": HeuristicLength,
+}
+_TREES: Mapping[str, Callable[..., TreePolicy]] = {
+    "auto-tree": AutoTree,
+    "static-tree": StaticTree,
+    "dynamic-tree": DynamicTree,
+    "chains": IndependentChains,
 }
 """By the words of ``specbench.specs.rules``."""
 
@@ -42,6 +51,17 @@ def build_policy(spec: str | RuleSpec, *, keep: bool = False, **options: Any) ->
     """
     spec = (parse_rule(spec) if isinstance(spec, str) else spec).with_options(options)
     taken = {spec.require(name).argument: value for name, value in spec.options.items()}
+    verification = taken.pop("verification", None)
+    if spec.kind.tree:
+        return DraftPolicy(
+            FixedLength(), kept=keep, tree=_TREES[spec.word](**taken), verification=verification
+        )
     most = taken.pop("siblings", spec.siblings)
     rule = _CLASSES[spec.word](**taken)
-    return DraftPolicy(rule, Siblings(most, rule.row_price), usual_siblings=spec.kind.siblings, kept=keep)
+    return DraftPolicy(
+        rule,
+        Siblings(most, rule.row_price),
+        usual_siblings=spec.kind.siblings,
+        kept=keep,
+        verification=verification,
+    )

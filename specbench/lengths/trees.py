@@ -13,6 +13,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from specbench.errors import UsageError
+from specbench.lengths.base import rule_name
+from specbench.specs.rules import RankShares
 
 if TYPE_CHECKING:
     import torch
@@ -66,20 +68,35 @@ class Tree:
 
 
 class StaticTree(Tree):
-    """One shape in every step (Chen et al. 2024, Sequoia).
+    """One shape in every step, see ``best_shape``.
 
     Args:
-        parents: By node of the shape, the node it stands behind, -1 for the context; the children of a node stand in
-            the order of their ranks.
+        nodes: How many.
+        depth: Its deepest branch, at least 1.
+        ranks: By rank, how many of a hundred nodes have that candidate kept; later ones count as no better.
 
     Raises:
-        UsageError: There are no nodes or too many, or one stands before the one it belongs behind.
+        UsageError: A value outside its range.
     """
 
-    def __init__(self, parents: Sequence[int]) -> None:
-        super().__init__(len(parents))
-        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
-            raise UsageError("A node of the tree stands before the one it belongs behind.", "Order them.")
+    def __init__(
+        self, nodes: int = 12, depth: int = 6, ranks: Sequence[int] = RankShares((70, 12, 5, 3))
+    ) -> None:
+        super().__init__(nodes)
+        if depth < 1:
+            raise UsageError(f"The depth of the static tree is {depth}.", "Give at least 1.")
+        self.depth, self.ranks = depth, RankShares(ranks)
+        shares = [min(ranks[: rank + 1]) / 100 for rank in range(len(ranks))]
+        self._lay_out(best_shape(shares, nodes, depth))
+
+    @classmethod
+    def shaped(cls, parents: Sequence[int]) -> StaticTree:
+        """Another shape: by node the one it stands behind, -1 for the context; candidates in the order of ranks."""
+        tree = cls(len(parents))
+        tree._lay_out(parents)
+        return tree
+
+    def _lay_out(self, parents: Sequence[int]) -> None:
         self.parents = tuple(parents)
         self._behind: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
@@ -88,7 +105,8 @@ class StaticTree(Tree):
 
     @property
     def name(self) -> str:
-        return f"static:nodes={self.nodes}"
+        values = {"nodes": (self.nodes, 12), "depth": (self.depth, 6), "ranks": (self.ranks, (70, 12, 5, 3))}
+        return rule_name("static-tree", **values)
 
     def begin(self, room: int) -> bool:
         self._shape = {-1: -1}
@@ -116,7 +134,7 @@ class IndependentChains(Tree):
         UsageError: Less than 1, or together more than ``MOST_NODES``.
     """
 
-    def __init__(self, chains: int, length: int) -> None:
+    def __init__(self, chains: int = 4, length: int = 4) -> None:
         if chains < 1 or length < 1:
             raise UsageError(f"{chains} drafts of {length} tokens are asked for.", "Give at least 1 of each.")
         super().__init__(chains * length)
@@ -124,7 +142,7 @@ class IndependentChains(Tree):
 
     @property
     def name(self) -> str:
-        return f"chains:k={self.chains},length={self.length}"
+        return rule_name("chains", k=(self.chains, 4), length=(self.length, 4))
 
     def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:  # noqa: ARG002
         return [self.chains if node < 0 else tree.multiplicity(node) for node in nodes]
@@ -160,7 +178,8 @@ class DynamicTree(Tree):
 
     @property
     def name(self) -> str:
-        return f"dynamic:top-k={self.top_k},nodes={self.nodes},depth={self.depth}"
+        values = {"top-k": (self.top_k, 4), "nodes": (self.nodes, 12), "depth": (self.depth, 6)}
+        return rule_name("dynamic-tree", **values)
 
     def begin(self, room: int) -> bool:
         self._scores = []

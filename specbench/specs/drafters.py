@@ -46,6 +46,7 @@ class DrafterSpec:
         probabilities: Which distributions its tokens are drawn from, in words.
         has_logits: Whether there are distributions of it that a draft-length rule can read.
         is_plain: Whether it proposes nothing, so that decoding is plain.
+        trees: Whether it drafts trees where it is asked to.
     """
 
     word: ClassVar[str]
@@ -54,6 +55,7 @@ class DrafterSpec:
     probabilities: ClassVar[str]
     has_logits: ClassVar[bool] = True
     is_plain: ClassVar[bool] = False
+    trees: ClassVar[bool] = False
 
     @property
     def model_part(self) -> DrafterSpec:
@@ -268,6 +270,7 @@ class SelfForm(DrafterSpec):
         "calibrated": "what `specbench calibrate` chose for this target, dtype and device",
     }
     probabilities = "yes"
+    trees = True
 
     int8: bool = False
     layers: int | None = None
@@ -317,6 +320,7 @@ class SmallModel(DrafterSpec):
     word = "MODEL"
     summary = "A small model with the target's tokenizer: hub id, folder, .gguf file or built-in name."
     probabilities = "yes"
+    trees = True
 
     model: ModelSpec
 

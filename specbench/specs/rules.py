@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbench.errors import UsageError
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.notation import join_spec, split_spec
+from specbench.specs.verification import verification_name
 
 __all__ = [
     "RULES",
@@ -21,6 +22,7 @@ __all__ = [
     "RuleWord",
     "default_rule",
     "parse_rule",
+    "parse_tree",
     "rule_words",
     "share_options",
 ]
@@ -34,7 +36,7 @@ class RuleOption:
         name: In Python; with dashes, on the command line.
         key: Behind the colon of a rule, and in its name; ``None`` if it cannot stand there.
         argument: Of the rule's class.
-        kind: What its value is.
+        kind: What its value is made with.
         default: What a rule's name leaves out; ``None`` if it always says it.
         meaning: What it means, with its default.
     """
@@ -42,7 +44,7 @@ class RuleOption:
     name: str
     key: str | None
     argument: str
-    kind: type
+    kind: Callable[[Any], Any]
     default: object
     meaning: str
 
@@ -57,6 +59,7 @@ class RuleWord:
         options: What it takes.
         needs_logits: Whether it reads the drafter's distributions, which n-gram and lookup have none of.
         siblings: How many siblings it has verified if nothing is said.
+        tree: Whether it decides the shape of trees, and not the length of chains.
     """
 
     word: str
@@ -64,6 +67,7 @@ class RuleWord:
     options: tuple[RuleOption, ...]
     needs_logits: bool
     siblings: int = 0
+    tree: bool = False
 
     def option(self, name: str) -> RuleOption | None:
         """The option of that name."""
@@ -80,6 +84,42 @@ _SIBLINGS = RuleOption(
 )
 
 
+_VERIFICATION = RuleOption(
+    "verification",
+    "verification",
+    "verification",
+    verification_name,
+    None,
+    "how drafts are verified above temperature 0 (what applies and keeps most)",
+)
+
+
+class RankShares(tuple[int, ...]):
+    """Percentages by rank; ``str`` writes them with dashes in between."""
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+def rank_shares(text: str) -> RankShares:
+    """Percentages with dashes in between, as in ``70-12-5-3``.
+
+    Raises:
+        ValueError: They are something else, or more than 100 together.
+    """
+    shares = RankShares(map(int, text.split("-")))
+    if not all(0 <= share <= 100 for share in shares) or sum(shares) > 100:
+        raise ValueError("no percentages")
+    return shares
+
+
+_COSTS = RuleOption("costs", None, "costs", str, None, "a file with costs to use instead of measuring them")
+
+
+def _nodes(default: int) -> RuleOption:
+    return RuleOption("nodes", "nodes", "nodes", int, default, f"most nodes ({default})")
+
+
 def _most(default: int) -> RuleOption:
     return RuleOption(
         "gamma_max", "max", "gamma_max", int, default, f"most tokens drafted in a step ({default})"
@@ -90,12 +130,7 @@ _WORDS: tuple[RuleWord, ...] = (
     RuleWord(
         "auto",
         "Goes on as long as one more draft is likely to pay for its time, measured as the run goes. Nothing to tune.",
-        (
-            _most(16),
-            RuleOption(
-                "costs", None, "costs", object, None, "a file with costs to use instead of measuring them"
-            ),
-        ),
+        (_most(16), _COSTS),
         False,
         siblings=8,
     ),
@@ -177,9 +212,65 @@ _WORDS: tuple[RuleWord, ...] = (
         ),
         False,
     ),
+    RuleWord(
+        "auto-tree",
+        "A tree that grows as long as one more node is likely to pay for its row, and a depth for its pass.",
+        (_nodes(16), _COSTS),
+        True,
+        tree=True,
+    ),
+    RuleWord(
+        "static-tree",
+        "One tree in every step: the best for what calibration measured of this drafter (Sequoia).",
+        (
+            _nodes(12),
+            RuleOption("depth", "depth", "depth", int, 6, "deepest branch (6)"),
+            RuleOption(
+                "ranks",
+                "ranks",
+                "ranks",
+                rank_shares,
+                RankShares((70, 12, 5, 3)),
+                "by rank, the percentage of nodes at which that candidate is kept (70-12-5-3)",
+            ),
+        ),
+        True,
+        tree=True,
+    ),
+    RuleWord(
+        "dynamic-tree",
+        "The drafter's likeliest tokens at every depth, and the best of all verified (EAGLE-2).",
+        (
+            RuleOption(
+                "tree_top_k", "top-k", "top_k", int, 4, "nodes read at every depth, tokens behind each (4)"
+            ),
+            _nodes(12),
+            RuleOption("depth", "depth", "depth", int, 6, "deepest branch (6)"),
+        ),
+        True,
+        tree=True,
+    ),
+    RuleWord(
+        "chains",
+        "Several chains drawn independently of each other; equal beginnings share their rows (SpecInfer).",
+        (
+            RuleOption("chains", "k", "chains", int, 4, "how many (4)"),
+            RuleOption("length", "length", "length", int, 4, "tokens of each (4)"),
+        ),
+        True,
+        tree=True,
+    ),
 )
 RULES = tuple(
-    replace(word, options=(*word.options, replace(_SIBLINGS, default=word.siblings))) for word in _WORDS
+    replace(
+        word,
+        options=(
+            *word.options,
+            *(() if word.tree else (replace(_SIBLINGS, default=word.siblings),)),
+            _VERIFICATION,
+        ),
+    )
+    for word in _WORDS
 )
 """In the order in which listings have them."""
 
@@ -243,8 +334,8 @@ class RuleSpec:
         return replace(self, options={**given, **self.options})
 
     def applies(self, drafter: DrafterSpec) -> bool:
-        """Whether it has something to read with a drafter."""
-        return drafter.has_logits or not self.kind.needs_logits
+        """Whether it has something to read with a drafter, and that drafts trees where it asks for them."""
+        return (drafter.has_logits or not self.kind.needs_logits) and (drafter.trees or not self.kind.tree)
 
     def check(self, drafter: DrafterSpec) -> None:
         """Refuse a drafter that it has nothing to read of.
@@ -252,6 +343,11 @@ class RuleSpec:
         Raises:
             UsageError: It reads distributions and the drafter has none.
         """
+        if self.kind.tree and not drafter.trees:
+            raise UsageError(
+                f"The drafter {drafter.word} drafts chains only, and {self.word} asks for trees.",
+                "Choose a model or self:..., or another draft-length rule.",
+            )
         if not self.applies(drafter):
             others = ", ".join(rule.word for rule in RULES if not rule.needs_logits)
             raise UsageError(
@@ -293,6 +389,26 @@ def parse_rule(text: str) -> RuleSpec:
     return RuleSpec(kind, options)
 
 
+def parse_tree(text: str) -> RuleSpec | int:
+    """What ``--tree`` means: a rule that decides the shape of trees, or how many siblings stand beside chains.
+
+    Raises:
+        UsageError: There is no such tree, or no such option of it.
+    """
+    word, given = split_spec(text)
+    trees = {kind.word.removesuffix("-tree"): kind.word for kind in RULES if kind.tree}
+    if word in trees:
+        return parse_rule(text.replace(word, trees[word], 1))
+    if word == "chain" and not given:
+        return 0
+    if word == "siblings" and given.keys() <= {"nodes"}:
+        return int(_value(given.get("nodes", "8"), replace(_SIBLINGS, key="nodes"), RULES[0]))
+    raise UsageError(
+        f"There is no tree {text!r}.",
+        f"Choose chain, siblings:nodes=N, {', '.join(trees)}; docs/trees.md has their options.",
+    )
+
+
 def share_options(rules: Sequence[RuleSpec], options: Mapping[str, Any]) -> list[RuleSpec]:
     """Rules with the options that several may have: each goes to those that take it.
 
@@ -321,10 +437,17 @@ def _value(text: str | bool, option: RuleOption, rule: RuleWord) -> Any:
     try:
         return option.kind(text)
     except ValueError:
-        what = "whole number" if option.kind is int else "number"
+        what = _KINDS.get(option.kind, "number")
         raise UsageError(
             f"The option {option.key!r} of {rule.word} is {text!r}, which is no {what}.", _hint(rule)
         ) from None
+
+
+_KINDS: Mapping[Callable[[Any], Any], str] = {
+    int: "whole number",
+    verification_name: "way to verify",
+    rank_shares: "list of percentages such as 70-12-5-3",
+}
 
 
 def _hint(rule: RuleWord) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast
 
-__all__ = ["VERIFICATIONS", "VerificationName"]
+__all__ = ["VERIFICATIONS", "VerificationName", "verification_name"]
 
 VerificationName = Literal[
     "rejection", "block", "traversal", "naive", "residual", "greedy-draft", "recursive", "specinfer"
@@ -22,3 +22,14 @@ VERIFICATIONS: Mapping[VerificationName, str] = {
     "specinfer": "independent drafts in random order; several drafters",
 }
 """What each does, in a few words."""
+
+
+def verification_name(text: str) -> VerificationName:
+    """The name as such.
+
+    Raises:
+        ValueError: There is none like it.
+    """
+    if text not in VERIFICATIONS:
+        raise ValueError(f"no way to verify: {text}")
+    return cast("VerificationName", text)
