@@ -15,9 +15,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from specbench.decoding.records import Step, StepTimes
 from specbench.errors import RunError, UsageError
 from specbench.files import write_text
-from specbench.results.rows import LINE, MEASURED, STEP_FIELDS, STEP_OTHERS, key_of
+from specbench.results.rows import LINE, MEASURED, STEP_FIELDS, STEP_OTHERS, key_of, step_lists
 from specbench.results.store import RunStore, find_runs, load_results, read_run, write_csv
 
 RUN: dict[str, Any] = {
@@ -399,9 +400,40 @@ def test_lists_of_later_versions_may_be_missing(tmp_path: Path) -> None:
         store.append(row(repeat=1, steps=steps))
         store.append(row(repeat=2, steps={**steps, "siblings": [3, 0]}))
     frame = load_results(tmp_path)
+    assert [each.tolist() for each in frame["steps_nodes"]] == [[2, 2, 0]] * 2
+    assert frame["steps_widths"].tolist() == frame["steps_ranks"].tolist() == [[], []]
     assert [each.tolist() for each in frame["steps_siblings"]] == [[0, 0, 0], [3, 0, 0]]
     assert [each.tolist() for each in frame["steps_passes"]] == [[2, 2, 0], [1, 2, 0]]
     assert len(frame) == 2, "a list that is too short makes the line none"
+
+
+def test_trees_say_what_stood_beside_what_was_kept(tmp_path: Path) -> None:
+    """The second of two roots and the first node behind it are kept; then none of two; then nothing is drafted."""
+    common = {"times": StepTimes(), "closing": "corrected", "passes": 2}
+    tree = {"drafted": (5, 6, 7, 8), "parents": (-1, -1, 1, 1), **common}
+    steps = (
+        Step(
+            0, 3, accepted=2, tested=2, tokens=(6, 7, 1), expected_acceptance=(1.0, 0.5), path=(1, 2), **tree
+        ),
+        Step(1, 6, accepted=0, tested=1, tokens=(1,), expected_acceptance=(0.25,), **tree),
+        Step(2, 7, (), 0, 0, (1,), "target", (), StepTimes()),
+    )
+    lists = step_lists(steps)
+    assert {name: lists[name] for name in ("drafted", "nodes", "widths", "ranks")} == {
+        "drafted": [2, 2, 0],
+        "nodes": [4, 4, 0],
+        "widths": [[2, 2], [2], []],
+        "ranks": [[1, 0], [], []],
+    }
+    assert "ranks" not in step_lists(steps[2:]), "chains have none, and take no room for them"
+    with RunStore.create(tmp_path, RUN) as store:
+        store.append(row(steps=lists))
+        store.append(row(repeat=1, steps={**lists, "ranks": [[1, 0], []]}))
+        store.append(row(repeat=2, steps={name: each for name, each in lists.items() if name != "widths"}))
+        store.append(row(repeat=3, steps={**lists, "widths": [["2", 2], [2], []]}))
+    frame = load_results(tmp_path)
+    assert frame["steps_ranks"].tolist() == [[[1, 0], [], []]]
+    assert frame["steps_widths"].tolist() == [[[2, 2], [2], []]]
 
 
 def test_speed_counts_the_tokens_behind_the_first_emission(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, Time
 from specbench.errors import RunError, UsageError
 from specbench.results.load import LoadSnapshot
 from specbench.results.store import RunStore, load_results, read_run
+from specbench.specs.rules import parse_rule
 
 # -- γ, options, grid ------------------------------------------------------------------------------
 
@@ -104,6 +105,8 @@ def test_widths_of_passes_that_are_timed() -> None:
     assert cost_widths([1, 2, 3]) == [1, 2, 3, 4]
     assert cost_widths([]) == [*range(1, 18)]
     assert cost_widths([4, 64]) == [*range(1, 18), 65]
+    assert cost_widths([4], [12, 32]) == [*range(1, 18), 33]
+    assert [parse_rule(rule).nodes for rule in ("fixed", "auto-tree", "chains:k=3,length=2")] == [0, 16, 6]
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -237,7 +240,7 @@ def test_a_line_holds_the_steps_as_lists(tmp_path: Path) -> None:
     row = next(row for row in _rows(tmp_path) if row["config"] == "d@2")
     assert row["steps"] == {
         "drafted": [2, 1], "tested": [2, 1], "accepted": [2, 1], "emitted": [3, 2],
-        "siblings": [0, 0], "passes": [2, 1],
+        "nodes": [2, 1], "siblings": [0, 0], "passes": [2, 1],
         "draft_s": [0.002, 0.001], "draft_prefill_s": [0, 0], "verify_s": [0.01, 0.01], "accept_s": [0, 0],
         "rollback_s": [0, 0], "other_s": [0, 0], "expected_acceptance": [[1, 1], [1]],
         "closing": ["bonus", "bonus"], "policy": {"noted": [0.5, 0.5]},

@@ -44,7 +44,8 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
     for name, column in zip(("drafted", "tested", "accepted", "emitted"), columns, strict=False):
         values[f"steps_{name}"] = np.array(column, dtype=np.int32)
     values["steps_siblings"] = np.zeros(len(columns[0]), dtype=np.int32)
-    values["steps_passes"] = values["steps_drafted"]
+    values["steps_passes"] = values["steps_nodes"] = values["steps_drafted"]
+    values["steps_widths"] = values["steps_ranks"] = []
     values["steps_expected_acceptance"] = [list(each) for each in columns[4]]
     times = list(zip(*columns[5], strict=True)) or [()] * 6
     for name, column in zip(STEP, times, strict=True):
@@ -206,6 +207,19 @@ class TestSummary:
         expected = 1 + 1.0 + 0.5 + 0.5  # by position 1 and 1/2, and a sibling every other step
         assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
 
+    def test_all_nodes_of_a_tree_count_in_predictions(self) -> None:
+        """Two levels and five nodes: a whole branch kept, a leaf above the deepest level kept, and a rejection."""
+        times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
+        counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 1, 1, 2, [1.0]), (2, 1, 0, 1, [0.0])]
+        mine = row("x", "a-1", drafter="d", steps=[(*count, times) for count in counts])
+        mine["steps_nodes"], mine["steps_passes"] = np.array([5, 5, 5]), np.array([2, 2, 2])
+        costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
+        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        assert (figures["mean_gamma"], figures["mean_nodes"], figures["tokens_per_step"]) == (2, 5, 2)
+        assert figures["predicted_speedup"] == pytest.approx(2 / (2 * 0.2 + 1.5)), (
+            "the tokens per step there were"
+        )
+
     def test_without_costs_nothing_is_predicted(self, tmp_path: Path) -> None:
         df = load_results(
             write_run(tmp_path, drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",), costs=False)
@@ -296,6 +310,13 @@ class TestOtherFrames:
         assert (first["rate"], first["alpha"]) == pytest.approx((2 / 3, 0.6))
         assert (second["drafted"], second["tested"], second["accepted"]) == (2, 1, 0)
         assert (second["rate"], second["rate_of_drafted"], second["alpha"]) == pytest.approx((0.0, 0.0, 0.4))
+
+    def test_acceptance_by_rank_and_depth(self) -> None:
+        mine = row("x", "a-1", steps_widths=[[2, 1], [2], [3]], steps_ranks=[[1, 0], [], [0]])
+        frame = frames.rank_frame(frame_of(row("plain", "a-1"), mine))
+        found = {(each["depth"], each["rank"]): each["rate"] for each in frames.records(frame)}
+        assert found == pytest.approx({(1, 0): 1 / 3, (1, 1): 1 / 3, (1, 2): 0.0, (2, 0): 1.0})
+        assert frame["tested"].tolist() == [3, 3, 1, 1]
 
     def test_accepted_lengths(self) -> None:
         steps = [

@@ -71,13 +71,17 @@ class PassTimes:
         )
 
 
-def cost_widths(gammas: Sequence[int]) -> list[int]:
-    """Widths of target passes to time: one token, γ + 1 for every γ, and all in between as far as that is cheap.
+def cost_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
+    """Widths of target passes to time: one token, n + 1 for every n drafted, all in between as far as that is cheap.
 
     Without any γ, where rules decide alone, they are those of drafts of up to 16 tokens.
+
+    Args:
+        gammas: Lengths of chains.
+        nodes: The most nodes of trees.
     """
-    longest = max(gammas, default=16) + 1
-    return sorted({*range(1, min(longest, 17) + 1), *(gamma + 1 for gamma in gammas)})
+    longest = max((*(gammas or (16,)), *nodes)) + 1
+    return sorted({*range(1, min(longest, 17) + 1), *(n + 1 for n in (*gammas, *nodes))})
 
 
 def time_passes(

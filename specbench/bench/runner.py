@@ -283,7 +283,9 @@ class _Runner:
         """Time single passes, unless that fails: the sweep can do without."""
         try:
             prompt = self._engine.encode(self._sweep.prompts[0], [])
-            costs = self._engine.measure_costs(prompt, cost_widths(self._sweep.options.gammas))
+            options = self._sweep.options
+            trees = [rule.nodes for rule in options.rules if rule.nodes]
+            costs = self._engine.measure_costs(prompt, cost_widths(options.gammas, trees))
         except Exception as error:
             self.costs_work = False
             return CostsDone(None, _message(error))

@@ -131,7 +131,8 @@ class Step:
         position: Length of the context, in tokens, when the step began.
         drafted: The proposed tokens, after all cuts of the draft length; of a tree all nodes.
         accepted: How many of them were kept (a stop inside the accepted run cuts this too).
-        tested: How many of them got a verdict that counts.
+        tested: How many of them got a verdict that counts; of a tree, at how many nodes one was kept or could have
+            been.
         tokens: What the step emitted: the accepted tokens, unless a stop cut them off the closing one, and behind that
             the target's next one if the closing token was among the siblings.
         closing: Where the token behind the accepted ones came from; ``None`` when a stop among those ended the output.
@@ -172,6 +173,20 @@ class Step:
     def gamma(self) -> int:
         """Number of tokens drafted in this step, one behind the other: of a tree its depth."""
         return depth_of(len(self.drafted), self.parents)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of a tree, by tested position: how many nodes stood there, behind the one kept before; none of a chain."""
+        if self.parents is None:
+            return ()
+        return tuple(self.parents.count(node) for node in (-1, *self.path)[: self.tested])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of a tree, by accepted node: how many of those it stood beside come before it; none of a chain."""
+        if self.parents is None:
+            return ()
+        return tuple(self.parents[:node].count(self.parents[node]) for node in self.path[: self.accepted])
 
     @property
     def verified(self) -> int:

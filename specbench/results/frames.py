@@ -36,6 +36,7 @@ __all__ = [
     "estimate_of",
     "paired_runs",
     "position_frame",
+    "rank_frame",
     "records",
     "run_of",
     "step_arrays",
@@ -50,8 +51,8 @@ _WITH_INTERVAL = (
 _FIGURES = [
     "prompts", "generations", "failures", "speedup_basis", "verdict",
     *(f"{name}{end}" for name in _WITH_INTERVAL for end in ("", "_low", "_high")),
-    "mean_gamma", "c", "ttft_s", "ms_per_token", *(f"share_{part}" for part in PARTS), "share_draft_prefill",
-    "peak_memory_bytes", "identical_share", "difference",
+    "mean_gamma", "mean_nodes", "c", "ttft_s", "ms_per_token", *(f"share_{part}" for part in PARTS),
+    "share_draft_prefill", "peak_memory_bytes", "identical_share", "difference",
 ]  # fmt: skip
 _KEY = ["prompt", "turn", "repeat"]
 _CONFIG_FIELDS = ("label", "kind", "drafter", "gamma", "policy", "temperature", "baseline")
@@ -157,7 +158,7 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
         - ``speedup_basis``: what its interval is over (``prompts``; ``repeats``, with one prompt; ``None``);
           ``verdict``: what that interval allows to say;
         - ``tokens_per_step, acceptance_rate`` (accepted / drafted), ``acceptance_tested`` (accepted / tested),
-          ``alpha, mean_gamma``: over all steps;
+          ``alpha, mean_gamma, mean_nodes``: over all steps;
         - ``predicted_speedup``: from acceptance by position and the measured costs of passes, and
           ``predicted_speedup_iid``: from α instead, geometric means over prompts; ``c``: cost of a drafter pass;
         - ``ms_per_token``: time of the steps per emitted token, and ``share_draft, share_verify, share_accept,
@@ -275,6 +276,43 @@ def position_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame
     return frame
 
 
+def rank_frame(df: pd.DataFrame) -> pd.DataFrame:
+    """Acceptance in trees by rank and depth.
+
+    Returns:
+        One row per configuration, depth and rank with ``config, label, depth`` (from 1), ``rank`` (from 0: how many
+        candidates of the same node come before it), the numbers of nodes there at whose place something was ``tested``
+        and that were ``accepted``, and ``rate`` (accepted / tested). None for configurations without trees.
+    """
+    run_of(df)
+    counts: dict[str, dict[tuple[int, int], list[int]]] = {}
+    done = df[df["status"] == "ok"]
+    for config, widths, ranks in zip(done["config"], done["steps_widths"], done["steps_ranks"], strict=True):
+        mine = counts.setdefault(str(config), {})
+        for stood, kept in zip(widths, ranks, strict=True):
+            for depth, width in enumerate(stood, start=1):
+                for rank in range(width):
+                    mine.setdefault((depth, rank), [0, 0])[0] += 1
+            for depth, rank in enumerate(kept, start=1):
+                mine.setdefault((depth, rank), [0, 0])[1] += 1
+    out = [
+        {
+            "config": config,
+            "label": fields["label"],
+            "depth": depth,
+            "rank": rank,
+            "tested": tested,
+            "accepted": accepted,
+            "rate": _ratio(accepted, tested),
+        }
+        for config, fields in _configs(df).items()
+        for (depth, rank), (tested, accepted) in sorted(counts.get(config, {}).items())
+    ]
+    frame = pd.DataFrame(out, columns=["config", "label", "depth", "rank", "tested", "accepted", "rate"])
+    frame.attrs = {"kind": "rank"}
+    return frame
+
+
 def accepted_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
     """How many drafts steps accepted; for the arguments see ``summary_frame``.
 
@@ -368,8 +406,13 @@ class Steps:
         return np.asarray(sum(self[f"{part}_s"] for part in PARTS))
 
     def rates(self, longest: int) -> Floats:
-        """Accepted over tested at positions 1 to ``longest``; NaN where none was tested."""
-        return _shares(_at_least(self["accepted"], longest), _at_least(self["tested"], longest))
+        """Accepted over tested at positions 1 to ``longest``; NaN where none was tested.
+
+        The end of a branch that is not a tree's longest counts like a rejection behind it: a step keeps no more.
+        """
+        ended = np.minimum(self["accepted"] + 1, self["drafted"])
+        tested = np.where(self["nodes"] > self["drafted"], ended, self["tested"])
+        return _shares(_at_least(self["accepted"], longest), _at_least(tested, longest))
 
     def alpha_by_position(self, longest: int) -> Floats:
         """Mean expected acceptance at positions 1 to ``longest``; NaN where none was tested."""
@@ -533,13 +576,15 @@ def _cause(differences: Sequence[Mapping[str, Any]] | None, config: str) -> str:
 def _step_figures(steps: Steps) -> dict[str, float]:
     if not steps["drafted"].any():
         each = {"tokens_per_step": _ratio(steps["emitted"].sum(), len(steps))}
-        return {**each, "acceptance_rate": _NAN, "acceptance_tested": _NAN, "alpha": _NAN, "mean_gamma": _NAN}
+        drafting = ("acceptance_rate", "acceptance_tested", "alpha", "mean_gamma", "mean_nodes")
+        return {**each, **dict.fromkeys(drafting, _NAN)}
     return {
         **_named("tokens_per_step", stats.pooled_rate(steps["emitted"], np.ones(len(steps)), steps.prompt)),
         **_named("acceptance_rate", stats.pooled_rate(steps["accepted"], steps["drafted"], steps.prompt)),
         **_named("acceptance_tested", stats.pooled_rate(steps["accepted"], steps["tested"], steps.prompt)),
         **_named("alpha", stats.pooled_rate(steps.alpha_sum, steps["tested"], steps.prompt)),
         "mean_gamma": float(steps["drafted"].mean()),
+        "mean_nodes": float(steps["nodes"].mean()),
     }
 
 
@@ -565,7 +610,7 @@ def _predictions(
         c = (steps["draft_s"] - steps["draft_prefill_s"]).sum() / steps["passes"].sum() / timed.target_s[1]
     else:
         return {}
-    widest = int((steps["drafted"] + steps["siblings"]).max()) + 1
+    widest = int((steps["nodes"] + steps["siblings"]).max()) + 1
     v = np.array([timed.v(n) for n in range(widest + 1)])
     by_position, iid, prompts = [], [], []
     for prompt, mine in steps.split(steps.prompt).items():
@@ -575,7 +620,7 @@ def _predictions(
         by_length_iid = [1.0, *(expected_tokens(alpha, gamma) for gamma in range(1, longest + 1))]
         # Of siblings no acceptance tells.
         gained = np.maximum(mine["emitted"] - mine["accepted"] - 1, 0).sum()
-        cost = (mine["passes"].sum(), c, v[mine["drafted"] + mine["siblings"] + 1].sum())
+        cost = (mine["passes"].sum(), c, v[mine["nodes"] + mine["siblings"] + 1].sum())
         by_position.append(predicted_speedup(np.array(by_length)[mine["drafted"]].sum() + gained, *cost))
         iid.append(predicted_speedup(np.array(by_length_iid)[mine["drafted"]].sum() + gained, *cost))
         prompts.append(prompt)

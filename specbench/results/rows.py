@@ -79,6 +79,7 @@ STEP_FIELDS = (
         StepField(name, float, attrgetter(f"times.{name}"))
         for name in ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
     ),
+    StepField("nodes", int, lambda step: len(step.drafted), lambda drafted: drafted),
     StepField("siblings", int, lambda step: len(step.siblings), lambda drafted: [0] * len(drafted)),
     StepField(
         "passes",
@@ -88,8 +89,11 @@ STEP_FIELDS = (
     ),
 )
 
-STEP_OTHERS = ("expected_acceptance", "closing", "policy")
-"""Beside the numbers: a list over the tested positions, a word or ``None``; and for each note of the rule a list."""
+STEP_OTHERS = ("expected_acceptance", "closing", "policy", "widths", "ranks")
+"""Beside the numbers: a list over the tested positions, a word or ``None``; for each note of the rule a list; and where
+there are trees, a list over the tested positions and one over the accepted nodes, see ``Step``."""
+
+_OF_TREES = ("widths", "ranks")
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
@@ -103,6 +107,7 @@ def key_of(row: Mapping[str, Any]) -> Key:
 def step_lists(steps: Sequence[Step]) -> dict[str, Any]:
     """The field ``steps`` of a line."""
     notes = dict.fromkeys(name for step in steps for name in step.policy)
+    trees = any(step.parents is not None for step in steps)
     return {
         **{
             field.name: [field.of(step) if field.kind is int else rounded(field.of(step)) for step in steps]
@@ -111,6 +116,7 @@ def step_lists(steps: Sequence[Step]) -> dict[str, Any]:
         "expected_acceptance": [[rounded(value) for value in step.expected_acceptance] for step in steps],
         "closing": [step.closing for step in steps],
         "policy": {name: [rounded(step.policy.get(name)) for step in steps] for name in notes},
+        **({name: [list(getattr(step, name)) for step in steps] for name in _OF_TREES} if trees else {}),
     }
 
 
@@ -159,7 +165,7 @@ def step_columns(steps: Mapping[str, Any]) -> dict[str, Any]:
     """The field ``steps`` of a line as cells of a table: ``STEP_FIELDS`` and the notes as arrays of shape [steps].
 
     Raises:
-        ValueError, TypeError, AttributeError, OverflowError: They hold something else than numbers.
+        ValueError, TypeError, AttributeError, KeyError, OverflowError: They hold something else than numbers.
     """
     drafted = steps.get("drafted", ())
     cells: dict[str, Any] = {
@@ -174,6 +180,12 @@ def step_columns(steps: Mapping[str, Any]) -> dict[str, Any]:
     cells["policy"] = {name: _with_gaps(values) for name, values in steps.get("policy", {}).items()}
     if any(len(values) != len(drafted) for values in (cells["closing"], *cells["policy"].values()) if steps):
         raise ValueError("lists of other lengths")
+    trees = any(name in steps for name in _OF_TREES)
+    for name in _OF_TREES:
+        cells[name] = steps[name] if trees else []
+        numbers([value for each in cells[name] for value in each], int)
+        if trees and len(cells[name]) != len(drafted):
+            raise ValueError("lists of other lengths")
     return cells
 
 

@@ -567,7 +567,7 @@ class _Columns:
             else:
                 try:
                     cells = _cells(row, configs[row["config"]], run["target"].get("name"))
-                except (ValueError, TypeError, AttributeError, OverflowError):
+                except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
                     damaged += 1
                     continue
                 for name, values in self.values.items():

@@ -303,6 +303,14 @@ class RuleSpec:
         """The most alternatives verified beside a draft."""
         return int(self.options.get("siblings", self.kind.siblings))
 
+    @property
+    def nodes(self) -> int:
+        """The most nodes of its trees; 0 where it drafts chains."""
+        if not self.kind.tree:
+            return 0
+        said = {each.name: self.options.get(each.name, each.default) for each in self.kind.options}
+        return int(said["nodes"] if "nodes" in said else said["chains"] * said["length"])
+
     def takes(self, name: str) -> bool:
         """Whether it has an option of that name."""
         return self.kind.option(name) is not None
