@@ -156,7 +156,7 @@ def with_judge(patch: pytest.MonkeyPatch, broken: Callable[..., Any], **options:
     def verification(*arguments: Any, **given: Any) -> Any:
         sound = right(*arguments, **{**given, **options})
         judge = lambda draft, logits, *rest: broken(sound.judge(draft, logits, *rest), draft, logits)  # noqa: E731
-        return SimpleNamespace(takes_trees=sound.takes_trees, judge=judge)
+        return SimpleNamespace(takes_trees=sound.takes_trees, drawing=sound.drawing, judge=judge)
 
     patch.setattr(specbench.decoding.loop, "verification_of", verification)
 

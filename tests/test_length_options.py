@@ -35,6 +35,7 @@ from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
 from specbench.results.store import load_results, read_run
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.rules import RULES, RuleWord, parse_rule, rule_words
+from specbench.specs.verification import VERIFICATIONS
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 READING = ("egag", "entropy-bound", "svip")
@@ -62,13 +63,20 @@ def test_options_stand_behind_a_colon(spec: str, options: dict[str, Any]) -> Non
     assert build_policy(spec).name == build_policy(found.word, **options).name
 
 
+_VALUES = {"verification": "=naive", "ranks": "=60-20-8"}
+"""Of options that are neither numbers nor flags."""
+
+
 def test_every_option_of_every_rule_can_be_written_and_read() -> None:
     for policy in RULES:
         for option in policy.options:
             if option.key is not None:
-                value = {int: "=2" if option.key == "min" else "=7", float: "=0.15", bool: ""}[option.kind]
+                value = {int: "=2" if option.key == "min" else "=7", float: "=0.15", bool: ""}.get(
+                    option.kind
+                )
+                value = value if value is not None else _VALUES[option.key]
                 spec = f"{policy.word}:{option.key}{value}"
-                assert build_policy(spec).name.replace("fixed:gamma=5,sib", "fixed:sib") == spec
+                assert build_policy(spec).name.replace("fixed:gamma=5,", "fixed:") == spec
                 assert str(parse_rule(spec)) == spec
 
 
@@ -92,9 +100,13 @@ def names(specs: list[str], **options: Any) -> tuple[str, ...]:
     [
         (
             "egag:gamma=3",
-            "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=N, scale=N, siblings=N.",
+            "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=N, scale=N, siblings=N,"
+            " verification=NAME.",
         ),
-        ("auto:costs=x", "auto has no option 'costs'. Options of auto: max=N, siblings=N."),
+        (
+            "auto:costs=x",
+            "auto has no option 'costs'. Options of auto: max=N, siblings=N, verification=NAME.",
+        ),
         ("egag:scale", "The option 'scale' of egag needs a value."),
         ("egag:scale=much", "The option 'scale' of egag is 'much', which is no number."),
         ("egag:max=2.5", "The option 'max' of egag is '2.5', which is no whole number."),
@@ -139,7 +151,7 @@ def test_rules_of_a_sweep_that_cannot_be(specs: list[str], options: dict[str, An
     assert message in f"{caught.value} {caught.value.hint}"
 
 
-@pytest.mark.parametrize("policy", RULES, ids=lambda policy: policy.word)
+@pytest.mark.parametrize("policy", [rule for rule in RULES if not rule.tree], ids=lambda policy: policy.word)
 def test_no_rule_drafts_more_than_a_cache_takes_back(policy: RuleWord) -> None:
     name = "gamma_max" if policy.option("gamma_max") else "gamma"
     build_policy(policy.word, **{name: LONGEST_DRAFT})
@@ -152,10 +164,14 @@ def test_no_rule_drafts_more_than_a_cache_takes_back(policy: RuleWord) -> None:
 def test_the_documentation_lists_every_option_with_its_default() -> None:
     text = (Path(__file__).parents[1] / "docs" / "lengths.md").read_text(encoding="utf-8")
     for policy in RULES:
+        if policy.tree:
+            continue
         assert f"\n| `{policy.word}` |" in text
         (row,) = re.findall(rf"^- `{policy.word}`: ([^\n]*(?:\n  [^\n]*)*)", text, re.MULTILINE)
         listed = " ".join(row.split()).split("; ")
-        own = [option for option in policy.options if option.name != "siblings"]  # every rule has that
+        own = [
+            o for o in policy.options if o.name not in ("siblings", "verification")
+        ]  # every rule has those
         assert len(listed) == len(own)
         for option in own:
             flag = "--" + option.name.replace("_", "-")
@@ -563,3 +579,17 @@ def test_a_dry_run_names_the_rules(call: Call) -> None:
     code, out, err = call("sweep", "--dry-run", "--drafter", "self:int8", "--egag", "--length-policy", "auto")
     assert code == 0, err
     assert "3 configurations: plain, self:int8 auto, self:int8 egag\n" in out
+
+
+def test_the_documentation_lists_every_option_of_trees() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "trees.md").read_text(encoding="utf-8")
+    for policy in RULES:
+        if policy.tree:
+            (row,) = re.findall(rf"^\| `{policy.word.removesuffix('-tree')}` \|(.*)$", text, re.MULTILINE)
+            for option in policy.options:
+                if option.key and option.key != "verification":
+                    default = re.search(r"\(([\d-]+)\)", option.meaning)
+                    assert default is not None
+                    assert f"`{option.key}` ({default[1]})" in row
+    for name in VERIFICATIONS:
+        assert f"\n| `{name}` |" in text

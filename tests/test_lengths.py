@@ -368,7 +368,7 @@ def test_no_draft_is_longer_than_the_room(rule: str) -> None:
             assert step.gamma <= max(0, limit - step.position + 1)
 
 
-@pytest.mark.parametrize("word", rule_words())
+@pytest.mark.parametrize("word", [rule.word for rule in rules.RULES if not rule.tree])
 def test_no_draft_is_longer_than_the_maximum(word: str) -> None:
     option = "gamma" if word == "fixed" else "gamma_max"
     more = {"gamma": 2} if word == "heuristic" else {}
@@ -1096,11 +1096,14 @@ def test_what_is_kept_on_request_makes_a_difference(rule: str) -> None:
 
 
 def test_every_rule_has_a_word_and_says_what_it_takes() -> None:
-    assert rule_words() == ("auto", "fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic")
+    chains = ("auto", "fixed", "egag", "confidence", "entropy-bound", "svip", "heuristic")
+    trees = ("auto-tree", "static-tree", "dynamic-tree", "chains")
+    assert rule_words() == (*chains, *trees)
     for policy in rules.RULES:
         built = build_policy(policy.word)
         assert built.name.startswith(policy.word)
-        assert built.rule.begin(1) in (0, 1)
+        assert built.learner.begin(1) in (0, 1)
+        assert (built.tree is not None) == policy.tree == (policy.word in trees)
 
 
 def values() -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -459,5 +459,6 @@ _KINDS: Mapping[Callable[[Any], Any], str] = {
 
 
 def _hint(rule: RuleWord) -> str:
-    keys = [f"{o.key}" if o.kind is bool else f"{o.key}=N" for o in rule.options if o.key]
+    values = {bool: "", verification_name: "=NAME", rank_shares: "=N-N-..."}
+    keys = [f"{o.key}{values.get(o.kind, '=N')}" for o in rule.options if o.key]
     return f"Options of {rule.word}: {', '.join(keys)}."
