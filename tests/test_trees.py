@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
+from tiny import tiny_llama
 
+from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.kernels.surgery import first_layers
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding import verdicts, verify
+from specbench.decoding.drafts import Candidate, Draft, Drawn, GrowingTree
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import TreePolicy
-from specbench.decoding.records import Step
+from specbench.decoding.protocols import Pass, TreePolicy
+from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPolicy
-from specbench.decoding.sampling import Multinomial, Nucleus, Sampling, TopK
+from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK
 from specbench.decoding.tree import Siblings
 from specbench.decoding.verdicts import METHODS
+from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
-from specbench.lengths import FixedLength
+from specbench.drafters.plain import NoDraft
+from specbench.errors import UsageError
+from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.costs import parse_costs
-from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
+from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree, best_shape
 from specbench.specs.verification import VerificationName
 
 VOCAB, NEW = 3, 3
 PROMPT = [1, 2, 0]
-TARGET, DRAFT = random_table(3, VOCAB), random_table(4, VOCAB)
+TARGET, DRAFT = random_table(3, VOCAB), random_table(9, VOCAB)
 COSTS = {"drafter_pass_s": 0.1, "target_pass_s": {"1": 1.0, "9": 1.1}}
 
 TREES: dict[str, Callable[[], TreePolicy]] = {
@@ -127,3 +139,224 @@ def test_the_output_distribution_is_the_targets(method: VerificationName, tree: 
         found = loop_distribution(TREES[tree] if tree else None, method, sampling)
         assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
         assert largest_gap(found, target_distribution(sampling)) < 1e-6
+
+
+# --- Planted biases -------------------------------------------------------------------------------
+
+
+def bias(tree: Callable[[], TreePolicy] | None, method: VerificationName) -> float:
+    return largest_gap(loop_distribution(tree, method, Multinomial()), target_distribution(Multinomial()))
+
+
+class Dropping(StaticTree):
+    """Drops drawn nodes of a shape for their own low q."""
+
+    def kept(self, tree: GrowingTree) -> Sequence[int]:
+        return [
+            node
+            for node in range(len(tree))
+            if tree.chances[node] > 0.3 and (tree.parents[node] < 0 or tree.chances[tree.parents[node]] > 0.3)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "method"), [((-1, -1), "recursive"), ((-1, 0), "traversal"), ((-1, -1), "traversal")]
+)
+def test_dropping_a_draft_for_its_own_probability_is_a_bias(
+    shape: tuple[int, ...], method: VerificationName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pruned(tree: GrowingTree, kept: Sequence[int]) -> GrowingTree:
+        smaller = keep_certain(tree, kept)
+        place = {-1: -1} | {node: i for i, node in enumerate(kept)}
+        smaller.candidates = {
+            place[parent]: [Candidate(place[node], q) for node, q in behind if node in place]
+            for parent, behind in tree.candidates.items()
+            if parent in place
+        }
+        return smaller
+
+    keep_certain = GrowingTree.pruned
+    monkeypatch.setattr(GrowingTree, "pruned", pruned)
+    dropping: Any = Dropping.shaped(shape)
+    assert bias(lambda: dropping, method) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["recursive", "traversal"])
+def test_a_q_that_keeps_what_was_drawn_is_a_bias(
+    method: VerificationName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdicts, "_without", lambda q, token: q)
+    assert bias(TREES["two beside"], method) > 1e-3
+
+
+def test_an_early_end_of_block_verification_is_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_the_root(draft: Draft, p: verdicts.Rows, random: Randomness) -> verdicts.Walked:
+        """The chances of block verification, tossed from the front until one fails."""
+        path: list[int] = []
+        chance, last = 1.0, p(-1)
+        while candidates := draft.behind(path[-1] if path else -1):
+            node, q = candidates[0]
+            assert q is not None
+            chance = min(1.0, chance * float(last[draft.tokens[node]] / q[draft.tokens[node]]))
+            rest = (chance * p(node) - draft.behind(node)[0].q).clamp_min(0) if draft.behind(node) else None
+            kept = chance if rest is None else float(rest.sum()) / (float(rest.sum()) + 1 - chance)
+            if not random.test(torch.tensor([kept]))[0]:
+                closing = verdicts.remainder(last, q)
+                return verdicts.Walked(path, random.draw(closing), closing)
+            path.append(node)
+            last = p(node)
+        return verdicts.Walked(path, random.draw(last), last)
+
+    broken = {**METHODS, "block": replace(METHODS["block"], walk=from_the_root)}
+    monkeypatch.setattr(verify, "METHODS", broken)
+    assert bias(None, "block") > 1e-3
+
+
+def test_a_lost_multiplicity_of_equal_drafts_is_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tested once, a token that came twice; its q says that there were two tries."""
+
+    def once(tree: GrowingTree, parent: int, drawn: Sequence[Drawn], q: torch.Tensor) -> list[int]:
+        seen: dict[int, Drawn] = {}
+        for each in drawn:
+            seen.setdefault(each.token, each)
+        return add(tree, parent, list(seen.values()), q)
+
+    add = GrowingTree.add
+    monkeypatch.setattr(GrowingTree, "add", once)
+    assert bias(lambda: StaticTree.shaped((-1, -1)), "specinfer") > 1e-3
+
+
+def test_one_draw_shared_by_several_parents_is_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both nodes of the first depth get the same token behind them, each of the right distribution."""
+    level = torch.tensor([0.5, -0.5, 0.2])
+    monkeypatch.setitem(
+        DRAFTERS,
+        "model",
+        lambda target: ModelDrafter(ScriptedScorer(lambda _: level.clone(), VOCAB), "level"),
+    )
+    shape = lambda: StaticTree.shaped((-1, -1, 0, 1))  # noqa: E731
+    assert bias(shape, "traversal") < 1e-6
+    latest: list[list[Drawn]] = []
+
+    def shared(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+        if count == 1 and latest and len(latest[-1]) == 1:
+            return [Drawn(latest.pop()[0].token, q)]
+        latest.append(verdicts.without_replacement(q, count, random))
+        return latest[-1]
+
+    broken = {**METHODS, "traversal": replace(METHODS["traversal"], drawing=shared)}
+    monkeypatch.setattr(verify, "METHODS", broken)
+    assert bias(shape, "traversal") > 1e-3
+
+
+# --- Greedy decoding, with caches of their own ----------------------------------------------------
+
+
+def greedy(
+    policy: DraftPolicy, target: Scorer, drafter: Any, sampling: Sampling
+) -> tuple[list[int], list[Step]]:
+    tokens: list[int] = []
+    steps: list[Step] = []
+    for record in decode_steps(
+        [3, 9, 4, 1], target, drafter, policy=policy, sampling=sampling, random=Randomness(0), max_new_tokens=40
+    ):  # fmt: skip
+        if isinstance(record, Step):
+            steps.append(record)
+            tokens += record.tokens
+        elif record.token is not None:
+            tokens.append(record.token)
+    return tokens, steps
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_greedy_outputs_are_the_targets_own(cache: CacheKind, penalty: float) -> None:
+    model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
+    target = Scorer(model, cache)
+    sampling = Greedy(penalty)
+    expected, _ = greedy(DraftPolicy(FixedLength(1)), target, NoDraft(), sampling)
+    likely = {
+        "alike": ModelDrafter(Scorer(model, cache), "alike"),
+        "small": ModelDrafter(Scorer(small, cache), "small"),
+        "self": SelfDrafter(Scorer(first_layers(model, 1), target.cache), "self"),
+    }
+    for name, drafter in likely.items():
+        for tree in TREES.values():
+            found, steps = greedy(DraftPolicy(FixedLength(1), tree=tree()), target, drafter, sampling)
+            assert found == expected
+            assert any(step.parents for step in steps)
+            if name == "alike":
+                assert max(step.accepted for step in steps) == max(step.gamma for step in steps)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
+def test_a_tree_may_be_read_depth_by_depth(cache: CacheKind) -> None:
+    context, tokens, parents = [3, 9, 4, 1], [5, 6, 7, 8, 2, 3], [-1, -1, 0, 1, 1, 3]
+    scorer = Scorer(tiny_llama(), cache)
+    whole = scorer.score(Pass(scorer, context, tokens, parents)).logits
+    scorer.begin()
+    rows = [scorer.score(Pass(scorer, context, (), rows=1)).logits]
+    for first, end in ((0, 2), (2, 5), (5, 6)):
+        rows.append(scorer.score(Pass(scorer, context, tokens[:end], parents[:end], rows=end - first)).logits)
+    torch.testing.assert_close(torch.cat(rows), whole, rtol=1e-4, atol=1e-5)
+
+
+# --- Shapes ---------------------------------------------------------------------------------------
+
+
+def test_the_best_shape_is_the_best_of_all() -> None:
+    """Against every tree of four nodes."""
+    acceptance = (0.6, 0.3, 0.05)
+
+    def expected(parents: Sequence[int]) -> float:
+        ranks: dict[int, int] = {}
+        chances: list[float] = []
+        for parent in parents:
+            rank = ranks[parent] = ranks.get(parent, -1) + 1
+            if rank >= len(acceptance):
+                return 0.0
+            chances.append(acceptance[rank] * (chances[parent] if parent >= 0 else 1.0))
+        return sum(chances)
+
+    def depth(parents: Sequence[int]) -> int:
+        return depth_of(len(parents), parents)
+
+    shapes = list(itertools.product(*(range(-1, node) for node in range(4))))
+    for deepest in (2, 3, 4):
+        best = max(expected(shape) for shape in shapes if depth(shape) <= deepest)
+        found = best_shape(acceptance, 4, deepest)
+        assert expected(found) == pytest.approx(best)
+        assert depth(found) <= deepest
+
+
+def test_what_cannot_be_a_tree_is_refused() -> None:
+    target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+
+    def start(spec: str, drafter: Any = None, sampling: Sampling | None = None, **options: Any) -> None:
+        drafter = drafter or ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model")
+        records = decode_steps(
+            PROMPT, target, drafter, policy=build_policy(spec), sampling=sampling or Multinomial(),
+            random=Randomness(0), max_new_tokens=4, **options,
+        )  # fmt: skip
+        next(iter(records))
+
+    for spec, message in (
+        ("static-tree:nodes=65", "has 65 nodes"),
+        ("auto-tree:nodes=0", "has 0 nodes"),
+        ("chains:k=0", "0 drafts"),
+        ("chains:k=20", "has 80 nodes"),
+        ("dynamic-tree:depth=0", "depth of the dynamic tree is 0"),
+        ("static-tree:ranks=70-40", "no list of percentages"),
+        ("static-tree:verification=rejection", "verifies chains only"),
+        ("dynamic-tree:verification=traversal", "by their own probabilities"),
+        ("fixed:verification=guess", "no way to verify"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            start(spec)
+    with pytest.raises(UsageError, match="drafts chains only"):
+        start("auto-tree", LookupDrafter())
+    with pytest.raises(UsageError, match="no residual adjustment"):
+        start("auto-tree", residual_adjustment=False)
+    target.takes_trees = False
+    with pytest.raises(UsageError, match="takes no trees"):
+        start("auto-tree")
