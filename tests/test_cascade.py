@@ -199,6 +199,8 @@ def engine_of(spec: str, cache: CacheKind) -> tuple[Any, Any]:
         "lookup+MODEL",
         "lookup:min=1,passes=2+MODEL",
         "ngram+MODEL",
+        "suffix+MODEL",
+        "recycle:top-k=2+MODEL",
         "lookup:min=1+self:int8",
         "ngram:min=1,top-k=2+self:layers=2",
         "lookup:min=1+self:int8,skip=1",

@@ -160,7 +160,7 @@ def test_a_note_does_not_share_a_line_with_the_bar(folder: Path, tmp_path: Path)
     ("words", "found"),
     [
         ("generate --drafter lo", ["lookup", "lookup+self:int8", "lookup:n=", "lookup:min="]),
-        ("generate --drafter ", ["none", "lookup", "ngram", "self", "lookup+self:int8"]),
+        ("generate --drafter ", ["none", "lookup", "ngram", "suffix", "recycle", "self", "lookup+self:int8"]),
         ("check --length-policy s", ["svip"]),
         ("sweep --prompts co", ["code", "code-editing"]),
         ("calibrate --prompts a", ["all"]),

@@ -16,6 +16,8 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
+from specbench.drafters.recycle import RecycleDrafter
+from specbench.drafters.suffix import SuffixDrafter
 from specbench.lengths import FixedLength
 from specbench.specs.drafters import NGram
 
@@ -37,6 +39,8 @@ DRAFTERS: dict[str, Build] = {
     "ngram": lambda target: NGramDrafter(),
     "ngram:top-k=2": lambda target: NGramDrafter(NGram(top_k=2)),
     "ngram:sample": lambda target: NGramDrafter(NGram(sample=True)),
+    "suffix": lambda target: SuffixDrafter(),
+    "recycle": lambda target: RecycleDrafter(),
 }
 SAMPLINGS: dict[str, Sampling] = {
     "multinomial": Multinomial(),

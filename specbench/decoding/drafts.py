@@ -117,13 +117,13 @@ class GrowingTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, drawn: Sequence[Drawn], q: torch.Tensor) -> list[int]:
+    def add(self, parent: int, drawn: Sequence[Drawn], q: torch.Tensor | Mapping[int, float]) -> list[int]:
         """Put candidates behind a node; equal ones share a node.
 
         Args:
             parent: The node.
             drawn: The candidates, in the order drawn.
-            q: The drafter's distribution there, [vocab].
+            q: The drafter's distribution there, [vocab], or of the candidates alone, by token.
 
         Returns:
             The new nodes.

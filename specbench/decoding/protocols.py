@@ -186,7 +186,10 @@ class TreePolicy(Protocol):
         ...
 
     def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:
-        """How many candidates to draw behind each of these nodes (-1: the context); q are [vocab] each."""
+        """How many candidates to draw behind each of these nodes (-1: the context).
+
+        q are [vocab] each; of a drafter without a model it is the chances of its few candidates alone.
+        """
         ...
 
     def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
@@ -307,6 +310,11 @@ class TreeDrafter(Drafter, Protocol):
     @property
     def takes_trees(self) -> bool:
         """Whether it can, with the model and the cache it has."""
+        ...
+
+    @property
+    def certain(self) -> bool:
+        """Whether nothing in its trees is ever drawn."""
         ...
 
     def propose_tree(

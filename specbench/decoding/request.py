@@ -157,7 +157,8 @@ class Request:
             return self.policy.verification
         if self.policy.tree is None:
             return "residual"
-        return "naive" if self.policy.tree.certain_only else "traversal"
+        certain = self.policy.tree.certain_only or getattr(self.drafter, "certain", False)
+        return "naive" if certain else "traversal"
 
     @property
     def limit(self) -> int:

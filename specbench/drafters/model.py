@@ -60,6 +60,8 @@ class ModelDrafter:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
+    certain = False
+
     @property
     def epoch(self) -> int:
         return self.scorer.epoch

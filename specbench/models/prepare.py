@@ -21,6 +21,8 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
+from specbench.drafters.recycle import RecycleDrafter
+from specbench.drafters.suffix import SuffixDrafter
 from specbench.errors import RunError, UsageError
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
 from specbench.models.load import (
@@ -39,8 +41,10 @@ from specbench.specs.drafters import (
     Lookup,
     NGram,
     Plain,
+    Recycle,
     SelfForm,
     SmallModel,
+    Suffix,
     parse_drafter,
 )
 from specbench.specs.models import ModelSpec
@@ -69,6 +73,8 @@ _WITHOUT_MODEL: Mapping[type[DrafterSpec], Callable[[Any], Any]] = {
     Plain: lambda _: NoDraft(),
     Lookup: LookupDrafter,
     NGram: NGramDrafter,
+    Suffix: SuffixDrafter,
+    Recycle: RecycleDrafter,
 }
 """What drafts without any model, by the kind of its spec."""
 
@@ -231,8 +237,8 @@ def refuse_keep(spec: DrafterSpec) -> None:
     """
     if spec.keeps_state:
         raise UsageError(
-            "ngram:keep carries counts from one generation to the next, so what is measured would be how well it"
-            " remembers its own answers.",
+            f"The drafter {spec} carries counts from one generation to the next, so what is measured would be how"
+            " well it remembers its own answers.",
             "Leave keep out.",
         )
 

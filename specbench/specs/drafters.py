@@ -23,14 +23,18 @@ __all__ = [
     "Lookup",
     "NGram",
     "Plain",
+    "Recycle",
     "SelfForm",
     "SmallModel",
+    "Suffix",
     "cascade_name",
     "parse_drafter",
 ]
 
 _LONGEST_MATCH = 64
 """Longer ones are not told apart."""
+
+_MOST_SUCCESSORS = 64
 
 _HIGHEST_ORDER = 16
 """Every token is counted once per context length, so the order multiplies the memory."""
@@ -251,6 +255,101 @@ class NGram(DrafterSpec):
 
 
 @dataclass(frozen=True)
+class Suffix(DrafterSpec):
+    """Counts of what followed the longest match, which may be long.
+
+    Attributes:
+        n: Longest match that is told from shorter ones, 1 to 64.
+        min: Shortest match that counts, 1 to ``n``.
+        keep: Look in the outputs of earlier prompts too. They are never forgotten.
+        before_model: Whether a model drafts where this one does not. Then a match has two tokens at least if nothing is
+            said.
+
+    Raises:
+        UsageError: A value outside its range, or ``min`` above ``n``.
+    """
+
+    word = "suffix"
+    summary = "SuffixDecoding: what most often followed the longest match of the last tokens; also as a tree."
+    options: ClassVar[Mapping[str, str]] = {
+        "n=TOKENS": "longest match told from shorter ones (16)",
+        "min=TOKENS": "shortest match that counts",
+        "keep": "look in the outputs of earlier prompts too: warm, and refused where runs are compared",
+    }
+    probabilities = "certain (one-hot)"
+    has_logits = False
+    trees = True
+
+    n: int = 16
+    min: int = 1
+    keep: bool = False
+    before_model: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= _LONGEST_MATCH:
+            raise UsageError(
+                f"The longest match of the suffixes is {self.n} tokens.", f"Give 1 to {_LONGEST_MATCH}."
+            )
+        if not 1 <= self.min <= self.n:
+            raise UsageError(
+                f"The shortest match of the suffixes is {self.min} tokens.",
+                f"Give 1 to {self.n}, the longest match.",
+            )
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.keep
+
+    def __str__(self) -> str:
+        default = type(self)(min=2, before_model=True) if self.before_model else type(self)()
+        return join_spec(self.word, self._values(), default._values())
+
+    def _values(self) -> dict[str, Any]:
+        return {"n": self.n, "min": self.min, "keep": self.keep}
+
+    @classmethod
+    def read(cls, given: Options, text: str, *, before_model: bool = False) -> Suffix:  # noqa: ARG003
+        n = given.integer("n", 16)
+        return cls(
+            n, given.integer("min", min(2, n) if before_model else 1), given.flag("keep"), before_model
+        )
+
+
+@dataclass(frozen=True)
+class Recycle(DrafterSpec):
+    """A table of each token's latest successors under the target.
+
+    Attributes:
+        top_k: How many successors, 1 to 64.
+
+    Raises:
+        UsageError: More or less.
+    """
+
+    word = "recycle"
+    summary = (
+        "Token Recycling: the successors that the target last preferred behind each token; best as a tree."
+    )
+    options: ClassVar[Mapping[str, str]] = {"top-k=K": "successors of each token (8)"}
+    probabilities = "certain (one-hot)"
+    has_logits = False
+    trees = True
+
+    top_k: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= _MOST_SUCCESSORS:
+            raise UsageError(f"The recycled top-k is {self.top_k}.", f"Give 1 to {_MOST_SUCCESSORS}.")
+
+    def __str__(self) -> str:
+        return join_spec(self.word, {"top-k": self.top_k}, {"top-k": type(self)().top_k})
+
+    @classmethod
+    def read(cls, given: Options, text: str, *, before_model: bool = False) -> Recycle:  # noqa: ARG003
+        return cls(given.integer("top-k", 8))
+
+
+@dataclass(frozen=True)
 class SelfForm(DrafterSpec):
     """The target's own weights in a cheaper form.
 
@@ -347,15 +446,15 @@ class Cascade(DrafterSpec):
 
     word = "A+B"
     summary = (
-        "A cascade, such as lookup+self:int8. Token by token, lookup or ngram drafts where it has a match of two tokens"
-        " or more (min=N), and B, self or a MODEL, where it has none."
+        "A cascade, such as lookup+self:int8. Token by token, lookup, ngram or suffix drafts where it has a match of"
+        " two tokens or more (min=N), or recycle where it knows the last one; and B, self or a MODEL, elsewhere."
     )
     options: ClassVar[Mapping[str, str]] = {
         "passes=N": "an option of A then: most passes of B in a step, while A may go on"
     }
     probabilities = "A's and B's, token by token"
 
-    front: Lookup | NGram
+    front: Lookup | NGram | Suffix | Recycle
     back: SelfForm | SmallModel
     passes: int | None = None
 
@@ -384,11 +483,24 @@ def cascade_name(front: str, passes: int | None, back: str) -> str:
     return f"{front if passes is None else add_option(front, f'passes={passes}')}+{back}"
 
 
-DRAFTERS: tuple[type[DrafterSpec], ...] = (Plain, Lookup, NGram, SelfForm, SmallModel, Cascade)
+DRAFTERS: tuple[type[DrafterSpec], ...] = (
+    Plain,
+    Lookup,
+    NGram,
+    Suffix,
+    Recycle,
+    SelfForm,
+    SmallModel,
+    Cascade,
+)
 """In the order in which listings have them."""
 
-_FRONTS: Mapping[str, type[Lookup | NGram]] = {kind.word: kind for kind in (Lookup, NGram)}
-_WORDS: Mapping[str, type[DrafterSpec]] = {kind.word: kind for kind in (Plain, Lookup, NGram, SelfForm)}
+_FRONTS: Mapping[str, type[Lookup | NGram | Suffix | Recycle]] = {
+    kind.word: kind for kind in (Lookup, NGram, Suffix, Recycle)
+}
+_WORDS: Mapping[str, type[DrafterSpec]] = {
+    kind.word: kind for kind in (Plain, Lookup, NGram, Suffix, Recycle, SelfForm)
+}
 
 
 def parse_drafter(text: str) -> DrafterSpec:

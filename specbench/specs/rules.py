@@ -343,7 +343,7 @@ class RuleSpec:
 
     def applies(self, drafter: DrafterSpec) -> bool:
         """Whether it has something to read with a drafter, and that drafts trees where it asks for them."""
-        return (drafter.has_logits or not self.kind.needs_logits) and (drafter.trees or not self.kind.tree)
+        return drafter.trees if self.kind.tree else drafter.has_logits or not self.kind.needs_logits
 
     def check(self, drafter: DrafterSpec) -> None:
         """Refuse a drafter that it has nothing to read of.
@@ -354,10 +354,10 @@ class RuleSpec:
         if self.kind.tree and not drafter.trees:
             raise UsageError(
                 f"The drafter {drafter.word} drafts chains only, and {self.word} asks for trees.",
-                "Choose a model or self:..., or another draft-length rule.",
+                "Choose suffix, recycle, self:... or a model, or another draft-length rule.",
             )
         if not self.applies(drafter):
-            others = ", ".join(rule.word for rule in RULES if not rule.needs_logits)
+            others = ", ".join(rule.word for rule in RULES if RuleSpec(rule).applies(drafter))
             raise UsageError(
                 f"The draft-length rule {self.word} reads the drafter's distribution, and {drafter.word} has none.",
                 f"Choose {others}.",

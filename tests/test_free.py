@@ -1,0 +1,437 @@
+"""Drafters without a model that draft trees too: `suffix` and `recycle`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import ScriptedCache, ScriptedScorer, Ticking, enumerate_outcomes, random_table
+from tiny import tiny_llama
+
+from specbench.decoding.drafts import Draft
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import TreePolicy, answered
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import DraftPolicy
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.verdicts import METHODS, top
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.free import CandidateDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.drafters.recycle import RecycleDrafter
+from specbench.drafters.suffix import SuffixDrafter, SuffixTrie
+from specbench.errors import UsageError
+from specbench.generate import speculative_generate
+from specbench.lengths import FixedLength, build_policy
+from specbench.lengths.auto_tree import AutoTree
+from specbench.lengths.costs import parse_costs
+from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
+from specbench.models.prepare import load_drafter, wrap_target
+from specbench.specs.drafters import Recycle, Suffix, parse_drafter
+from specbench.specs.rules import parse_rule
+
+COSTS = {"drafter_pass_s": 0.01, "target_pass_s": {"1": 1.0, "9": 1.1}}
+TREES: dict[str, Callable[[], TreePolicy]] = {
+    "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
+    "chains": lambda: IndependentChains(2, 2),
+    "auto": lambda: AutoTree(4, parse_costs(COSTS)),
+    "dynamic": lambda: DynamicTree(2, 4, 3),
+}
+DRAFTERS: dict[str, Callable[[], CandidateDrafter]] = {"suffix": SuffixDrafter, "recycle": RecycleDrafter}
+
+
+def drafted(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -> Draft:
+    """What a drafter that has just begun proposes behind ``context``."""
+    drafter.begin(context)
+    return chain(drafter, context, gamma)
+
+
+def chain(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -> Draft:
+    return answered(drafter.propose(context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
+
+
+def tree(drafter: CandidateDrafter, context: Sequence[int], policy: TreePolicy, room: int = 100) -> Draft:
+    return answered(drafter.propose_tree(context, room, policy, top, Greedy(), Randomness(0)))
+
+
+def rows(*ranked: Sequence[int], vocab: int = 10) -> torch.Tensor:
+    """Logits in which the tokens of each row come in the order given."""
+    logits = torch.full((len(ranked), vocab), -100.0)
+    for row, tokens in zip(logits, ranked, strict=True):
+        for rank, token in enumerate(tokens):
+            row[token] = -rank
+    return logits
+
+
+# The trie.
+
+
+def counted(texts: Sequence[Sequence[int]], tail: Sequence[int], longest: int) -> tuple[int, Counter[int]]:
+    """By looking at every place of every text."""
+    for length in range(min(longest, len(tail)), 0, -1):
+        end = [*tail[len(tail) - length :]]
+        found = Counter(
+            text[i + length]
+            for text in texts
+            for i in range(len(text) - length)
+            if [*text[i : i + length]] == end
+        )
+        if found:
+            return length, found
+    return 0, Counter()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 11), st.integers(1, 6), st.integers(0, 2**32), st.integers(1, 4))
+def test_the_trie_agrees_with_a_recount(vocab: int, longest: int, seed: int, texts: int) -> None:
+    random = Random(seed)
+    trie = SuffixTrie(longest)
+    read: list[list[int]] = []
+    for _ in range(texts):
+        read.append([])
+        for _ in range(random.randint(1, 4)):
+            more = random.choices(range(vocab), k=random.randint(0, 12))
+            read[-1] += more
+            trie.extend(more)
+            for tail in (read[-1], random.choices(range(vocab), k=random.randint(0, 8))):
+                length, found = trie.match(tail)
+                expected, counts = counted(read, tail, longest)
+                assert length == expected
+                assert {token: count for token, (count, _) in found.items()}.items() <= counts.items()
+                assert {total for _, total in found.values()} <= {counts.total()}
+                kept = [count for count, _ in found.values()]
+                assert kept == sorted(counts.values(), reverse=True)[:8]
+        trie.end()
+
+
+def test_of_equally_frequent_continuations_the_last_comes_first() -> None:
+    trie = SuffixTrie(2)
+    trie.extend([1, 5, 1, 6, 1, 5, 1, 6, 1, 7, 1])
+    assert trie.match([1]) == (1, {6: (2, 5), 5: (2, 5), 7: (1, 5)})
+
+
+def test_no_string_spans_two_texts() -> None:
+    trie = SuffixTrie(3)
+    for _ in range(3):
+        trie.extend([1, 2])
+        trie.end()
+    assert trie.match([2]) == (0, {})
+    assert trie.match([1]) == (1, {2: (3, 3)})
+
+
+def test_a_token_takes_no_more_steps_in_a_longer_text() -> None:
+    trie = SuffixTrie(4)
+    trie.extend([1, 2, 3] * 400)
+    assert len(trie._matches) == 4
+    assert sum(isinstance(child, int) for child in trie._root.next.values()) == 0
+    unfolded = SuffixTrie(16)
+    unfolded.extend(range(1000))
+    assert not unfolded._matches, "what never came again takes no node"
+
+
+# suffix, as a chain.
+
+
+def test_the_longest_match_comes_first_and_drafts_extend_it() -> None:
+    prompt = [1, 2, 3, 2, 9, 2, 9, 1, 2]
+    assert drafted(SuffixDrafter(), prompt, 2).tokens == [3, 2]
+    assert drafted(SuffixDrafter(Suffix(n=1)), prompt, 2).tokens == [9, 1]
+
+
+def test_a_period_goes_on_past_the_end() -> None:
+    assert drafted(SuffixDrafter(), [1, 2, 3, 1, 2, 3], 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+    assert drafted(SuffixDrafter(Suffix(n=2)), [7, 7, 7], 9).tokens == [7] * 9
+
+
+def test_evidence_grows_with_the_match_and_the_share() -> None:
+    found = drafted(SuffixDrafter(), [1, 5, 1, 6, 1, 5, 2, 1], 2)
+    assert found.tokens == [5, 2]
+    assert found.evidence == pytest.approx([2 / (3 + 1), 2 * 1 / (2 * 2 + 1)])
+    assert found.q is None
+    assert found.logits is None
+
+
+@pytest.mark.parametrize("context", [[1], [1, 2], [5, 6, 7]])
+@pytest.mark.parametrize("tree_too", [False, True])
+def test_nothing_known_is_nothing_drafted(context: list[int], tree_too: bool) -> None:
+    drafter = SuffixDrafter()
+    drafter.begin(context)
+    found = tree(drafter, context, StaticTree()) if tree_too else chain(drafter, context)
+    assert found.tokens == []
+
+
+def test_a_shorter_match_than_asked_for_does_not_count() -> None:
+    assert drafted(SuffixDrafter(Suffix(min=2)), [1, 2, 3, 2]).tokens == []
+    assert drafted(SuffixDrafter(Suffix(min=2)), [1, 2, 3, 1, 2], 1).tokens == [3]
+
+
+def test_a_new_prompt_leaves_nothing_of_the_last() -> None:
+    for drafter in (SuffixDrafter(), RecycleDrafter()):
+        drafter.begin([1, 2, 1, 2])
+        chain(drafter, [1, 2, 1, 2])
+        drafter.commit([1, 2, 1, 2, 3], 1, rows([3, 1]))
+        assert drafted(drafter, [5, 3, 6, 2]).tokens == []
+
+
+def test_keep_looks_in_earlier_outputs_and_not_in_earlier_prompts() -> None:
+    drafter = SuffixDrafter(Suffix(keep=True))
+    drafter.begin([1, 2])
+    context = [1, 2]
+    for step in ([3], [4, 5], [3]):
+        context += step
+        drafter.commit(context, len(step), torch.zeros(len(step), 9))
+    assert drafted(drafter, [8, 1]).tokens == []
+    assert drafted(drafter, [8, 3], 2).tokens == [4, 5]
+    # The longer match counts: here 4 stood behind 5, there 3 behind 4 5.
+    assert drafted(drafter, [5, 4, 6, 4, 5], 1).tokens == [3]
+    assert drafted(drafter, [6, 4, 5, 7, 6, 4, 5], 1).tokens == [7]
+
+
+def test_the_reading_of_the_prompt_is_timed_once() -> None:
+    for make in (SuffixDrafter, RecycleDrafter):
+        drafter = make(clock=Ticking())
+        assert drafted(drafter, [1, 2]).prefill_s == 1.0
+        assert chain(drafter, [1, 2]).prefill_s == 0.0
+
+
+# recycle.
+
+
+class Table:
+    """Each token's successors, as written down for every token of the context."""
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+        self.known: dict[int, list[int]] = {}
+
+    def prompt(self, prompt: Sequence[int]) -> None:
+        for token in set(prompt):
+            after = [b for a, b in pairwise(prompt) if a == token][::-1]
+            if after:
+                self.known[token] = sorted(set(after), key=after.index)[: self.top_k]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.booleans())
+def test_the_table_agrees_with_a_plain_one(seed: int, top_k: int, propose_first: bool) -> None:
+    random = Random(seed)
+    drafter, reference = RecycleDrafter(Recycle(top_k)), Table(top_k)
+    context = random.choices(range(5), k=random.randint(1, 12))
+    drafter.begin(context)
+    reference.prompt(context)
+    for number in range(4):
+        if number or propose_first:
+            tokens, last = [], context[-1]
+            while len(tokens) < 4 and last in reference.known:
+                last = reference.known[last][0]
+                tokens.append(last)
+            assert chain(drafter, context, 4).tokens == tokens
+            assert [*drafter.candidates(context, ())] == reference.known.get(context[-1], [])
+        new = random.choices(range(5), k=random.randint(1, 3))
+        ranked = [random.sample(range(5), 5) for _ in range(len(new) + random.randint(0, 2))]
+        for before, row in zip([context[-1], *new[:-1]], ranked, strict=False):
+            reference.known[before] = row[:top_k]
+        context += new
+        drafter.commit(context, len(new), rows(*ranked, vocab=5))
+
+
+def test_a_tree_by_rank() -> None:
+    drafter = RecycleDrafter()
+    drafter.begin([1])
+    drafter.commit([1, 2], 1, rows([2, 3, 4]))
+    drafter.commit([1, 2, 1], 1, rows([1, 5]))
+    found = tree(drafter, [1, 2, 1], StaticTree.shaped((-1, -1, 0, 0, 1)))
+    # Behind 3, of which nothing is known, stands nothing.
+    assert found.tokens == [2, 3, 1, 5]
+    assert found.parents == (-1, -1, 0, 0)
+    assert found.candidates is not None
+    assert all(each.q is None for behind in found.candidates.values() for each in behind)
+
+
+# Both, as trees.
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("shape", TREES)
+def test_a_tree_is_no_deeper_than_the_room(name: str, shape: str) -> None:
+    drafter = DRAFTERS[name]()
+    context = [1, 2, 3, 1, 2, 4, 1, 2]
+    drafter.begin(context)
+    for room in (0, 1, 2):
+        found = tree(drafter, context, TREES[shape](), room)
+        depths = [len(found.branch(node)) for node in range(len(found.tokens))]
+        assert max(depths, default=0) == room or (shape == "auto" and max(depths, default=0) <= room)
+
+
+def test_the_likeliest_nodes_are_kept() -> None:
+    # Behind 1 stood 2 three times and 3 once; behind 1 2 only 4.
+    context = [1, 2, 4, 1, 2, 4, 1, 2, 4, 1, 3, 9, 1]
+    drafter = SuffixDrafter(Suffix(n=2))
+    drafter.begin(context)
+    found = tree(drafter, context, DynamicTree(top_k=2, nodes=3, depth=3))
+    assert sorted(tuple(found.branch(node)) for node in range(3)) == [(2,), (2, 4), (2, 4, 1)]
+
+
+VOCAB, NEW = 3, 3
+PROMPT = [1, 2, 0, 1, 1, 2]
+TARGET = random_table(5, VOCAB)
+
+
+def outputs(
+    name: str, policy: Callable[[], DraftPolicy], sampling: Sampling, random: Any, new: int = NEW
+) -> tuple[int, ...]:
+    target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+    made = DRAFTERS[name]()
+    tokens: list[int] = []
+    for record in decode_steps(
+        PROMPT, target, made, policy=policy(), sampling=sampling, random=random, max_new_tokens=new
+    ):
+        if isinstance(record, Prefill):
+            tokens += [] if record.token is None else [record.token]
+        else:
+            tokens += record.tokens
+    return tuple(tokens)
+
+
+def expected(sampling: Sampling) -> dict[tuple[int, ...], float]:
+    growing: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(NEW):
+        growing = {
+            (*tokens, token): weight * float(p)
+            for tokens, weight in growing.items()
+            for token, p in enumerate(
+                sampling.probabilities(TARGET([*PROMPT, *tokens])[None], [*PROMPT, *tokens])[0].double()
+            )
+        }
+    return growing
+
+
+def cells() -> Iterator[Any]:
+    """Every tree with every way to verify that it goes with."""
+    for method, how in METHODS.items():
+        for shape in TREES:
+            if how.chains_only or (shape == "dynamic" and method != "naive"):
+                continue
+            for name in DRAFTERS:
+                yield pytest.param(name, shape, method, id=f"{name}-{shape}-{method}")
+
+
+@pytest.mark.parametrize(("name", "shape", "method"), list(cells()))
+def test_the_output_distribution_is_the_targets(name: str, shape: str, method: Any) -> None:
+    sampling = Multinomial(0.9, repetition_penalty=1.7) if shape == "static" else Multinomial()
+    found = enumerate_outcomes(
+        lambda random: outputs(
+            name,
+            lambda: DraftPolicy(FixedLength(1), tree=TREES[shape](), verification=method),
+            sampling,
+            random,
+        )
+    )
+    wanted = expected(sampling)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    assert max(abs(found.get(key, 0.0) - wanted.get(key, 0.0)) for key in {*found, *wanted}) < 1e-6
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("shape", [None, *TREES])
+def test_greedy_output_is_that_of_plain_decoding(name: str, shape: str | None) -> None:
+    tokens = list(PROMPT)
+    for _ in range(40):
+        tokens.append(int(TARGET(tokens).argmax()))
+    found = outputs(
+        name,
+        lambda: DraftPolicy(FixedLength(3), tree=TREES[shape]() if shape else None),
+        Greedy(),
+        Randomness(0),
+        40,
+    )
+    assert found == tuple(tokens[len(PROMPT) :])
+
+
+@pytest.mark.parametrize("word", ["suffix:keep", "recycle", "suffix+self:int8"])
+@pytest.mark.parametrize(
+    "rule", ["fixed:gamma=4", "auto", "auto-tree", "static-tree:nodes=8", "dynamic-tree"]
+)
+def test_so_it_is_with_a_model(word: str, rule: str) -> None:
+    if not parse_rule(rule).applies(parse_drafter(word)):
+        pytest.skip("cascades draft chains")
+    target = wrap_target(tiny_llama())
+    prompt = [5, 6, 7, 5, 6, 8, 5, 6]
+    plain = speculative_generate(prompt, target, None, max_new_tokens=40, ignore_eos=True)
+    drafter = load_drafter(word, target)
+    for _ in range(2):
+        found = speculative_generate(
+            prompt, target, drafter, policy=build_policy(rule), max_new_tokens=40, ignore_eos=True
+        )
+        assert found.token_ids == plain.token_ids
+        assert any(step.accepted for step in found.steps)
+
+
+def test_in_a_cascade_the_model_goes_on_where_nothing_matches() -> None:
+    target = ScriptedScorer(TARGET, VOCAB)
+    drafter = CascadeDrafter(
+        SuffixDrafter(Suffix(min=2)), ModelDrafter(ScriptedScorer(TARGET, VOCAB), "model")
+    )
+    records = [
+        record
+        for record in decode_steps(
+            [1, 0, 2],
+            target,
+            drafter,
+            policy=FixedLength(4),
+            sampling=Greedy(),
+            random=Randomness(0),
+            max_new_tokens=30,
+        )
+        if isinstance(record, Step)
+    ]
+    assert {step.passes for step in records} == {0, 2, 4}, "each alone, and both in one draft"
+    assert all(step.accepted == 4 for step in records if step.passes == 4), "the model is the target"
+
+
+# Specs.
+
+
+def test_the_names_are_those_of_the_command_line() -> None:
+    assert SuffixDrafter().name == "suffix"
+    assert SuffixDrafter(Suffix(n=8, min=2, keep=True)).name == "suffix:n=8,min=2,keep"
+    assert RecycleDrafter(Recycle(4)).name == "recycle:top-k=4"
+    assert str(parse_drafter("suffix:min=2,n=16+self:int8")) == "suffix+self:int8"
+    assert str(parse_drafter("suffix:min=1+self:int8")) == "suffix:min=1+self:int8"
+    assert parse_drafter("suffix:keep+self:int8").keeps_state
+    assert not parse_drafter("suffix").keeps_state
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("suffix:n=0", r"longest match of the suffixes is 0 tokens\. Give 1 to 64\."),
+        ("suffix:n=65", "is 65 tokens"),
+        ("suffix:n=4,min=5", r"shortest match of the suffixes is 5 tokens\. Give 1 to 4"),
+        ("suffix:min=0", "is 0 tokens"),
+        ("suffix:order=3", "suffix has no option 'order'"),
+        ("recycle:top-k=0", r"recycled top-k is 0\. Give 1 to 64\."),
+        ("recycle:top-k=65", "is 65"),
+    ],
+)
+def test_bad_options(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_drafter(spec)
+
+
+def test_trees_apply_and_entropies_do_not() -> None:
+    for word in DRAFTERS:
+        drafter = parse_drafter(word)
+        for rule in ("auto", "fixed", "auto-tree", "static-tree", "dynamic-tree", "chains"):
+            parse_rule(rule).check(drafter)
+        with pytest.raises(UsageError, match=f"{word} has none. Choose auto, fixed,.*auto-tree"):
+            parse_rule("svip").check(drafter)
+    with pytest.raises(UsageError, match="lookup drafts chains only"):
+        parse_rule("auto-tree").check(parse_drafter("lookup"))
