@@ -13,9 +13,10 @@ from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import LabelledText, StopRules
-from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.model import SelfDrafter
+from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
+from specbench.drafters.several import SeveralDrafters
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.specs.rules import default_rule
@@ -101,18 +102,18 @@ def _check_tokens(prompt: Sequence[int], target: Target) -> None:
 
 
 def _check_drafter(drafter: Drafter, target: Target) -> None:
-    model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
-    if isinstance(model, SelfDrafter) and model.scorer.cache is not target.scorer.cache:
-        raise UsageError(
-            f"The drafter {drafter.name} belongs to the target it was made for, which is another one.",
-            "Make one for this target with load_drafter.",
-        )
-    if isinstance(model, ModelDrafter) and model.scorer.vocab_size not in (None, target.vocab_size):
-        raise UsageError(
-            f"The drafter {drafter.name} was made for a target of {model.scorer.vocab_size} logits, this one has"
-            f" {target.vocab_size}.",
-            "Make one for this target with load_drafter.",
-        )
+    for model in models_of(drafter):
+        if isinstance(model, SelfDrafter) and model.scorer.cache is not target.scorer.cache:
+            raise UsageError(
+                f"The drafter {drafter.name} belongs to the target it was made for, which is another one.",
+                "Make one for this target with load_drafter.",
+            )
+        if model.scorer.vocab_size not in (None, target.vocab_size):
+            raise UsageError(
+                f"The drafter {drafter.name} was made for a target of {model.scorer.vocab_size} logits, this one has"
+                f" {target.vocab_size}.",
+                "Make one for this target with load_drafter.",
+            )
 
 
 class GenerationRun:
@@ -144,7 +145,8 @@ class GenerationRun:
         self.target, self.drafter = target, drafter or NoDraft()
         sampling = sampling or Greedy()
         if policy is None:
-            blank = isinstance(self.drafter, NoDraft)  # and a rule that learns would only take time
+            # A rule that learns would only take time, and several drafters draft chains of one length.
+            blank = isinstance(self.drafter, NoDraft | SeveralDrafters)
             policy = FixedLength(5) if blank else build_policy(default_rule(greedy=sampling.greedy))
         self.policy = policy
         self.seed, self.residual_adjustment = seed, residual_adjustment

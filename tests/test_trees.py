@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,11 +28,13 @@ from specbench.decoding.verdicts import METHODS
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
+from specbench.drafters.several import SeveralDrafters
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.costs import parse_costs
 from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree, best_shape
+from specbench.specs.drafters import Several, parse_drafter
 from specbench.specs.verification import VerificationName
 
 VOCAB, NEW = 3, 3
@@ -139,6 +142,63 @@ def test_the_output_distribution_is_the_targets(method: VerificationName, tree: 
         found = loop_distribution(TREES[tree] if tree else None, method, sampling)
         assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
         assert largest_gap(found, target_distribution(sampling)) < 1e-6
+
+
+# --- Several drafters -----------------------------------------------------------------------------
+
+
+def several(target: ScriptedScorer, *, certain: bool = False) -> SeveralDrafters:
+    others = [LookupDrafter()] if certain else []
+    tables = (DRAFT, random_table(11, VOCAB))
+    models = [ModelDrafter(ScriptedScorer(table, VOCAB), f"model {i}") for i, table in enumerate(tables)]
+    return SeveralDrafters([*models, *others])
+
+
+@pytest.mark.parametrize("method", ["specinfer", "recursive", "naive"])
+@pytest.mark.parametrize("certain", [False, True])
+def test_the_drafts_of_several_keep_the_distribution(
+    method: VerificationName, certain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DRAFTERS, "model", partial(several, certain=certain))
+    for sampling in (SAMPLINGS["multinomial"], SAMPLINGS["nucleus"]):
+        found = loop_distribution(None, method, sampling)
+        assert largest_gap(found, target_distribution(sampling)) < 1e-6
+
+
+def test_several_on_caches_of_their_own_decode_greedily() -> None:
+    model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
+    target = Scorer(model)
+    expected, _ = greedy(DraftPolicy(FixedLength(1)), target, NoDraft(), Greedy())
+    drafters = [
+        ModelDrafter(Scorer(small), "small"),
+        ModelDrafter(Scorer(model), "alike"),
+        SelfDrafter(Scorer(first_layers(model, 1), target.cache), "self"),
+        LookupDrafter(),
+    ]
+    found, steps = greedy(DraftPolicy(FixedLength(3)), target, SeveralDrafters(drafters), Greedy())
+    assert found == expected
+    assert all(step.accepted == 3 for step in steps[:-1])
+    assert any(len(step.drafted) > step.gamma for step in steps)
+    with pytest.raises(UsageError, match="chains of one length"):
+        greedy(build_policy("auto"), target, SeveralDrafters(drafters), Greedy())
+    for method in ("rejection", "traversal"):
+        policy = build_policy(f"fixed:gamma=2,verification={method}")
+        with pytest.raises(UsageError, match="drafts of several drafters"):
+            greedy(policy, target, SeveralDrafters(drafters), Multinomial())
+
+
+def test_several_are_written_with_a_bar() -> None:
+    spec = parse_drafter(" lookup:n=any | lookup+self:int8|org/small")
+    assert isinstance(spec, Several)
+    assert str(spec) == "lookup:n=any|lookup+self:int8|org/small"
+    assert [str(model) for model in spec.own_models] == ["org/small"]
+    for text, message in (
+        ("lookup|none", "drafts nothing beside others"),
+        ("lookup|lookup", "twice"),
+        ("lookup|", "names no model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            parse_drafter(text)
 
 
 # --- Planted biases -------------------------------------------------------------------------------

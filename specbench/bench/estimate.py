@@ -247,6 +247,10 @@ def _drafter_weights(
     spec: DrafterSpec, target: _Size, options: LoadOptions, progress: Progress | None
 ) -> tuple[int, int]:
     """Bytes that a drafter adds in the end, and at most while it is loaded."""
+    if len(spec.parts) > 1:
+        added = [_drafter_weights(part, target, options, progress) for part in spec.parts]
+        kept = sum(end for end, _ in added)
+        return kept, kept + max(most - end for end, most in added)
     if spec.own_model is None:
         return (_drafter_bytes(spec, target.parameters, options, progress),) * 2
     int8 = options.dtype == "auto"

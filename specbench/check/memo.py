@@ -23,6 +23,7 @@ from specbench.check.observe import DecodingSetup
 from specbench.decoding.protocols import Drafter, Pass, Rows
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter
+from specbench.drafters.several import SeveralDrafters
 
 __all__ = ["MemoScorer", "memoised"]
 
@@ -191,6 +192,8 @@ def memoised(setup: DecodingSetup) -> tuple[DecodingSetup, MemoScorer]:
             cascade = copy.copy(drafter)
             cascade.model = drafter_of(drafter.model)  # type: ignore[assignment]
             return cascade
+        if isinstance(drafter, SeveralDrafters):
+            return SeveralDrafters([drafter_of(each) for each in drafter.drafters])
         return drafter
 
     return replace(setup, target=target, drafter=drafter_of(setup.drafter)), target  # type: ignore[arg-type]

@@ -21,8 +21,7 @@ from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.model import ModelDrafter
+from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
 
@@ -260,9 +259,7 @@ def _possible_outcomes(acceptance: Sequence[float]) -> list[int]:
 
 def scorers_of(drafter: Drafter) -> list[Scorer]:
     """The models that a drafter drafts with; none of one that has no model."""
-    if isinstance(drafter, ModelDrafter):
-        return [drafter.scorer]
-    return scorers_of(drafter.model) if isinstance(drafter, CascadeDrafter) else []
+    return [model.scorer for model in models_of(drafter)]
 
 
 def observe(

@@ -138,16 +138,16 @@ def generate(
 
             stack.enter_context(quiet_transformers())
             transforms = Sampling(**sampling.transforms)
+            spec, target_spec = parse_drafter(drafter), parse_model(target)
             rule = length_rule(
                 length_policy,
                 egag,
                 tree,
                 length.costs,
                 {**length.given, "gamma": gamma},
-                greedy=transforms.greedy,
+                greedy=transforms.greedy and len(spec.parts) == 1,  # several draft chains of one length
                 chained=opt.chained(models, decode),
             )
-            spec, target_spec = parse_drafter(drafter), parse_model(target)
             if not spec.is_plain:
                 rule.spec.check(spec)
             if show.compare:

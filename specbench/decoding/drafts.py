@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 __all__ = ["Candidate", "Draft", "Drawn", "GrowingTree"]
 
@@ -145,6 +144,19 @@ class GrowingTree:
         if not behind:
             del self.candidates[parent]
         return fresh
+
+    def graft(self, chain: Draft) -> list[int]:
+        """Put a chain in, and return its nodes. What it draws where others drew the same has their node."""
+        nodes: list[int] = []
+        node = -1
+        for i, token in enumerate(chain.tokens):
+            source = (
+                None if chain.q is None else chain.q[i].clone()
+            )  # it may be written over by the next proposal
+            self.add(node, [Drawn(token, source)], torch.ones(token + 1) if source is None else source)
+            node = self.candidates[node][-1].node
+            nodes.append(node)
+        return nodes
 
     def multiplicity(self, node: int) -> int:
         """How often a node was drawn."""

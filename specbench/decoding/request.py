@@ -123,14 +123,15 @@ class Request:
 
     def _check_tree(self) -> None:
         tree, method = self.policy.tree, self.method
+        several = getattr(self.drafter, "several", False)
         if not self.residual_adjustment and (tree is not None or method not in ("rejection", "residual")):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
                 "Use rejection and a chain to show what it is for.",
             )
-        if tree is None:
+        if tree is None and not several:
             return
-        if not getattr(self.drafter, "takes_trees", False):
+        if tree is not None and not getattr(self.drafter, "takes_trees", False):
             raise UsageError(
                 f"The drafter {self.drafter.name} drafts chains only, here at least.", "Leave the tree out."
             )
@@ -139,12 +140,19 @@ class Request:
                 "This target takes no trees with this cache: a pass over one does not give what separate passes give.",
                 "Leave the tree out, or use another --cache.",
             )
-        if not self.sampling.greedy and METHODS[method].chains_only:
+        if self.sampling.greedy:
+            return
+        if several and not METHODS[method].several:
+            raise UsageError(
+                f"{method} does not verify the drafts of several drafters.",
+                f"Use {', '.join(name for name, each in METHODS.items() if each.several)}.",
+            )
+        if METHODS[method].chains_only:
             raise UsageError(
                 f"{method} verifies chains only, and the draft is a tree.",
                 "Use traversal or recursive, or leave the tree out.",
             )
-        if not self.sampling.greedy and tree.certain_only and method != "naive":
+        if tree is not None and tree.certain_only and method != "naive":
             raise UsageError(
                 f"{tree.name} keeps drafts by their own probabilities, which {method} must not be given.",
                 "Verify it with naive.",
@@ -155,6 +163,8 @@ class Request:
         """How drafts are verified."""
         if self.policy.verification is not None:
             return self.policy.verification
+        if getattr(self.drafter, "several", False):
+            return "specinfer"
         if self.policy.tree is None:
             return "residual"
         certain = self.policy.tree.certain_only or getattr(self.drafter, "certain", False)

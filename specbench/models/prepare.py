@@ -22,6 +22,7 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.recycle import RecycleDrafter
+from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.errors import RunError, UsageError
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
@@ -43,6 +44,7 @@ from specbench.specs.drafters import (
     Plain,
     Recycle,
     SelfForm,
+    Several,
     SmallModel,
     Suffix,
     parse_drafter,
@@ -220,7 +222,11 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
     Raises:
         UsageError: It cannot draft for this target.
     """
-    form = spec.model_part
+    for part in spec.parts:
+        _check_form(part.model_part, target, progress)
+
+
+def _check_form(form: DrafterSpec, target: ModelSpec, progress: Progress | None) -> None:
     if not isinstance(form, SelfForm):
         return
     if form.calibrated and not any_choice():
@@ -267,6 +273,13 @@ def load_drafter(
         RunError: It could not be loaded.
     """
     spec = parse_drafter(spec) if isinstance(spec, str) else spec
+    if isinstance(spec, Several):
+        return SeveralDrafters(
+            [
+                load_drafter(part, target, options, cache=cache, progress=progress, allow_pickle=allow_pickle)
+                for part in spec.drafters
+            ]
+        )
     if isinstance(spec, Cascade):
         model = load_drafter(
             spec.back, target, options, cache=cache, progress=progress, allow_pickle=allow_pickle
@@ -371,13 +384,13 @@ class Proposer:
         name: What results call it.
         spec: What was asked for.
         outcome: The drafter, or what went wrong when it was loaded.
-        model: The model that was loaded for it, if it needs one.
+        models: Those that were loaded for it.
     """
 
     name: str
     spec: DrafterSpec
     outcome: Drafter | RunError
-    model: LanguageModel | None = None
+    models: tuple[LanguageModel, ...] = ()
 
     @property
     def drafter(self) -> Drafter:
@@ -445,7 +458,7 @@ def prepare(
     loaded: dict[ModelSpec, LanguageModel] = {}
     if beforehand is not None:
         make_cache(kind, config)  # refuses what it cannot hold
-        for own in dict.fromkeys(spec.own_model for spec in drafters if spec.own_model is not None):
+        for own in dict.fromkeys(model for spec in drafters for model in spec.own_models):
             loaded[own] = load(own, options.drafter)
             check_compatible(language_model, loaded[own])
         beforehand(language_model)
@@ -469,15 +482,23 @@ def prepare(
 
     parts: dict[DrafterSpec, Drafter | RunError] = {}  # what cascades and drafters that stand alone share
     proposers: list[Proposer] = []
-    for spec in drafters:
+
+    def joined(spec: DrafterSpec) -> Drafter | RunError:
+        if isinstance(spec, Several):
+            outcomes = [joined(part) for part in spec.drafters]
+            failed = next((each for each in outcomes if isinstance(each, RunError)), None)
+            return failed or SeveralDrafters([each for each in outcomes if not isinstance(each, RunError)])
         if spec.model_part not in parts:
             parts[spec.model_part] = built(spec.model_part)
         outcome = parts[spec.model_part]
-        if isinstance(spec, Cascade) and isinstance(outcome, ModelDrafter):
-            outcome = join_cascade(spec, outcome)
+        cascade = isinstance(spec, Cascade) and isinstance(outcome, ModelDrafter)
+        return join_cascade(spec, outcome) if cascade else outcome  # type: ignore[arg-type]
+
+    for spec in drafters:
+        outcome = joined(spec)
         name = str(spec) if isinstance(outcome, RunError) else outcome.name
         if any(name == other.name for other in proposers):
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
-        model = None if spec.own_model is None else loaded.get(spec.own_model)
-        proposers.append(Proposer(name, spec, outcome, model))
+        models = tuple(loaded[model] for model in spec.own_models if model in loaded)
+        proposers.append(Proposer(name, spec, outcome, models))
     return ready, proposers

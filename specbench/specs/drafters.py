@@ -25,6 +25,7 @@ __all__ = [
     "Plain",
     "Recycle",
     "SelfForm",
+    "Several",
     "SmallModel",
     "Suffix",
     "cascade_name",
@@ -70,6 +71,16 @@ class DrafterSpec:
     def own_model(self) -> ModelSpec | None:
         """The model that is loaded for it; ``None`` if it needs none, or the target's own weights."""
         return None
+
+    @property
+    def own_models(self) -> tuple[ModelSpec, ...]:
+        """All models that are loaded for it."""
+        return () if self.own_model is None else (self.own_model,)
+
+    @property
+    def parts(self) -> tuple[DrafterSpec, ...]:
+        """The drafters side by side that it is made of: itself, if it is one."""
+        return (self,)
 
     @property
     def keeps_state(self) -> bool:
@@ -478,6 +489,49 @@ class Cascade(DrafterSpec):
         return self.front.keeps_state
 
 
+@dataclass(frozen=True)
+class Several(DrafterSpec):
+    """Drafters side by side, whose chains are merged into one tree.
+
+    Attributes:
+        drafters: At least two, none of them plain or given twice.
+
+    Raises:
+        UsageError: They are not.
+    """
+
+    word = "A|B"
+    summary = (
+        "Several drafters, such as 'lookup|self:int8' (in quotes): a chain of each, merged into one tree."
+    )
+    probabilities = "those of its drafters"
+
+    drafters: tuple[DrafterSpec, ...]
+
+    def __post_init__(self) -> None:
+        if any(drafter.is_plain for drafter in self.drafters):
+            raise UsageError("The drafter none drafts nothing beside others.", "Leave it out.")
+        if len(set(self.drafters)) < len(self.drafters):
+            raise UsageError(
+                "A drafter stands twice beside itself.", "For several drafts of one model use --tree chains."
+            )
+
+    def __str__(self) -> str:
+        return "|".join(map(str, self.drafters))
+
+    @property
+    def parts(self) -> tuple[DrafterSpec, ...]:
+        return self.drafters
+
+    @property
+    def own_models(self) -> tuple[ModelSpec, ...]:
+        return tuple(model for drafter in self.drafters for model in drafter.own_models)
+
+    @property
+    def keeps_state(self) -> bool:
+        return any(drafter.keeps_state for drafter in self.drafters)
+
+
 def cascade_name(front: str, passes: int | None, back: str) -> str:
     """What a cascade is called, from what its parts are called."""
     return f"{front if passes is None else add_option(front, f'passes={passes}')}+{back}"
@@ -492,6 +546,7 @@ DRAFTERS: tuple[type[DrafterSpec], ...] = (
     SelfForm,
     SmallModel,
     Cascade,
+    Several,
 )
 """In the order in which listings have them."""
 
@@ -509,6 +564,8 @@ def parse_drafter(text: str) -> DrafterSpec:
     Raises:
         UsageError: No such drafter or option, a value outside its range, or what cannot be a model.
     """
+    if "|" in text and not Path(text).exists():
+        return Several(tuple(parse_drafter(part.strip()) for part in text.split("|")))
     first, plus, second = text.partition("+")
     if plus and _word(first) in _FRONTS:
         return _parse_cascade(first.strip(), second.strip())

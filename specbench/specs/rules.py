@@ -342,7 +342,9 @@ class RuleSpec:
         return replace(self, options={**given, **self.options})
 
     def applies(self, drafter: DrafterSpec) -> bool:
-        """Whether it has something to read with a drafter, and that drafts trees where it asks for them."""
+        """Whether it has something to read with a drafter, and that drafts what it asks for."""
+        if len(drafter.parts) > 1:
+            return self.word == "fixed"
         return drafter.trees if self.kind.tree else drafter.has_logits or not self.kind.needs_logits
 
     def check(self, drafter: DrafterSpec) -> None:
@@ -351,6 +353,11 @@ class RuleSpec:
         Raises:
             UsageError: It reads distributions and the drafter has none.
         """
+        if len(drafter.parts) > 1 and not self.applies(drafter):
+            raise UsageError(
+                f"Several drafters draft chains of one length, and {self.word} decides as a draft goes.",
+                "Give --gamma N.",
+            )
         if self.kind.tree and not drafter.trees:
             raise UsageError(
                 f"The drafter {drafter.word} drafts chains only, and {self.word} asks for trees.",

@@ -330,13 +330,14 @@ class ModelEngine:
         return assistant.model
 
     def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> PassTimes:
-        from specbench.drafters.cascade import CascadeDrafter
+        from specbench.drafters.parts import drafting_parts
 
-        # Of a cascade a pass of its model: its other tokens cost none.
+        # Of a cascade a pass of its model: its other tokens cost none. Of several drafters one of each.
         usable: dict[str, Drafter] = {
-            name: drafter.model if isinstance(drafter, CascadeDrafter) else drafter
+            name: drafter if len(parts) > 1 else parts[0]
             for name, drafter in self.drafters.items()
             if not isinstance(drafter, SpecbenchError)
+            for parts in [drafting_parts(drafter)]
         }
         return time_passes(self.target.scorer, usable, prompt, widths, self._clock, _COST_PASSES, self._order)
 
@@ -478,7 +479,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         )
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
     for each in proposers:
-        if options.assistants and isinstance(each.spec, SmallModel) and each.model is not None:
+        if options.assistants and isinstance(each.spec, SmallModel) and each.models:
             try:
                 assistants[each.name] = load_model(
                     each.spec.model,
@@ -495,7 +496,11 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         {each.name: each.spec for each in proposers},
         reference=reference,
         assistants=assistants,
-        fingerprints={each.name: each.model.fingerprint for each in proposers if each.model is not None},
+        fingerprints={
+            each.name: "+".join(model.fingerprint for model in each.models)
+            for each in proposers
+            if each.models
+        },
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
         model_defaults=options.model_defaults,

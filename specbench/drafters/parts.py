@@ -1,0 +1,26 @@
+"""What a drafter is made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.drafters.several import SeveralDrafters
+
+if TYPE_CHECKING:
+    from specbench.decoding.protocols import Drafter
+
+__all__ = ["drafting_parts", "models_of"]
+
+
+def drafting_parts(drafter: Drafter) -> list[Drafter]:
+    """The drafters side by side that make passes: of a cascade its model, and what stands alone itself."""
+    if isinstance(drafter, SeveralDrafters):
+        return [part for each in drafter.drafters for part in drafting_parts(each)]
+    return [drafter.model if isinstance(drafter, CascadeDrafter) else drafter]
+
+
+def models_of(drafter: Drafter) -> list[ModelDrafter]:
+    """Those of them that draft with a model."""
+    return [part for part in drafting_parts(drafter) if isinstance(part, ModelDrafter)]

@@ -1,0 +1,95 @@
+"""Several drafters side by side: each drafts a chain, and together they are a tree (Miao et al. 2024, SpecInfer)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.decoding.protocols import Asking, Drafter, LengthPolicy
+    from specbench.decoding.sampling import Randomness, Sampling
+
+__all__ = ["SeveralDrafters"]
+
+
+class SeveralDrafters:
+    """Drafts a chain with each of its drafters, under one rule; equal beginnings share their rows of the pass.
+
+    A token that several drafted stands at its node as often, each time with the q of the drafter that drew it.
+
+    Args:
+        drafters: At least two.
+    """
+
+    several = True
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters = tuple(drafters)
+        self._chains: list[list[int]] = []  # of the last tree, each one's nodes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        return "|".join(drafter.name for drafter in self.drafters)
+
+    @property
+    def epoch(self) -> tuple[object, ...]:
+        return tuple(drafter.epoch for drafter in self.drafters)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        for drafter in self.drafters:
+            drafter.begin(prompt)
+        self._chains = []
+
+    def propose(
+        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
+    ) -> Asking[Draft]:
+        """Draft chain after chain.
+
+        Raises:
+            UsageError: The rule goes by a draft's own course, and there are several.
+        """
+        if not policy.unconditional:
+            raise UsageError(
+                f"Several drafters draft chains of one length, and {policy.name} decides as a chain goes.",
+                "Give --gamma N.",
+            )
+        tree = GrowingTree()
+        self._chains = []
+        prefill_s, passes = 0.0, 0
+        for drafter in self.drafters:
+            draft = yield from drafter.propose(context, room, policy, sampling, random)
+            self._chains.append(tree.graft(draft))
+            prefill_s += draft.prefill_s
+            passes += (
+                (len(draft.tokens) if draft.logits is not None else 0)
+                if draft.passes is None
+                else draft.passes
+            )
+        merged = tree.draft()
+        merged.prefill_s, merged.passes = prefill_s, passes
+        return merged
+
+    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.commit(context, emitted, logits)
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        for drafter, chain in zip(self.drafters, self._chains or [[]] * len(self.drafters), strict=True):
+            shared = next(
+                (i for i, pair in enumerate(zip(chain, path, strict=False)) if len({*pair}) > 1), None
+            )
+            kept = min(len(chain), len(path)) if shared is None else shared
+            drafter.keep(length, [*range(kept), *([_ELSEWHERE] if kept < len(path) else [])])
+
+
+_ELSEWHERE = sys.maxsize
+"""A node that a drafter has not read, for another one drafted it."""
