@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 import torch
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from told import Result
+from transformers import PreTrainedTokenizerFast
 
 import specbench.decoding.loop
 import specbench.generate
@@ -848,12 +851,27 @@ def test_a_hub_model_that_is_not_cached_offline(cli: Cli) -> None:
     cli("generate", "hi", "--target", "no-such-org/no-such-model").refused(1, "is not in the hub's cache")
 
 
-def test_tokenizers_that_differ(tiny: Cli, tmp_path: Path) -> None:
-    tiny_llama(1, vocab_size=len(tiny_tokenizer()) + 1).save_pretrained(tmp_path)
-    tiny_tokenizer(special_tokens=("<end>", "<|im_start|>", "<|im_end|>", "<more>")).save_pretrained(tmp_path)
+def test_tokenizers_that_share_nothing(tiny: Cli, tmp_path: Path) -> None:
+    tiny_llama(1, vocab_size=8).save_pretrained(tmp_path)
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(("the", "and", "<end>"))}))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     tiny("hi", "--drafter", tmp_path).refused(
-        2, "their tokenizers differ", "Choose a drafter with the target's"
+        2, "it is not known what bytes", "Choose a drafter with the target's"
     )
+
+
+def test_another_tokenizer(tiny: Cli, tmp_path: Path) -> None:
+    other = tiny_tokenizer(special_tokens=("<end>", "<|im_start|>", "<|im_end|>", "<more>"))
+    tiny_llama(1, vocab_size=len(other)).save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path)
+    result = tiny("the thing", "-n", 20, "--drafter", tmp_path, "--gamma", 3)
+    shared, own = len(tiny_tokenizer()), len(tiny_tokenizer()) - 3
+    assert f"it drafts the {shared} of the target's {own} tokens" in " ".join(result.err.split())
+    assert "100% of these tokens are among those that its model can draft" in result.err
+    plain = tiny("the thing", "-n", 20, "--drafter", "none", "--json").json()
+    found = tiny("the thing", "-n", 20, "--drafter", tmp_path, "--gamma", 3, "--json").json()
+    assert found["token_ids"] == plain["token_ids"]
+    assert (found["draftable_share"], plain["draftable_share"]) == (1.0, None)
 
 
 def test_encoder_decoder_models(cli: Cli, tiny: Cli, tmp_path: Path) -> None:

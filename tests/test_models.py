@@ -39,13 +39,13 @@ from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import checkpoints, load
 from specbench.models.load import (
-    check_compatible,
     check_options,
     end_ids_of,
     load_config,
     load_model,
     wrap_model,
 )
+from specbench.models.pairing import translation_of
 from specbench.models.prepare import wrap_drafter, wrap_target
 from specbench.options import LoadOptions
 from specbench.specs.models import ModelSpec, parse_model
@@ -668,52 +668,17 @@ def test_the_same_tokenizer_is_compatible_whatever_the_padding(padding):
     assert drafted.token_ids == plain.token_ids
 
 
-def test_vocabularies_of_other_sizes():
-    drafter = tiny_language_model(tokenizer=tiny_tokenizer(special_tokens=[*SPECIAL_TOKENS, "<|more|>"]))
-    size = len(tiny_tokenizer())
-    message = refusal(check_compatible, tiny_language_model(), drafter, kind=UsageError)
-    assert f"{size} tokens against {size + 1}" in message
-    assert f"'<|more|>', absent against id {size}" in message
-
-
-def test_the_first_token_that_differs_is_named_with_both_ids():
-    swapped = tiny_tokenizer(special_tokens=[SPECIAL_TOKENS[0], SPECIAL_TOKENS[2], SPECIAL_TOKENS[1]])
-    message = refusal(
-        check_compatible, tiny_language_model(), tiny_language_model(tokenizer=swapped), kind=UsageError
-    )
-    first = tiny_tokenizer().convert_tokens_to_ids(SPECIAL_TOKENS[1])
-    assert f"the first difference is '<|im_start|>', id {first} against id {first + 1}" in message
-
-
-def test_tokens_added_later_count():
-    extended = tiny_tokenizer()
-    extended.add_tokens(["<tool>"])
-    message = refusal(
-        check_compatible, tiny_language_model(tokenizer=extended), tiny_language_model(), kind=UsageError
-    )
-    assert "'<tool>'" in message
-
-
-def test_special_tokens_that_differ():
-    other = tiny_tokenizer()
-    other.eos_token = "<|im_end|>"
-    message = refusal(
-        check_compatible, tiny_language_model(), tiny_language_model(tokenizer=other), kind=UsageError
-    )
-    assert "eos_token is '<|endoftext|>' against '<|im_end|>'" in message
-
-
 def test_a_model_too_narrow_for_its_tokens():
     width = len(tiny_tokenizer())
     narrow = tiny_language_model(vocab_size=width - 1)
-    message = refusal(check_compatible, tiny_language_model(), narrow, kind=UsageError)
+    message = refusal(translation_of, tiny_language_model(), narrow, kind=UsageError)
     assert f"{width - 1} logits for {width} tokens" in message
 
 
 def test_without_tokenizers_only_widths_are_compared():
     bare = [wrap_model(tiny_llama(vocab_size=width), None) for width in (300, 300, 320)]
-    check_compatible(bare[0], bare[1])
-    assert "300 logits against 320" in refusal(check_compatible, bare[0], bare[2], kind=UsageError)
+    translation_of(bare[0], bare[1])
+    assert "300 logits against 320" in refusal(translation_of, bare[0], bare[2], kind=UsageError)
 
 
 # -- the hub -------------------------------------------------------------------------------------

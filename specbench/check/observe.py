@@ -23,6 +23,7 @@ from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
+from specbench.drafters.translate import TranslatingDrafter
 from specbench.lengths import FixedLength
 
 __all__ = [
@@ -258,8 +259,8 @@ def _possible_outcomes(acceptance: Sequence[float]) -> list[int]:
 
 
 def scorers_of(drafter: Drafter) -> list[Scorer]:
-    """The models that a drafter drafts with; none of one that has no model."""
-    return [model.scorer for model in models_of(drafter)]
+    """The models that a drafter drafts with, as far as they read the target's tokens."""
+    return [model.scorer for model in models_of(drafter) if not isinstance(model, TranslatingDrafter)]
 
 
 def observe(

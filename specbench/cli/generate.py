@@ -322,6 +322,11 @@ def _facts(job: _Job, *, asked_raw: bool) -> list[str]:
     """What the user should know before reading the output."""
     target = job.target
     lines = target.language_model.defaults.notes(applied=job.decode.model_defaults)
+    if (shared := _shared(job.drafter)) is not None:
+        lines.append(
+            f"The drafter has another tokenizer: it drafts the {shared[0]:,} of the target's {shared[1]:,}"
+            " tokens that both have."
+        )
     if not _has_template(target) and not asked_raw:
         lines.append("The model has no chat template: the prompt is continued as raw text.")
     if not job.decode.residual_adjustment:
@@ -331,6 +336,25 @@ def _facts(job: _Job, *, asked_raw: bool) -> list[str]:
     if not target.packed and target.dtype != "int8" and target.scorer.device.type == "cpu":
         lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
     return lines
+
+
+def _shared(drafter: Drafter) -> tuple[int, int] | None:
+    """How many of the target's tokens a drafter with another tokenizer has, of how many; ``None`` without one."""
+    from specbench.drafters.cascade import CascadeDrafter
+    from specbench.drafters.translate import TranslatingDrafter
+
+    model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
+    if not isinstance(model, TranslatingDrafter):
+        return None
+    return len(model.translation.shared), model.translation.tokens
+
+
+def _draftable_share(drafter: Drafter, tokens: Sequence[int]) -> float | None:
+    """Share of an output's tokens that the drafter's model could draft; ``None`` where it can draft any."""
+    draftable: frozenset[int] | None = getattr(drafter, "draftable", None)
+    if draftable is None or not tokens:
+        return None
+    return sum(token in draftable for token in tokens) / len(tokens)
 
 
 def _has_template(target: Target) -> bool:
@@ -431,6 +455,7 @@ def _run(
         "options": job.options(),
         "device": str(job.target.scorer.device),
         "costs": run.result().costs,
+        "draftable_share": _draftable_share(job.drafter, run.result().token_ids),
     }
     if compared.plain:
         figures |= compared.figures() | _tokens_compared(compared, job)

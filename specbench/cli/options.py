@@ -202,7 +202,7 @@ DrafterOption = Annotated[
         "--drafter",
         metavar="DRAFTER",
         autocompletion=complete_drafters,
-        help="What proposes tokens: a word that `specbench drafters` lists, or a model with the target's tokenizer.",
+        help="What proposes tokens: a word that `specbench drafters` lists, or a model.",
         rich_help_panel=MODELS,
     ),
 ]

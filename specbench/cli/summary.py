@@ -151,6 +151,8 @@ def _lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         elif figures["drafter"] != "none":
             steps += ", nothing drafted"
         lines.append(("steps", steps))
+    if (share := figures.get("draftable_share")) is not None:
+        lines.append(("drafter", f"{share:.0%} of these tokens are among those that its model can draft"))
     if time["decode_s"]:
         shares = ", ".join(f"{part} {time[f'{part}_s'] / time['decode_s']:.0%}" for part in PARTS)
         lines.append(("time", f"decoding {time['decode_s']:.2f} s: {shares}"))

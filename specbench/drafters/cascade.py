@@ -52,6 +52,11 @@ class CascadeDrafter:
         return cascade_name(self.free.name, self.max_passes, self.model.name)
 
     @property
+    def draftable(self) -> frozenset[int] | None:
+        """The tokens that its model can draft; ``None`` for all."""
+        return self.model.draftable
+
+    @property
     def epoch(self) -> tuple[object, object]:
         return self.free.epoch, self.model.epoch
 

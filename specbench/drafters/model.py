@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -69,6 +70,12 @@ class ModelDrafter:
     @property
     def takes_trees(self) -> bool:
         return self.scorer.reads_trees
+
+    @cached_property
+    def draftable(self) -> frozenset[int] | None:
+        """The tokens it can draft; ``None`` for all that the target has."""
+        places = self.scorer.places
+        return None if places is None else frozenset(places.tolist())
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._has_read = False
@@ -208,15 +215,20 @@ class ModelDrafter:
     def _next_logits(self, context: Sequence[int], draft: Draft) -> Asking[torch.Tensor]:
         """Logits behind context and draft, [1, vocab]."""
         draft.passes = (draft.passes or 0) + 1
+        asked = self._asked(context, draft.tokens)
         held = self.scorer.cache.length
-        catching_up = held > 0 and len(context) + len(draft.tokens) - held > _FEW
+        catching_up = held > 0 and len(asked.context) + len(asked.tokens) - held > _FEW
         if (self._has_read or held > 0) and not catching_up:
-            return (yield Pass(self.scorer, context, draft.tokens, rows=1)).logits
+            return (yield asked).logits
         self._has_read = True
         began = self._clock.now()
-        logits = (yield Pass(self.scorer, context, draft.tokens, rows=1)).logits
+        logits = (yield asked).logits
         draft.prefill_s += self._clock.now() - began
         return logits
+
+    def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> Pass:
+        """The pass that gives the distribution behind them."""
+        return Pass(self.scorer, context, drafted, rows=1)
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         """Whether the model can draft a token behind ``context + drafted``."""
@@ -232,7 +244,11 @@ class ModelDrafter:
             return 0
         limit = self.scorer.context_limit
         # The last draft is never fed, so one more token fits than the context has room for.
-        return sys.maxsize if limit is None else limit - len(context) + 1
+        return sys.maxsize if limit is None else limit - self._length(context) + 1
+
+    def _length(self, context: Sequence[int]) -> int:
+        """Of a context, in the model's own tokens."""
+        return len(context)
 
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         """A model learns nothing between steps; it reads the new tokens when it drafts next."""

@@ -45,10 +45,10 @@ __all__ = [
     "DTYPES",
     "LanguageModel",
     "Progress",
-    "check_compatible",
     "check_options",
     "cpu_computes_bfloat16",
     "end_ids_of",
+    "end_of_turn",
     "load_config",
     "load_model",
     "resolve_device",
@@ -75,6 +75,7 @@ class LanguageModel:
         context_limit: Positions the model has been made for; ``None`` if its configuration sets no limit.
         end_ids: Every token id that ends a text, ascending; see `end_ids_of`.
         quantise_int8: Whether "int8" was asked for; quantising is the caller's to do.
+        head_rows: Which of its logits the model still computes, in this order; ``None`` for all.
         defaults: Settings of generation that the model's own file carries.
     """
 
@@ -88,6 +89,7 @@ class LanguageModel:
     context_limit: int | None
     end_ids: tuple[int, ...]
     quantise_int8: bool = False
+    head_rows: tuple[int, ...] | None = None
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
 
     def __repr__(self) -> str:
@@ -461,7 +463,7 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         getattr(text_config(model.config), "eos_token_id", None),
     ]
     if tokenizer is not None:
-        named += [tokenizer.eos_token_id, _end_of_turn(tokenizer)]
+        named += [tokenizer.eos_token_id, end_of_turn(tokenizer)]
     ids: set[int] = set()
     for value in named:
         values: Iterable[Any] = value if isinstance(value, list | tuple) else (value,)
@@ -476,7 +478,7 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     return tuple(sorted(ids))
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that follows an assistant's message in the chat template, if one does."""
     if not tokenizer.chat_template:
         return None
@@ -530,56 +532,3 @@ def _fingerprint(model: PreTrainedModel) -> str:
             sample = torch.cat((flat[:64], flat[-64:])).cpu().contiguous()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-# -- two models ------------------------------------------------------------------------------------
-
-
-def check_compatible(target: LanguageModel, drafter: LanguageModel) -> None:
-    """Refuse a drafter whose token ids mean something else than the target's.
-
-    Logits padded to different widths are no difference. Without both tokenizers only the widths are compared.
-
-    Raises:
-        UsageError: The vocabularies or special tokens differ; the message says in what.
-    """
-    if target.tokenizer is None or drafter.tokenizer is None:
-        if target.vocab_size != drafter.vocab_size:
-            raise _incompatible(
-                target,
-                drafter,
-                f"{target.vocab_size} logits against {drafter.vocab_size}, and no tokenizer to compare",
-            )
-        return
-    ours, theirs = target.tokenizer.get_vocab(), drafter.tokenizer.get_vocab()
-    if ours != theirs:
-        raise _incompatible(target, drafter, _vocabulary_difference(ours, theirs))
-    for role in ("bos_token", "eos_token", "unk_token"):  # padding is never decoded
-        own, other = getattr(target.tokenizer, role), getattr(drafter.tokenizer, role)
-        if own != other:
-            raise _incompatible(target, drafter, f"{role} is {own!r} against {other!r}")
-    needed = max(ours.values(), default=-1) + 1
-    for model in (target, drafter):
-        if model.vocab_size < needed:
-            raise _incompatible(
-                target, drafter, f"{model.name} has {model.vocab_size} logits for {needed} tokens"
-            )
-
-
-def _vocabulary_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
-    """Sizes, and the first token, in the order of the target's ids, that the two number differently."""
-    said = "" if len(ours) == len(theirs) else f"{len(ours)} tokens against {len(theirs)}; "
-    here = [(number, token) for token, number in ours.items() if theirs.get(token) != number]
-    there = [(number, token) for token, number in theirs.items() if ours.get(token) != number]
-    _, token = min(here or there)
-    own, other = (
-        f"id {vocabulary[token]}" if token in vocabulary else "absent" for vocabulary in (ours, theirs)
-    )
-    return f"{said}the first difference is {token!r}, {own} against {other}"
-
-
-def _incompatible(target: LanguageModel, drafter: LanguageModel, difference: str) -> UsageError:
-    return UsageError(
-        f"The drafter {drafter.name} cannot draft for {target.name}, their tokenizers differ: {difference}.",
-        "Choose a drafter with the target's tokenizer, or one that needs no model, such as ngram or lookup.",
-    )

@@ -12,7 +12,7 @@ import torch
 from specbench.backends.torch.caches import CacheKind, make_cache
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
-from specbench.backends.torch.kernels.surgery import holds, pack_linears, quantise_linears
+from specbench.backends.torch.kernels.surgery import holds, pack_linears, quantise_linears, trim_head
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter
 from specbench.drafters.cascade import CascadeDrafter
@@ -24,17 +24,18 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
+from specbench.drafters.translate import TranslatingDrafter
 from specbench.errors import RunError, UsageError
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
 from specbench.models.load import (
     LanguageModel,
     Progress,
-    check_compatible,
     check_options,
     load_config,
     load_model,
     wrap_model,
 )
+from specbench.models.pairing import translation_of
 from specbench.options import LoadOptions, ModelOptions
 from specbench.specs.drafters import (
     Cascade,
@@ -307,20 +308,26 @@ def wrap_drafter(
 ) -> ModelDrafter:
     """A drafter of a loaded model; its linear layers are quantised or packed in place.
 
+    With another tokenizer than the target's it drafts the tokens that both have, and its head is cut to these.
+
     Args:
-        language_model: The drafter; its tokenizer must be the target's.
+        language_model: The drafter.
         target: What it drafts for.
         cache: The kind of its own cache.
         int8: Quantise if it is on a CPU. (Always done if the model was loaded with the dtype "int8".)
 
     Raises:
-        UsageError: The tokenizers differ.
+        UsageError: The tokenizers share too few tokens, or the head cannot be cut.
     """
-    check_compatible(target.language_model, language_model)
+    translation = translation_of(target.language_model, language_model)
     model = language_model.model
     fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
     dtype = language_model.dtype
+    places = None
+    if translation is not None:
+        places = torch.tensor(sorted(translation.shared))
+        _cut_head(language_model, [translation.shared[token] for token in places.tolist()])
     if language_model.quantise_int8 or (int8 and model.device.type == "cpu"):
         quantise_linears(model, alike=False)
         dtype = "int8"
@@ -332,8 +339,25 @@ def wrap_drafter(
         vocab_size=target.vocab_size,
         context_limit=language_model.context_limit,
         output_device=target.scorer.device,
+        places=places,
     )
-    return ModelDrafter(scorer, f"{language_model.name} ({dtype})")
+    name = f"{language_model.name} ({dtype})"
+    return (
+        ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
+    )
+
+
+def _cut_head(language_model: LanguageModel, rows: Sequence[int]) -> None:
+    """Leave these logits of a model alone; nothing happens where there are no others any more."""
+    if language_model.head_rows == tuple(rows):
+        return
+    if language_model.head_rows is not None:
+        raise UsageError(
+            f"The head of {language_model.name} was cut to other tokens, for another target.",
+            "Load the drafter once for each target.",
+        )
+    trim_head(language_model.model, torch.tensor(rows, device=language_model.model.device))
+    language_model.head_rows = tuple(rows)
 
 
 def choice_key(target: Target) -> ChoiceKey:
@@ -460,7 +484,7 @@ def prepare(
         make_cache(kind, config)  # refuses what it cannot hold
         for own in dict.fromkeys(model for spec in drafters for model in spec.own_models):
             loaded[own] = load(own, options.drafter)
-            check_compatible(language_model, loaded[own])
+            translation_of(language_model, loaded[own])  # or the refusal
         beforehand(language_model)
     ready = _prepare_target(language_model, kind)
     if bit_exact:

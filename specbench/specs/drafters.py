@@ -428,7 +428,10 @@ class SmallModel(DrafterSpec):
     """A model of its own."""
 
     word = "MODEL"
-    summary = "A small model with the target's tokenizer: hub id, folder, .gguf file or built-in name."
+    summary = (
+        "A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one"
+        " it drafts the tokens that both have."
+    )
     probabilities = "yes"
     trees = True
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceTokens", "Scorer"]
 
+_SPREAD_ROWS = 16
+"""Rows of logits that are spread out in memory taken at once: those of most steps."""
+
 
 class DeviceTokens(Sequence[int]):
     """Token ids that stay on their device until somebody reads one: only that waits for the device."""
@@ -81,6 +84,9 @@ class Scorer:
         context_limit: The longest context the model can read, in tokens; ``None`` for no limit.
         output_device: Where the logits go; ``None`` for the device of the input embeddings. (A drafter's distributions
             have to lie beside the target's, and a model spread over devices ends on another one than it began on.)
+        places: By the model's logits, the places of ``vocab_size`` they belong to, int64; all others are -inf. Such
+            rows hold until ``begin`` or ``keep`` is called, and lie in memory that is used again: it is -inf already.
+            ``None``: the first is the first.
 
     Attributes:
         epoch: Contexts begun so far.
@@ -94,6 +100,7 @@ class Scorer:
         vocab_size: int | None = None,
         context_limit: int | None = None,
         output_device: torch.device | None = None,
+        places: torch.Tensor | None = None,
     ) -> None:
         self.model = model
         self.epoch = 0
@@ -104,6 +111,9 @@ class Scorer:
         self.device = weight.device
         self.output_device = output_device or self.device
         self.vocab_size = vocab_size
+        self.places = None if places is None else places.to(self.output_device)
+        self._spread_rows = torch.empty(0, 0)
+        self._spread = 0  # of these rows so many are taken
         self.embeddings = weight.shape[0]
         self._change = change_of_rotation(model.config)
         self._pass = choose_pass(model, self.cache, shared=not isinstance(cache, str))
@@ -114,6 +124,7 @@ class Scorer:
     def begin(self) -> None:
         """Start on a new context. Whoever changed the model did so before."""
         self.epoch += 1
+        self._spread = 0
         self.cache.reset()
 
     @cached_property
@@ -249,6 +260,7 @@ class Scorer:
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back, see ``decoding.protocols.Scorer``: what is kept of the last draft closes up behind its context."""
+        self._spread = 0
         root = self._root
         held = bisect_left(path, self.cache.length - root)
         if held < len(path):  # a drafter has not read its last draft, nor what was verified beside its drafts
@@ -286,12 +298,24 @@ class Scorer:
         return Rows(self._fit(logits.to(self.output_device)), hidden)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.places is not None:
+            return self._spread_out(logits, self.places)
         width = logits.shape[-1]
         if self.vocab_size is None or width == self.vocab_size:
             return logits
         if width > self.vocab_size:
             return logits[..., : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
+
+    def _spread_out(self, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        rows = len(logits)
+        if self._spread + rows > len(self._spread_rows) or self._spread_rows.dtype != logits.dtype:
+            shape = max(rows, _SPREAD_ROWS), self.vocab_size or int(places.max()) + 1
+            self._spread_rows = logits.new_full(shape, float("-inf"))
+            self._spread = 0
+        out = self._spread_rows[self._spread : self._spread + rows]
+        self._spread += rows
+        return out.index_copy_(-1, places, logits)
 
 
 def _joined(parts: Sequence[Rows], rows: int) -> Rows:

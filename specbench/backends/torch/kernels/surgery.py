@@ -35,6 +35,7 @@ __all__ = [
     "pack_linears",
     "quantise_linears",
     "rounds_to_int8",
+    "trim_head",
 ]
 
 _LARGE_MODEL = 1 << 23
@@ -164,6 +165,26 @@ def quantise_linears(model: PreTrainedModel, *, alike: bool = True) -> bool:
         alike: See ``Int8Linear``.
     """
     return _replace(model, partial(Int8Linear, alike=alike), lambda _: True)
+
+
+def trim_head(model: PreTrainedModel, rows: torch.Tensor) -> None:
+    """Let a model compute some of its logits alone, in the order of ``rows``, int64. Its embeddings stay whole.
+
+    Raises:
+        UsageError: Its head is no plain linear layer, or int8 already.
+    """
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
+    if not isinstance(head, nn.Linear | PackedLinear) or "forward" in vars(head):
+        raise UsageError(
+            "The drafter's head cannot be cut to some tokens: it is no plain linear layer.",
+            "Load the drafter anew and without a device map, or choose another one.",
+        )
+    trimmed = nn.Linear(head.in_features, len(rows), head.bias is not None, device="meta")
+    trimmed.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
+    if head.bias is not None:
+        trimmed.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+    untyped.set_output_embeddings(trimmed)
 
 
 def holds(model: nn.Module, kind: type[nn.Module]) -> bool:

@@ -1,0 +1,140 @@
+"""A drafter with another tokenizer than the target's: it drafts the tokens that both vocabularies have.
+
+Token-level intersection (TLI; Timor et al. 2025, arXiv 2502.05202): with I the tokens that stand for the same bytes in
+both vocabularies, the drafter draws from q'(x) = q(x) / sum over I of q on I, and from nothing elsewhere. That is a
+distribution over the target's tokens like any other, so the usual verdict keeps the target's own at any temperature.
+
+The drafter reads the context in its own tokens. Those in I are exchanged one for one. What stands between them is
+spelled anew, as bytes, by the drafter's tokenizer. As such a stretch grows its spelling may change, so after every step
+the drafter's cache is rolled back to the last token in I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.clocks import Clock
+from specbench.decoding.protocols import Pass
+from specbench.drafters.model import ModelDrafter
+
+__all__ = ["TranslatingDrafter", "Translation", "longest_matches"]
+
+
+@dataclass(frozen=True, eq=False)
+class Translation:
+    """From a target's token ids to a drafter's.
+
+    Attributes:
+        shared: The drafter's id by the target's, for the tokens both have; no id of either stands there twice.
+        spelled: The bytes of the target's other tokens by their ids; those that are not named stand for nothing.
+        spell: The drafter's ids for bytes.
+        first: What the drafter's texts begin with; ``None`` for nothing.
+        tokens: How many tokens the target's vocabulary has.
+    """
+
+    shared: Mapping[int, int]
+    spelled: Mapping[int, bytes]
+    spell: Callable[[bytes], list[int]]
+    first: int | None
+    tokens: int
+
+    def ids(self, tokens: Sequence[int]) -> list[int]:
+        """The drafter's ids for a stretch of the target's."""
+        found: list[int] = []
+        run = b""
+        for token in tokens:
+            own = self.shared.get(token)
+            if own is None:
+                run += self.spelled.get(token, b"")
+                continue
+            if run:
+                found += self.spell(run)
+                run = b""
+            found.append(own)
+        return found + self.spell(run) if run else found
+
+
+def longest_matches(text: bytes, vocabulary: Mapping[bytes, int]) -> list[int]:
+    """Ids of the longest tokens that spell a text from left to right; bytes that none begins with are left out."""
+    longest = max(map(len, vocabulary), default=0)
+    ids: list[int] = []
+    place = 0
+    while place < len(text):
+        ends = range(min(len(text), place + longest), place, -1)
+        end = next((end for end in ends if text[place:end] in vocabulary), None)
+        if end is not None:
+            ids.append(vocabulary[text[place:end]])
+        place = end or place + 1
+    return ids
+
+
+class TranslatingDrafter(ModelDrafter):
+    """Drafts with a model that has another tokenizer. Chains only.
+
+    Args:
+        scorer: The model. It reads its own tokens, and its logits are those of the target's (``Scorer.places``).
+        name: How the command line names it.
+        translation: From the target's tokens to the model's.
+        clock: See ``ModelDrafter``.
+    """
+
+    takes_trees = False
+
+    def __init__(
+        self, scorer: Scorer, name: str, translation: Translation, clock: Clock | None = None
+    ) -> None:
+        super().__init__(scorer, name, clock)
+        self.translation = translation
+        self._forget()
+
+    def _forget(self) -> None:
+        self._settled: list[int] = []  # the model's ids for the context as far as they will never change
+        if self.translation.first is not None:
+            self._settled.append(self.translation.first)
+        self._context: Sequence[int] = ()
+        self._read = 0  # how many of the context's tokens that are
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        super().begin(prompt)
+        self._forget()
+
+    def _ids(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
+        """The model's ids for the context, which only grows, and a draft behind it."""
+        self._settle(context)
+        return self._settled + self.translation.ids([*context[self._read :], *drafted])
+
+    def _settle(self, context: Sequence[int]) -> None:
+        """Translate the context up to its last token that both vocabularies have."""
+        for place in range(len(context) - 1, self._read - 1, -1):
+            if context[place] in self.translation.shared:
+                self._settled += self.translation.ids(context[self._read : place + 1])
+                self._read = place + 1
+                return
+
+    def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> Pass:
+        ids = self._ids(context, drafted)
+        if self.scorer.cache.length >= len(ids):  # at least one is fed
+            try:
+                self.scorer.keep(len(ids) - 1)
+            except ValueError:  # a window that has given up what would be needed
+                self.scorer.cache.reset()
+        return Pass(self.scorer, ids, rows=1)
+
+    def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
+        limit = self.scorer.context_limit
+        length = len(self._ids(context, drafted))
+        return length > 0 and (limit is None or length <= limit)
+
+    def _length(self, context: Sequence[int]) -> int:
+        return len(self._ids(context, ()))
+
+    def commit(self, context: Sequence[int], emitted: int, logits: object) -> None:
+        self._context = context
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        """Keep what is settled: behind it the spelling may yet change. Between two passes of a step it does not, for
+        what the model drafts is shared."""
+        self._settle(self._context[:length])
+        self.scorer.keep(len(self._settled))

@@ -1,0 +1,182 @@
+"""What a drafter's tokens are to a target: the same, or others of which some stand for the same bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from specbench.decoding.stops import special_tokens
+from specbench.drafters.translate import Translation, longest_matches
+from specbench.errors import UsageError
+from specbench.models.load import LanguageModel, end_of_turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["token_bytes", "translation_of"]
+
+_LEAST_SHARED = 0.03
+"""A drafter that has a smaller share of the target's tokens can hardly draft."""
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""How SentencePiece spells a byte that is a token."""
+
+_SPELLINGS = 4096
+"""Stretches of text whose spelling is remembered."""
+
+
+def translation_of(target: LanguageModel, drafter: LanguageModel) -> Translation | None:
+    """From the target's tokens to a drafter's; ``None`` if they are the same.
+
+    Logits padded to different widths are no difference. Without both tokenizers only the widths are compared.
+
+    Raises:
+        UsageError: The two share too few tokens, or nothing is known of them.
+    """
+    if target.tokenizer is None or drafter.tokenizer is None:
+        if target.vocab_size != drafter.vocab_size:
+            raise _incompatible(
+                target,
+                drafter,
+                f"{target.vocab_size} logits against {drafter.vocab_size}, and no tokenizer to compare",
+            )
+        return None
+    vocabulary = target.tokenizer.get_vocab()
+    if vocabulary == drafter.tokenizer.get_vocab():
+        needed = max(vocabulary.values(), default=-1) + 1
+        for model in (target, drafter):
+            if model.vocab_size < needed:
+                raise _incompatible(
+                    target, drafter, f"{model.name} has {model.vocab_size} logits for {needed} tokens"
+                )
+        return None
+    return _translation(target, drafter, target.tokenizer, drafter.tokenizer)
+
+
+def _translation(
+    target: LanguageModel, drafter: LanguageModel, ours: PreTrainedTokenizerBase, theirs: Any
+) -> Translation:
+    own, other = token_bytes(ours), token_bytes(theirs)
+    for model, found in ((target, own), (drafter, other)):
+        if not found:
+            raise _incompatible(
+                target,
+                drafter,
+                f"the tokenizers differ, and it is not known what bytes {model.name}'s stand for",
+            )
+    specials, first = _special_pairs(ours, theirs), _by_bytes(other)
+    shared = specials | {token: first[text] for text, token in _by_bytes(own).items() if text in first}
+    shared = {
+        token: twin
+        for token, twin in shared.items()
+        if token < target.vocab_size and twin < drafter.vocab_size
+    }
+    ordinary = len(shared.keys() - specials.keys())
+    if ordinary < _LEAST_SHARED * len(own):
+        raise _incompatible(
+            target, drafter, f"of the target's {len(own)} tokens the drafter has {ordinary or 'none'}"
+        )
+    silent = (ours.bos_token, ours.eos_token, ours.pad_token, ours.unk_token)
+    named = {token: name.encode() for name, token in special_tokens(ours).items() if name not in silent}
+    return Translation(shared, own | named, _speller(theirs, other), _first(theirs), len(own))
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """The bytes that tokens stand for, by id, special ones left out; empty if that is not known.
+
+    Known are byte-level vocabularies (GPT-2's alphabet, in which a blank is Ġ) and SentencePiece's (in which it is ▁,
+    and rare bytes are tokens of their own). These come last: what has a token beside its bytes is written with that.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = None if backend is None else backend.decoder
+    kind = "" if decoder is None else decoder.__getstate__().decode()
+    read: Callable[[str], bytes | None]
+    if '"ByteLevel"' in kind:
+        read = _byte_level
+    elif '"Metaspace"' in kind or "▁" in kind:
+        read = _sentence_piece
+    else:
+        return {}
+    special = set(special_tokens(tokenizer).values())
+    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    pieces = [item for item in tokenizer.get_vocab().items() if item[1] not in special]
+    pieces.sort(key=lambda item: (_BYTE.fullmatch(item[0]) is not None, item[1]))
+    found = {number: added[number].encode() if number in added else read(piece) for piece, number in pieces}
+    return {number: text for number, text in found.items() if text}
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones stand for themselves, the others for 256 and up in turn."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _alphabet()
+
+
+def _byte_level(piece: str) -> bytes | None:
+    try:
+        return bytes(_ALPHABET[character] for character in piece)
+    except KeyError:
+        return None
+
+
+def _sentence_piece(piece: str) -> bytes:
+    byte = _BYTE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+
+
+def _by_bytes(tokens: Mapping[int, bytes]) -> dict[bytes, int]:
+    """One token for each spelling: where there are several, the first."""
+    found: dict[bytes, int] = {}
+    for token, text in tokens.items():
+        found.setdefault(text, token)
+    return found
+
+
+def _special_pairs(ours: Any, theirs: Any) -> dict[int, int]:
+    """Special tokens by what they are for, and then by their names."""
+    own, other = special_tokens(ours), special_tokens(theirs)
+    named = {number: other[name] for name, number in own.items() if name in other}
+    roles: tuple[tuple[Any, Any], ...] = (
+        (ours.eos_token_id, theirs.eos_token_id),
+        (end_of_turn(ours), end_of_turn(theirs)),
+        (ours.bos_token_id, theirs.bos_token_id),
+    )
+    pairs: dict[int, int] = {}
+    for token, twin in (*((token, named.get(token, twin)) for token, twin in roles), *named.items()):
+        if None not in (token, twin) and token not in pairs and twin not in pairs.values():
+            pairs[token] = twin
+    return pairs
+
+
+def _first(tokenizer: Any) -> int | None:
+    """The token that this tokenizer puts before a text; ``None`` if it puts none."""
+    begin = tokenizer.bos_token_id
+    return begin if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else None
+
+
+def _speller(tokenizer: Any, tokens: Mapping[int, bytes]) -> Callable[[bytes], list[int]]:
+    """Spells bytes as the tokenizer does, or by longest matches where it would not give back the same bytes."""
+    vocabulary = _by_bytes(tokens)
+
+    @lru_cache(_SPELLINGS)
+    def spelled(text: bytes) -> list[int]:
+        try:
+            ids = [int(token) for token in tokenizer(text.decode(), add_special_tokens=False)["input_ids"]]
+        except UnicodeDecodeError:  # a character is not complete yet
+            return longest_matches(text, vocabulary)
+        same = b"".join(tokens.get(token, b"") for token in ids) == text
+        return ids if same else longest_matches(text, vocabulary)
+
+    return spelled
+
+
+def _incompatible(target: LanguageModel, drafter: LanguageModel, difference: str) -> UsageError:
+    return UsageError(
+        f"The drafter {drafter.name} cannot draft for {target.name}: {difference}.",
+        "Choose a drafter with the target's tokenizer, or one that needs no model, such as ngram or lookup.",
+    )

@@ -1,0 +1,317 @@
+"""Drafters with another tokenizer: what is shared, how a context is read, and that outputs stay the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
+from test_exact import NEW, PROMPT, SAMPLINGS, TARGET, VOCAB, largest_gap, target_distribution
+from tiny import SPECIAL_TOKENS, WORDS, tiny_language_model, tiny_llama, tiny_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.records import Prefill
+from specbench.decoding.sampling import Multinomial, Sampling
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.drafters.translate import TranslatingDrafter, Translation, longest_matches
+from specbench.errors import UsageError
+from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.lengths import FixedLength
+from specbench.models.load import LanguageModel, wrap_model
+from specbench.models.pairing import token_bytes, translation_of
+from specbench.models.prepare import Target, wrap_drafter, wrap_target
+from specbench.specs.drafters import Lookup
+
+TEXT = "the otter is in the sea — émoji 🦦 and another thing"
+UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
+
+
+def other_words(*words: str, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> PreTrainedTokenizerFast:
+    """``tiny_tokenizer`` with other words: other numbers for what is the same, and tokens that are missing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiny.WORDS", words)
+        return tiny_tokenizer(special_tokens=special_tokens)
+
+
+def sentence_piece(*words: str) -> PreTrainedTokenizerFast:
+    """A vocabulary as SentencePiece writes it: ▁ for blanks, and bytes as tokens."""
+    pieces = [UNKNOWN, BEGIN, END, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", *words]
+    backend = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[],
+            unk_token=UNKNOWN,
+            byte_fallback=True,
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens([AddedToken(token, special=True) for token in (UNKNOWN, BEGIN, END)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=BEGIN, eos_token=END, unk_token=UNKNOWN
+    )
+
+
+def language_model(tokenizer: PreTrainedTokenizerFast, seed: int = 1, **options: Any) -> LanguageModel:
+    return wrap_model(tiny_llama(seed, vocab_size=len(tokenizer), **options), tokenizer, name="other")
+
+
+def between(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> Translation:
+    found = translation_of(language_model(ours), language_model(theirs))
+    assert found is not None
+    return found
+
+
+def spelling(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> bytes:
+    known = token_bytes(tokenizer)
+    return b"".join(known[token] for token in ids)
+
+
+# -- what is shared ----------------------------------------------------------------------------------
+
+
+def test_tokens_with_the_same_bytes_are_shared_and_no_id_twice() -> None:
+    ours, theirs = tiny_tokenizer(), other_words("the", "Ġan", "ing")
+    shared = between(ours, theirs).shared
+    own, other = ours.get_vocab(), theirs.get_vocab()
+    assert shared[own["the"]] == other["the"]
+    assert own["tion"] not in shared
+    assert len(set(shared.values())) == len(shared)
+    assert {own[piece] for piece in own.keys() & other.keys()} == shared.keys()
+
+
+def test_blanks_and_bytes_are_spelled_in_two_ways() -> None:
+    ours, theirs = tiny_tokenizer(), sentence_piece("▁the", "▁is")
+    shared = between(ours, theirs).shared
+    own, other = ours.get_vocab(), theirs.get_vocab()
+    assert shared[own["Ġthe"]] == other["▁the"]
+    assert shared[own["Ġ"]] == other["▁"]
+    assert shared[own["a"]] == other["a"], "a token beside its byte is written with that"
+    assert shared[own["b"]] == other["<0x62>"]
+    assert shared[own["Ċ"]] == other["<0x0A>"]
+    assert other["<0x61>"] not in shared.values()
+    back = between(theirs, ours).shared
+    assert back[other["▁the"]] == own["Ġthe"]
+    assert other["<0x61>"] not in back
+
+
+def test_special_tokens_are_shared_by_what_they_are_for() -> None:
+    ours, theirs = tiny_tokenizer(), sentence_piece("▁the")
+    assert between(ours, theirs).shared[ours.get_vocab()[SPECIAL_TOKENS[0]]] == theirs.eos_token_id
+    renamed = other_words(*WORDS, special_tokens=("<end>", "<|im_end|>", "<|im_start|>"))
+    shared = between(ours, renamed).shared
+    for name, twin in zip(SPECIAL_TOKENS, ("<end>", "<|im_start|>", "<|im_end|>"), strict=True):
+        assert shared[ours.get_vocab()[name]] == renamed.get_vocab()[twin]
+
+
+def test_special_tokens_are_no_text() -> None:
+    ours = other_words(*WORDS, special_tokens=("<x>", "<|im_start|>"))
+    theirs = other_words("the", special_tokens=("<y>",))
+    translation = between(ours, theirs)
+    start = ours.get_vocab()["<|im_start|>"]
+    assert start not in translation.shared
+    assert spelling(theirs, translation.ids([start])) == b"<|im_start|>"
+
+
+def test_the_same_vocabulary_needs_no_translation_whatever_ends_a_text() -> None:
+    other = tiny_tokenizer()
+    other.eos_token = "<|im_end|>"
+    assert translation_of(tiny_language_model(), tiny_language_model(tokenizer=other)) is None
+
+
+def test_logits_that_are_not_there_are_not_shared() -> None:
+    narrow = tiny_language_model(tokenizer=other_words("the"), vocab_size=200)
+    translation = translation_of(tiny_language_model(), narrow)
+    assert translation is not None
+    assert max(translation.shared.values()) < 200
+
+
+def test_too_little_in_common() -> None:
+    many = [
+        f"Ġ{first}{second}{third}" for first in "abcdefghij" for second in "abcdefghij" for third in "xyz"
+    ]
+    large = other_words(*WORDS, *many)
+    small = sentence_piece()
+    few = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"the": 0})))
+    with pytest.raises(UsageError, match="not known what bytes other's stand for"):
+        between(large, few)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specbench.models.pairing._LEAST_SHARED", 0.9)
+        with pytest.raises(UsageError, match=r"of the target's \d+ tokens the drafter has 25\d"):
+            between(large, small)
+
+
+# -- how a context is read ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theirs", [other_words("the", "Ġanother", "Ġsea"), sentence_piece("▁the", "▁sea")])
+def test_a_context_has_the_same_bytes_in_both(theirs: PreTrainedTokenizerFast) -> None:
+    ours = tiny_tokenizer()
+    ids = ours(TEXT)["input_ids"]
+    assert spelling(theirs, between(ours, theirs).ids(ids)) == TEXT.encode()
+
+
+def test_characters_that_are_not_complete_are_spelled_by_their_bytes() -> None:
+    ours, theirs = other_words("the", "ðŁ¦¦"), other_words("and")
+    translation = between(ours, theirs)
+    otter = ours("🦦")["input_ids"]
+    assert translation.ids(otter) == theirs("🦦")["input_ids"]
+    assert longest_matches(b"abcab", {b"a": 1, b"ab": 2, b"c": 3}) == [2, 3, 2]
+    assert longest_matches(b"axb", {b"a": 1, b"b": 2}) == [1, 2]
+
+
+def test_a_text_begins_as_the_drafter_s_texts_do() -> None:
+    theirs = sentence_piece("▁the")
+    assert between(tiny_tokenizer(), theirs).first is None
+    backend = theirs.backend_tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    backend.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", theirs.bos_token_id)]
+    )
+    assert between(tiny_tokenizer(), theirs).first == theirs.bos_token_id
+
+
+# -- real models -------------------------------------------------------------------------------------
+
+
+def pair(theirs: PreTrainedTokenizerFast, **options: Any) -> tuple[Target, ModelDrafter]:
+    target = wrap_target(tiny_llama(0), tiny_tokenizer())
+    return target, wrap_drafter(language_model(theirs, **options), target)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
+def test_greedy_outputs_are_those_of_plain_decoding(cache: Any) -> None:
+    target = wrap_target(tiny_llama(0), tiny_tokenizer())
+    drafter = wrap_drafter(language_model(other_words("the", "Ġan", "er")), target, cache=cache)
+    assert isinstance(drafter, TranslatingDrafter)
+    plain = autoregressive_generate(TEXT, target, max_new_tokens=40, ignore_eos=True)
+    for each in (drafter, CascadeDrafter(LookupDrafter(Lookup(None, 1, before_model=True)), drafter)):
+        found = speculative_generate(TEXT, target, each, gamma=4, max_new_tokens=40, ignore_eos=True)
+        assert found.token_ids == plain.token_ids
+        assert any(step.drafted for step in found.steps)
+
+
+@pytest.mark.parametrize("sampling", [None, Multinomial()])
+def test_a_model_with_its_tokens_renumbered_drafts_for_itself(sampling: Sampling | None) -> None:
+    """Everything is accepted: what it reads and drafts is what the target would."""
+    ours = tiny_tokenizer()
+    theirs = tiny_tokenizer(special_tokens=[*SPECIAL_TOKENS, "<more>"][::-1])
+    target = wrap_target(tiny_llama(0), ours)
+    twin = tiny_llama(0, vocab_size=len(theirs))
+    order = [theirs.convert_tokens_to_ids(ours.convert_ids_to_tokens(i)) for i in range(len(ours))]
+    source, copy = tiny_llama(0).state_dict(), twin.state_dict()
+    for name, tensor in copy.items():
+        if tensor.shape == source[name].shape:
+            tensor.copy_(source[name])
+        else:
+            tensor[order] = source[name]
+    drafter = wrap_drafter(wrap_model(twin, theirs, name="twin"), target)
+    assert isinstance(drafter, TranslatingDrafter)
+    found = speculative_generate(
+        TEXT, target, drafter, gamma=4, max_new_tokens=40, ignore_eos=True, sampling=sampling
+    )
+    assert [step.accepted for step in found.steps[:-1]] == [4] * (len(found.steps) - 1)
+
+
+def test_the_cache_holds_what_a_fresh_reading_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every step, with tokens that only one of the two has."""
+    target, drafter = pair(other_words("the", "Ġan"))
+    assert isinstance(drafter, TranslatingDrafter)
+    fresh = Scorer(drafter.scorer.model, "none")
+    asked: list[tuple[list[int], torch.Tensor]] = []
+    score = drafter.scorer.score
+
+    def noted(each: Any) -> Any:
+        rows = score(each)
+        asked.append((list(each.context), rows.logits[:, drafter.scorer.places].clone()))
+        return rows
+
+    monkeypatch.setattr(drafter.scorer, "score", noted)
+    prompt = target.tokenizer("the tion of the ing and tion")["input_ids"]  # type: ignore[misc]
+    cascade = CascadeDrafter(LookupDrafter(Lookup(None, 1, before_model=True)), drafter)
+    speculative_generate(prompt, target, cascade, gamma=3, max_new_tokens=40, ignore_eos=True)
+    assert len(asked) > 5
+    for context, logits in asked:
+        torch.testing.assert_close(logits, fresh.logits(context, rows=1), rtol=1e-4, atol=1e-4)
+
+
+def test_it_stops_at_its_own_context_limit() -> None:
+    target, drafter = pair(other_words("the"), context=30)
+    plain = autoregressive_generate("the thing", target, max_new_tokens=60, ignore_eos=True)
+    found = speculative_generate("the thing", target, drafter, gamma=4, max_new_tokens=60, ignore_eos=True)
+    assert found.token_ids == plain.token_ids
+    assert found.steps[0].drafted
+    assert not found.steps[-1].drafted
+
+
+def test_a_head_is_cut_once() -> None:
+    target = wrap_target(tiny_llama(0), tiny_tokenizer())
+    model = language_model(other_words("the", "Ġan"))
+    first, again = wrap_drafter(model, target), wrap_drafter(model, target)
+    assert first.draftable == again.draftable
+    assert model.model.get_output_embeddings().out_features == len(first.draftable or ())
+    other = wrap_target(tiny_llama(0, vocab_size=300), other_words("Ġan", "er"))
+    with pytest.raises(UsageError, match="was cut to other tokens"):
+        wrap_drafter(model, other)
+
+
+# -- exact -------------------------------------------------------------------------------------------
+
+
+class MappedScorer(ScriptedScorer):
+    """A scripted drafter of five tokens of its own, three of which are the target's."""
+
+    places = torch.tensor([0, 2, 3])
+
+    def score(self, asked: Any) -> Any:
+        rows = super().score(asked)
+        assert [token for token, _ in self.cache.entries] == list(asked.context), (
+            "an old spelling is still there"
+        )
+        spread = torch.full((len(rows.logits), VOCAB), -torch.inf)
+        return rows._replace(logits=spread.index_copy_(1, self.places, rows.logits[:, [4, 0, 2]]))
+
+
+def spell(text: bytes) -> list[int]:
+    """Two in a row have a token of their own, so that a spelling changes as it grows."""
+    return [3] * (len(text) // 2) + [1] * (len(text) % 2)
+
+
+TRANSLATION = Translation({0: 4, 2: 0, 3: 2}, {1: b"x"}, spell, None, VOCAB)
+
+
+def drafted_by_another(sampling: Sampling, gamma: int) -> dict[tuple[int, ...], float]:
+    def run(random: Any) -> tuple[int, ...]:
+        drafter = TranslatingDrafter(MappedScorer(random_table(2, 5), 5), "mapped", TRANSLATION)  # type: ignore[arg-type]
+        tokens: list[int] = []
+        for record in decode_steps(
+            PROMPT,
+            ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache()),
+            drafter,
+            policy=FixedLength(gamma),
+            sampling=sampling,
+            random=random,
+            max_new_tokens=NEW,
+        ):
+            new = [record.token] if isinstance(record, Prefill) else record.tokens
+            tokens += [token for token in new if token is not None]
+        return tuple(tokens)
+
+    return enumerate_outcomes(run)
+
+
+@pytest.mark.parametrize("name", ["multinomial", "nucleus", "repetition penalty"])
+def test_the_output_distribution_is_the_targets(name: str) -> None:
+    found = drafted_by_another(SAMPLINGS[name], 2)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    assert largest_gap(found, target_distribution(SAMPLINGS[name])) < 1e-6
