@@ -284,7 +284,7 @@ class MappedScorer(ScriptedScorer):
 
 def spell(text: bytes) -> list[int]:
     """Two in a row have a token of their own, so that a spelling changes as it grows."""
-    return [3] * (len(text) // 2) + [1] * (len(text) % 2)
+    return [1] * (len(text) % 2) + [3] * (len(text) // 2)
 
 
 TRANSLATION = Translation({0: 4, 2: 0, 3: 2}, {1: b"x"}, spell, None, VOCAB)
