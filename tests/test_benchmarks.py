@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,21 @@ import overhead
 import parts
 import passes
 import pytest
+import torch
+import verdicts
 import vs_transformers
+from scripted import enumerate_outcomes
 from scripted_engine import TARGET, ScriptedEngine
-from tiny import tiny_llama
+from tiny import save_tiny, tiny_llama
 
 from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config
 from specbench.bench.prompts import load_prompts
+from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.verdicts import METHODS, Method, without_replacement
 from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
 from specbench.results.store import load_results
@@ -331,3 +337,49 @@ def test_a_setting_or_peer_that_is_none_is_refused(arguments: list[str]) -> None
     with pytest.raises(SystemExit) as stopped:
         vs_transformers.parse(arguments)
     assert stopped.value.code == 2
+
+
+# --- Verdicts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_verdict_expects_to_keep_is_what_it_keeps(seed: int) -> None:
+    """Against the verdicts themselves, over all tosses of a drawn tree."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (torch.randn(6, 4, generator=generator).mul(1.5).softmax(-1) for _ in range(2))
+    for parents in ((-1, 0, 1), (-1, -1, 0, 0, 1)):
+        tree, random = GrowingTree(), Randomness(seed)
+        for node in range(-1, len(parents)):
+            children = parents.count(node)
+            if children:
+                tree.add(node, without_replacement(q[node + 1], children, random), q[node + 1])
+        draft = tree.draft()
+        for way in ("naive", "recursive", "traversal"):
+            found = enumerate_outcomes(partial(_kept_by, METHODS[way], draft, p))
+            expected = sum(length * weight for (length,), weight in found.items())
+            rows = partial(_row, p)
+            assert verdicts.KEPT[way](draft, rows) == pytest.approx(expected, abs=1e-5)
+
+
+def _row(p: torch.Tensor, node: int) -> torch.Tensor:
+    return p[node + 1]
+
+
+def _kept_by(method: Method, draft: Draft, p: torch.Tensor, dice: Any) -> tuple[int]:
+    return (len(method.walk(draft, partial(_row, p), dice).path),)
+
+
+def test_verdicts_are_compared_on_the_same_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "target")
+    save_tiny(tmp_path / "small", seed=1, layers=1)
+    arguments = [
+        "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "small"), "--tokens", "12", "--gamma", "3",
+        "--drafter-dtype", "float32", "--tree", "static-tree:nodes=4,depth=2", "--out", str(tmp_path / "kept"),
+    ]  # fmt: skip
+    assert verdicts.main([*arguments, "--steps", "6"]) == 0
+    first = last_json(capsys)
+    assert verdicts.main([*arguments, "--steps", str(first["chain/steps"] + 1)]) == 0
+    more = last_json(capsys)
+    assert more["prompts"] > first["prompts"]
+    assert more["chain/block"]["ratio"] >= 1
+    assert more["tree/traversal"]["tokens_per_step"] > more["chain/rejection"]["tokens_per_step"] > 1

@@ -1,0 +1,223 @@
+"""How many tokens does each way to verify keep of the same drafts?
+
+    python benchmarks/verdicts.py --drafter self:layers=20 --steps 400
+    python benchmarks/verdicts.py --target FOLDER --drafter SMALL --drafter-dtype float32 --steps 5000 --out rows.jsonl
+
+Decodes prompts with chains and with trees, drawn without replacement. Every step's rows p and q give the number of
+tokens that each way *expects* to keep of that step's drafts, over all tosses: rejection and block of a chain, recursive
+and traversal of a tree, and naive of both, were they certain. So ways are compared on the same drafts, and no toss adds
+noise. Prints tokens per step (with the one behind the drafts) and the ratio to rejection or recursive, with 95%
+intervals over prompts; ends with one line of JSON. It goes on with what ``--out`` holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import parts
+import torch
+
+from specbench.bench.prompts import load_prompts
+from specbench.cli.options import DEFAULT_TARGET
+from specbench.decoding.clocks import Stopwatch
+from specbench.decoding.drafts import Draft
+from specbench.decoding.loop import decode
+from specbench.decoding.protocols import Asking, Pass
+from specbench.decoding.request import Request
+from specbench.decoding.sampling import Randomness, Sampling
+from specbench.generate import encode_prompt
+from specbench.lengths import build_policy
+from specbench.models.prepare import Target, load_drafter, load_target
+from specbench.options import LoadOptions
+from specbench.progress import quiet_transformers
+from specbench.results.stats import mean_interval
+
+TINY = torch.finfo(torch.float32).tiny
+Rows = Callable[[int], torch.Tensor]
+WAYS = {"chain": ("rejection", "block", "naive"), "tree": ("recursive", "traversal", "naive")}
+
+
+# --- Expected tokens of a draft, over all tosses --------------------------------------------------
+
+
+def kept_naive(draft: Draft, p: Rows, node: int = -1) -> float:
+    """Each node is kept with p of it, if the one before it is."""
+    return sum(
+        float(p(node)[draft.tokens[child]]) * (1 + kept_naive(draft, p, child))
+        for child in {each.node for each in draft.behind(node)}
+    )
+
+
+def kept_in_turn(draft: Draft, p: Rows, node: int = -1) -> float:
+    """Rejection, and of several candidates recursive rejection."""
+    candidates = draft.behind(node)
+    here, left, expected = p(node) if candidates else None, 1.0, 0.0
+    q: torch.Tensor | None = None
+    for child, drawn_from in candidates:
+        assert here is not None
+        assert drawn_from is not None
+        q = drawn_from if q is None else q
+        token = draft.tokens[child]
+        chance = min(1.0, float(here[token] / q[token].clamp_min(TINY)))
+        expected += left * chance * (1 + kept_in_turn(draft, p, child))
+        left *= 1 - chance
+        here, q = _normalised((here - q).clamp_min(0), here), _without(q, token)
+    return expected
+
+
+def kept_from_below(draft: Draft, p: Rows, node: int = -1, chance: float = 1.0) -> tuple[float, float]:
+    """Block and traversal verification.
+
+    Returns:
+        The chance that something of the branch is kept, this node at least, and the tokens behind this node that are
+        expected, counted as none where nothing is kept.
+    """
+    candidates = draft.behind(node)
+    here, failed, kept, expected = p(node) if candidates else None, 1.0, 0.0, 0.0
+    q: torch.Tensor | None = None
+    for child, drawn_from in candidates:
+        assert here is not None
+        assert drawn_from is not None
+        q = drawn_from if q is None else q
+        token = draft.tokens[child]
+        ratio = min(1.0, chance * float(here[token] / q[token].clamp_min(TINY)))
+        below, tokens = kept_from_below(draft, p, child, ratio)
+        kept += failed * below
+        expected += failed * (below + tokens)
+        failed *= 1 - below
+        rest = (chance * here - q).clamp_min(0)
+        total = float(rest.sum())
+        here, q = _normalised(rest, here), _without(q, token)
+        chance = total / (total + 1 - chance) if chance < 1 else 1.0
+    return kept + failed * chance, expected
+
+
+def _normalised(rest: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+    total = rest.sum()
+    return rest / total if float(total) > TINY else otherwise
+
+
+def _without(q: torch.Tensor, token: int) -> torch.Tensor:
+    rest = q.clone()
+    rest[token] = 0
+    return _normalised(rest, rest)
+
+
+KEPT: dict[str, Callable[[Draft, Rows], float]] = {
+    "naive": kept_naive,
+    "rejection": kept_in_turn,
+    "recursive": kept_in_turn,
+    "block": lambda draft, p: kept_from_below(draft, p)[1],
+    "traversal": lambda draft, p: kept_from_below(draft, p)[1],
+}
+
+
+# --- Recording ------------------------------------------------------------------------------------
+
+
+class Noted:
+    """A drafter whose latest draft can be looked at."""
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+        self.latest = Draft()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, *arguments: Any) -> Asking[Draft]:
+        self.latest = yield from self._drafter.propose(*arguments)
+        return self.latest
+
+    def propose_tree(self, *arguments: Any) -> Asking[Draft]:
+        self.latest = yield from self._drafter.propose_tree(*arguments)
+        return self.latest
+
+
+def judged(request: Request, drafter: Noted) -> Iterator[tuple[Draft, Rows]]:
+    """Every step's draft with the rows that judge it."""
+    decoding = decode(request, Stopwatch(None))
+    for each in decoding:
+        while isinstance(each, Pass):
+            rows = each.scorer.score(each)
+            if each.scorer is request.target and each.tokens:
+                p = request.sampling.probabilities(rows.logits, each.context)
+                yield drafter.latest, lambda node, p=p: p[node + 1]  # type: ignore[misc]
+            each = decoding.send(rows)
+
+
+def record(
+    target: Target, drafter: Noted, prompt: Sequence[int], args: argparse.Namespace, seed: int
+) -> dict[str, dict[str, float]]:
+    """Expected tokens per step of every way, summed over the steps of one prompt."""
+    found: dict[str, dict[str, float]] = {}
+    for shape, rule in (("chain", f"fixed:gamma={args.gamma}"), ("tree", args.tree)):
+        request = Request(
+            prompt, target.scorer, drafter, build_policy(rule), Sampling(temperature=args.temperature),
+            Randomness(seed), args.tokens,
+        )  # fmt: skip
+        sums = dict.fromkeys(WAYS[shape], 0.0)
+        count = 0
+        for draft, p in judged(request, drafter):
+            for way in sums:
+                sums[way] += 1 + KEPT[way](draft, p)
+            count += 1
+        found[shape] = {**sums, "steps": count}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default=DEFAULT_TARGET)
+    parser.add_argument("--drafter", default="self:int8")
+    parser.add_argument("--drafter-dtype", default="auto")
+    parser.add_argument("--gamma", type=int, default=8, help="length of chains")
+    parser.add_argument("--tree", default="static-tree:nodes=12", help="a rule that drafts trees")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--tokens", type=int, default=96, help="of each output")
+    parser.add_argument("--steps", type=int, default=400, help="of chains in all, at least")
+    parser.add_argument("--out", type=Path, help="keep finished prompts here, and go on with them")
+    args = parser.parse_args(arguments)
+
+    prompts = load_prompts(["all"])
+    settings = {key: str(value) for key, value in vars(args).items() if key not in ("out", "steps")}
+    kept = parts.Parts(args.out, settings)
+    with quiet_transformers():
+        target = load_target(args.target)
+        drafter = Noted(load_drafter(args.drafter, target, LoadOptions(dtype=args.drafter_dtype)))
+        while sum(part["chain"]["steps"] for part in kept.done) < args.steps:
+            number = len(kept.done)
+            prompt = prompts[(number * 7) % len(prompts)]
+            ids = encode_prompt(target.tokenizer, prompt.turns[0])
+            kept.add({"prompt": prompt.id, **record(target, drafter, ids, args, number)})
+            print(f"{number + 1}: {prompt.id}", file=sys.stderr, flush=True)
+    print(json.dumps(report(kept.done)))
+    return 0
+
+
+def report(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Print tokens per step by way, and their ratios to the first way of each shape over prompts."""
+    figures: dict[str, Any] = {"prompts": len(done)}
+    for shape, ways in WAYS.items():
+        steps = sum(part[shape]["steps"] for part in done)
+        print(f"{shape}: {steps} steps of {len(done)} prompts")
+        for way in ways:
+            mean = sum(part[shape][way] for part in done) / steps
+            ratios = [part[shape][way] / part[shape][ways[0]] for part in done]
+            ratio, interval = sum(ratios) / len(ratios), mean_interval(ratios)
+            shown = "" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
+            print(f"  {way:<10} {mean:6.3f} tokens per step, {ratio:.3f}{shown} x {ways[0]}")
+            figures[f"{shape}/{way}"] = {"tokens_per_step": mean, "ratio": ratio, "interval": interval}
+        figures[f"{shape}/steps"] = steps
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
