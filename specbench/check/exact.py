@@ -7,18 +7,38 @@ At draft position i a step emits token x with probability
 where q is what the draft was drawn from, a(x) the chance that x would have been accepted, and c the distribution that
 the corrected token is drawn from. With a = min(1, p/q) and c = norm(max(0, p - q)) this is p (Leviathan et al. 2023,
 A.1). The formula holds whatever a and c are, so it shows what a wrong rule really emits.
+
+Of trees, and of ways to verify that look at several drafts together, there is no such formula. For them every outcome
+is gone through: all that may be drawn and all that may be tested, in a tree of three drafts over three tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from specbench.decoding.drafts import Draft
-from specbench.decoding.verify import acceptance_probabilities
+from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.sampling import Multinomial, Randomness
+from specbench.decoding.verify import Verification, acceptance_probabilities
 
-__all__ = ["acceptance_of_all", "bias_without_adjustment", "emitted", "error_limit", "total_variation"]
+__all__ = [
+    "ENUMERATION_LIMIT",
+    "acceptance_of_all",
+    "bias_without_adjustment",
+    "emitted",
+    "enumeration_error",
+    "error_limit",
+    "few_tokens",
+    "total_variation",
+]
+
+ENUMERATION_LIMIT = 1e-6
+"""Total variation from p that rounding may leave where every outcome was gone through."""
+
+_FEW = 3
+"""Tokens that a vocabulary is cut down to."""
 
 _LARGEST_ERROR = 1e-5
 _LARGEST_DRIFT = 1e-4
@@ -89,3 +109,102 @@ def error_limit(draft: Draft, p: torch.Tensor, i: int) -> float:
 def bias_without_adjustment(draft: Draft, p: torch.Tensor, i: int) -> float:
     """How wrong position i would be if corrected tokens were drawn from p: how sharply this place tests a decoder."""
     return total_variation(emitted(draft, i, acceptance_of_all(draft, p, i), p[i]), p[i])
+
+
+# -- every outcome ---------------------------------------------------------------------------------
+
+
+def few_tokens(p: torch.Tensor, q: torch.Tensor) -> list[int]:
+    """Some of the most probable tokens of two distributions, [vocab] each; one of either at least."""
+    ranked = [int(p.argmax()), int(q.argmax()), *(p + q).topk(min(_FEW, len(p))).indices.tolist()]
+    return list(dict.fromkeys(ranked))[:_FEW]
+
+
+def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tensor) -> float:
+    """Total variation of the first two tokens from the target's, when all is drawn and tested in every way.
+
+    Two drafts stand behind the context and one behind the first of them; of a way to verify that takes no trees one
+    behind the other. Where a step emits one token, the second comes from the target.
+
+    Args:
+        verification: Draws the drafts and decides.
+        p: The target's distributions behind the context, and behind every first token, [2, tokens].
+        q: The drafter's.
+    """
+    found = torch.zeros(p.shape[-1], p.shape[-1], dtype=torch.float64)
+    logits = p.log()
+    sampling = Multinomial()
+    p = sampling.probabilities(logits, ()).double()
+    for random in _every_way():
+        tree = GrowingTree()
+        beside = 2 if verification.takes_trees else 1
+        first = tree.add(-1, verification.drawing(q[0], beside, random), q[0])
+        if first:
+            tree.add(first[0], verification.drawing(q[1], 1, random), q[1])
+        draft = tree.draft()
+        if not verification.takes_trees:
+            draft = Draft(draft.tokens, q=q[: len(draft.tokens)])  # the form in which chains come
+        rows = logits[[0, *(1 if parent < 0 else 0 for parent in tree.parents)]]
+        tokens = verification.judge(draft, rows, (), sampling, random).tokens
+        if len(tokens) > 1:
+            found[tokens[0], tokens[1]] += random.weight
+        else:
+            found[tokens[0]] += random.weight * p[1] / p[1].sum()
+    return total_variation(found.flatten(), torch.outer(p[0], p[1]).flatten())
+
+
+def _every_way() -> Iterator[_Prescribed]:
+    """Random events in all ways in which they can happen, one way after the other."""
+    outcomes: list[int] | None = []
+    while outcomes is not None:
+        random = _Prescribed(outcomes)
+        yield random
+        outcomes = random.next()
+
+
+class _Prescribed(Randomness):
+    """Takes prescribed outcomes, the first possible one behind these, and keeps the chance of having taken them.
+
+    Args:
+        outcomes: By event, which of the possible ones.
+    """
+
+    def __init__(self, outcomes: Sequence[int]) -> None:
+        super().__init__(0)
+        self._outcomes = list(outcomes)
+        self._possible: list[int] = []  # by event, how many outcomes it could have
+        self.weight = 1.0
+
+    def draw(self, probabilities: torch.Tensor) -> int:
+        exact = probabilities.double()
+        return self._take((exact / exact.sum()).tolist())
+
+    def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
+        passed, ends = 1.0, []
+        for chance in acceptance.double().tolist():
+            ends.append(passed * (1.0 - chance))
+            passed *= chance
+        return self._take([*ends, passed]), [0.5] * len(acceptance)
+
+    def _take(self, chances: Sequence[float]) -> int:
+        possible = [outcome for outcome, chance in enumerate(chances) if chance > 0.0]
+        event = len(self._possible)
+        self._possible.append(len(possible))
+        if event == len(self._outcomes):
+            self._outcomes.append(0)
+        if not possible:  # drawn from nothing: what comes of it has no share in the distribution
+            self.weight = 0.0
+            return 0
+        outcome = possible[self._outcomes[event]]
+        self.weight *= chances[outcome]
+        return outcome
+
+    def next(self) -> list[int] | None:
+        """The outcomes of the next way, the last event's changing first; ``None`` behind the last one."""
+        outcomes = self._outcomes[: len(self._possible)]
+        while outcomes:
+            outcomes[-1] += 1
+            if outcomes[-1] < self._possible[len(outcomes) - 1]:
+                return outcomes
+            outcomes.pop()
+        return None

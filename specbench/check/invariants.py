@@ -13,10 +13,13 @@ import torch
 
 from specbench.check.observe import DecodingSetup, Drawn, Observation, Proposal, Tested
 from specbench.decoding.drafts import Draft
-from specbench.decoding.records import FinishReason, Prefill, Step
+from specbench.decoding.records import FinishReason, Prefill, Step, depth_of
+from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import special_tokens
+from specbench.decoding.verdicts import METHODS, without_replacement
 from specbench.decoding.verify import acceptance_probabilities
+from specbench.specs.verification import VerificationName
 
 __all__ = ["Invariant", "Rules", "Violation", "check_observation", "check_run", "target_distributions"]
 
@@ -50,6 +53,7 @@ class Rules:
         sampling: The transforms it decoded with.
         max_new_tokens, end_ids, stop, tokenizer: See ``DecodingSetup``.
         context_limit: Of the target; ``None`` for no limit.
+        method: How drafts are verified above temperature 0.
     """
 
     prompt: int
@@ -59,6 +63,7 @@ class Rules:
     stop: tuple[str, ...] = ()
     tokenizer: Any = None
     context_limit: int | None = None
+    method: VerificationName = "residual"
 
     @classmethod
     def of(cls, setup: DecodingSetup, prompt: Sequence[int], *, greedy: bool) -> Rules:
@@ -71,7 +76,12 @@ class Rules:
             stop=setup.stop,
             tokenizer=setup.tokenizer,
             context_limit=setup.target.context_limit,
+            method=DraftPolicy.of(setup.policy).method(setup.drafter),
         )
+
+    def tests_a_chain(self, seen: Observation) -> bool:
+        """Whether all drafts of a step were tested at once, each with min(1, p/q)."""
+        return self.method in ("rejection", "residual") and seen.draft.candidates is None
 
     @property
     def longest(self) -> int:
@@ -174,17 +184,18 @@ def _drafts(seen: Observation, rules: Rules) -> Complaints:
         return
     proposal = seen.proposals[0]
     draft, room = proposal.draft, rules.longest - len(seen.context) - 1
-    if tuple(draft.tokens) != seen.record.drafted:
+    parents = None if draft.parents is None else tuple(draft.parents)
+    if (tuple(draft.tokens), parents) != (seen.record.drafted, seen.record.parents):
         yield "draft", "the record's drafts are not those that were proposed"
-    if len(draft.tokens) > room:
-        yield "draft", f"{len(draft.tokens)} tokens were drafted with room for {room}"
+    if (depth := depth_of(len(draft.tokens), parents)) > room:
+        yield "draft", f"{depth} tokens were drafted with room for {room}"
     if draft.q is not None and len(draft.q) != len(draft.tokens):
         yield "draft", f"{len(draft.tokens)} tokens were drafted from {len(draft.q)} distributions"
-    elif (complaint := _unlike_draws(proposal)) is not None:
+    elif (complaint := _unlike_draws(proposal, rules.method)) is not None:
         yield "chance", complaint
 
 
-def _unlike_draws(proposal: Proposal) -> str | None:
+def _unlike_draws(proposal: Proposal, method: VerificationName) -> str | None:
     """Whether the drafts are the draws, in order, and no draw was thrown away: that would change q.
 
     A token that is certain in q may have been drawn or not.
@@ -193,6 +204,8 @@ def _unlike_draws(proposal: Proposal) -> str | None:
     draws = [event for event in proposal.events if isinstance(event, Drawn)]
     if len(draws) != len(proposal.events):
         return "something was tested while drafting"
+    if draft.candidates is not None:
+        return _unlike_candidates(draft, draws, method)
     at = 0
     for i, token in enumerate(draft.tokens):
         q = None if draft.q is None else draft.q[i]
@@ -204,6 +217,37 @@ def _unlike_draws(proposal: Proposal) -> str | None:
     return f"{len(draws) - at} drawn tokens were thrown away" if at < len(draws) else None
 
 
+def _unlike_candidates(draft: Draft, draws: Sequence[Drawn], method: VerificationName) -> str | None:
+    """The same of a tree: each candidate that is not certain has a draw of its own, from what the method says."""
+    assert draft.candidates is not None
+    drawn = [each for behind in draft.candidates.values() for each in behind if each.q is not None]
+    if len(drawn) != len(draws):
+        return f"{len(draws)} tokens were drawn for {len(drawn)} candidates"
+    unused = list(draws)
+    taken: dict[int, list[int]] = {}  # by q: each pass of a drafter has its own
+    for node, q in drawn:
+        assert q is not None
+        before = taken.setdefault(id(q), [])
+        left = q.double()
+        if METHODS[method].drawing is without_replacement:
+            left = left.index_fill(0, torch.tensor(before, dtype=torch.long, device=q.device), 0.0)
+        token = draft.tokens[node]
+        # Several drafters draw one after the other what stands beside each other.
+        fits = (i for i, each in enumerate(unused) if each.token == token and _alike(each.distribution, left))
+        at = next(fits, None)
+        if at is None:
+            return f"node {node} is not what was drawn from its q"
+        del unused[at]
+        before.append(token)
+    return None
+
+
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two distributions, [vocab], are the same but for rounding and their sums."""
+    first, second = first.double(), second.double()
+    return float((first / first.sum() - second / second.sum()).abs().max()) < _SAME
+
+
 def _passes(seen: Observation) -> Complaints:
     assert isinstance(seen.record, Step)
     if len(seen.passes) != 1:
@@ -212,11 +256,12 @@ def _passes(seen: Observation) -> Complaints:
     given = seen.passes[0]
     if given.context != seen.context:
         yield "pass", "the target was not given the context"
-    gamma = seen.record.gamma
-    parents = range(-1, len(given.tokens) - 1) if given.parents is None else given.parents
-    if given.tokens[:gamma] != seen.record.drafted or list(parents[:gamma]) != list(range(-1, gamma - 1)):
+    nodes = len(seen.record.drafted)
+    parents = tuple(range(-1, len(given.tokens) - 1)) if given.parents is None else given.parents
+    drafted = tuple(range(-1, nodes - 1)) if seen.record.parents is None else seen.record.parents
+    if (given.tokens[:nodes], parents[:nodes]) != (seen.record.drafted, drafted):
         yield "pass", "the target was not given the drafts"
-    beside = zip(parents[gamma:], given.tokens[gamma:], strict=True)
+    beside = zip(parents[nodes:], given.tokens[nodes:], strict=True)
     if tuple((parent + 1, token) for parent, token in beside) != seen.record.siblings:
         yield "pass", "the target was not given the siblings"
     if len(given.logits) != seen.record.verified:
@@ -232,12 +277,19 @@ def _counts(step: Step) -> Complaints:
         yield "count", f"{len(step.tokens)} tokens for {accepted} accepted, closed by {step.closing}"
     if any(not 0 <= place < gamma or step.drafted[place] == token for place, token in step.siblings):
         yield "count", "there are siblings of no draft, or the drafts themselves"
-    if step.tokens[:accepted] != step.drafted[:accepted]:
+    parents = tuple(range(-1, len(step.drafted) - 1)) if step.parents is None else step.parents
+    path = range(min(accepted, gamma)) if step.parents is None else step.path
+    if not {*path} <= {*range(len(parents))}:
+        yield "count", "what was kept was not drafted"
+        return
+    if tuple(parents[node] for node in path) != (-1, *path)[:-1]:
+        yield "count", "the accepted drafts do not stand behind each other"
+    if step.tokens[:accepted] != tuple(step.drafted[node] for node in path[:accepted]):
         yield "count", "the accepted tokens are not the drafted ones"
     if step.closing is None:
         if step.finish_reason not in ("eos", "stop-string"):
             yield "count", "no closing token, though nothing stopped the step"
-    elif step.closing != (closing := _closing(accepted, gamma)):
+    elif step.closing != (closing := _closing(step, (-1, *path)[-1] in parents)):
         yield (
             "count",
             f"closed by {step.closing}, though {accepted} of {gamma} drafts were accepted ({closing})",
@@ -248,8 +300,9 @@ def _counts(step: Step) -> Complaints:
         yield "count", f"{len(step.expected_acceptance)} terms of α for {step.tested} tested drafts"
 
 
-def _closing(accepted: int, gamma: int) -> str:
-    return "corrected" if accepted < gamma else "bonus" if gamma else "target"
+def _closing(step: Step, open_end: bool) -> str:
+    """Where the closing token has to come from; ``open_end``: drafts stand behind the last accepted one."""
+    return "corrected" if open_end else "bonus" if step.drafted else "target"
 
 
 def _choices(seen: Observation, rules: Rules) -> Complaints:
@@ -266,22 +319,28 @@ def _choices(seen: Observation, rules: Rules) -> Complaints:
 
 
 def _chances(seen: Observation, rules: Rules) -> Complaints:
-    """Sampling: drafts are tested with min(1, p/q), and what is emitted is what was tested and drawn."""
+    """Sampling: drafts are tested with min(1, p/q), and what is emitted is what was tested and drawn.
+
+    Of other ways to verify what is emitted is looked at here, and how likely it is in ``specbench.check.exact``.
+    """
+    if not rules.tests_a_chain(seen):
+        yield from _draw_behind_the_path(seen)
+        return
     drafted = seen.record.drafted if isinstance(seen.record, Step) else ()
+    siblings = seen.record.siblings if isinstance(seen.record, Step) else ()
     tests = [event for event in seen.events if isinstance(event, Tested)]
     draws = [event for event in seen.events if isinstance(event, Drawn)]
-    if len(tests) != (len(drafted) > 0) or len(draws) != 1:
+    accepted = tests[0].accepted if tests else 0
+    known = bool(draws) and (accepted, draws[0].token) in siblings
+    if len(tests) != (len(drafted) > 0) or len(draws) != 1 + known:
         yield "chance", f"{len(tests)} tests and {len(draws)} draws for {len(drafted)} drafts"
         return
-    accepted = 0
     if tests:
-        test, accepted = tests[0], tests[0].accepted
+        test = tests[0]
         if len(test.acceptance) != len(drafted):
             yield "chance", f"{len(test.acceptance)} drafts were tested of {len(drafted)}"
             return
-        expected = acceptance_probabilities(
-            seen.proposals[0].draft, target_distributions(seen, rules.sampling)
-        )
+        expected = acceptance_probabilities(seen.draft, target_distributions(seen, rules.sampling))
         off = (test.acceptance - expected.to(test.acceptance.device)).abs()
         if float(off.max()) > _SAME:
             i = int(off.argmax())
@@ -289,17 +348,24 @@ def _chances(seen: Observation, rules: Rules) -> Complaints:
                 "chance",
                 f"draft {i} was tested with {float(test.acceptance[i]):.6g}, min(1, p/q) is {float(expected[i]):.6g}",
             )
-    emitted = (*drafted[:accepted], draws[0].token)
+    emitted = (*drafted[:accepted], *(draw.token for draw in draws))
     if seen.tokens != emitted[: len(seen.tokens)]:
         yield "chance", "what was emitted is not what was accepted and drawn"
 
 
+def _draw_behind_the_path(seen: Observation) -> Complaints:
+    last = seen.events[-1] if seen.events else None
+    if not isinstance(last, Drawn):
+        yield "chance", "no token was drawn behind the accepted ones"
+    elif (isinstance(seen.record, Prefill) or seen.record.closing) and seen.tokens[-1:] != (last.token,):
+        yield "chance", "what was emitted is not what was drawn"
+
+
 def target_distributions(seen: Observation, sampling: Sampling) -> torch.Tensor:
     """p of every position of a pass, float32 [rows, vocab], each computed by itself in the context it belongs to."""
-    logits = seen.passes[0].logits
-    draft = seen.proposals[0].draft if seen.proposals else Draft()
+    logits, verified = seen.passes[0].logits, seen.verified
     rows = [
-        sampling.probabilities(logits[i : i + 1], [*seen.context, *draft.tokens[:i]])
+        sampling.probabilities(logits[i : i + 1], [*seen.context, *verified.branch(i - 1)])
         for i in range(len(logits))
     ]
     return torch.cat(rows)

@@ -92,6 +92,22 @@ class _TwoCaches:
         self._fed = list(entries)
         return logits
 
+    def compute_tree(
+        self, context: Sequence[Entry], nodes: Sequence[Entry], parents: Sequence[int]
+    ) -> torch.Tensor:
+        """Logits behind the context and behind each node of a tree, by a pass of the scorer that fed its last token."""
+        scorer = self.scorers[context[-1][1]].inner
+        tokens = [token for token, _ in context]
+        keep = min(_common(self._fed, context), len(context) - 1)
+        self._keep(keep, scorer)
+        for start, end in _segments(context, keep)[:-1]:
+            self.scorers[context[start][1]].inner.logits(tokens[:end], rows=1)
+            self.real.rollback(end)
+        logits = scorer.score(Pass(scorer, tokens, [token for token, _ in nodes], list(parents))).logits
+        self.real.rollback(len(context))
+        self._fed = list(context)
+        return logits
+
     def _keep(self, length: int, scorer: Scorer) -> None:
         if self._untouched or length == 0:
             self._untouched = False
@@ -134,14 +150,21 @@ class MemoScorer:
         self.context_limit, self.device = inner.context_limit, inner.device
         self.vocab_size, self.embeddings = inner.vocab_size, inner.embeddings
         self.passes = self.epoch = 0
+        self.takes_trees, self.reads_trees = inner.takes_trees, inner.reads_trees
+        self._root = 0  # length of the last pass's context
 
-    takes_trees = gives_hidden = False
+    gives_hidden = False
 
     def begin(self) -> None:
         self.epoch += 1
         self.cache.reset()
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        held, root = self.cache.seen, self._root
+        read = [node for node in path if root + node < self.cache.length]
+        if len(read) < len(path):
+            length = min(length, root + len(read))
+        held[root : root + len(read)] = [held[root + node] for node in read]
         self.cache.rollback(length)
 
     def score(self, asked: Pass) -> Rows:
@@ -151,7 +174,10 @@ class MemoScorer:
         if self.cache.length == 0:
             held.clear()  # without a cache every pass feeds everything
         held += [(token, self.number) for token in tokens[len(held) :]]
-        return Rows(self._behind(held, rows))
+        self._root = root = len(asked.context)
+        if asked.parents is None:
+            return Rows(self._behind(held, rows))
+        return Rows(self._behind_tree(held[:root], held[root:], asked.parents)[-rows:])
 
     def row(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits behind ``tokens`` if this scorer alone had fed them, [vocab]; the decoder's cache stays as it is."""
@@ -169,6 +195,30 @@ class MemoScorer:
             for key, row in zip(keys[missing:], found[missing:], strict=True):
                 assert row is not None
                 self._rows.put(key, row)
+        return torch.stack([row for row in found if row is not None])
+
+    def _behind_tree(
+        self, context: list[Entry], nodes: Sequence[Entry], parents: Sequence[int]
+    ) -> torch.Tensor:
+        """Logits behind the context and behind each node; those that are missing take one pass together."""
+        branches: list[tuple[int, ...]] = [()]
+        for node, parent in enumerate(parents):
+            branches.append((*branches[parent + 1], node))
+        keys = [
+            (id(self.cache), self.number, *context, *(nodes[node] for node in branch)) for branch in branches
+        ]
+        found = [self._rows.get(key) for key in keys]
+        missing = [place for place, row in enumerate(found) if row is None]
+        if missing:
+            self.passes += 1
+            fed = sorted({node for place in missing for node in branches[place]})
+            place_of = {-1: -1} | {node: i for i, node in enumerate(fed)}
+            fresh = self.cache.compute_tree(
+                context, [nodes[node] for node in fed], [place_of[parents[node]] for node in fed]
+            )
+            for place in missing:
+                row = found[place] = fresh[place_of[place - 1] + 1].clone()
+                self._rows.put(keys[place], row)
         return torch.stack([row for row in found if row is not None])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random as standard_random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +16,16 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import Decoding, decode
-from specbench.decoding.protocols import Asking, Drafter, LengthPolicy, Pass, Rows
+from specbench.decoding.protocols import (
+    Asking,
+    Drafter,
+    Drawing,
+    LengthPolicy,
+    Pass,
+    Rows,
+    TreeDrafter,
+    TreePolicy,
+)
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
@@ -167,12 +176,21 @@ class Observation:
         return () if self.record.token is None else (self.record.token,)
 
     @property
+    def draft(self) -> Draft:
+        """What was proposed; nothing in the first-target pass."""
+        return self.proposals[0].draft if self.proposals else Draft()
+
+    @property
+    def verified(self) -> Draft:
+        """What the target's last pass was given behind the context."""
+        return Draft(list(self.passes[-1].tokens), parents=self.passes[-1].parents)
+
+    @property
     def deciding(self) -> list[torch.Tensor]:
         """The logits before every emitted token, [vocab] each, as far as the target's pass has them."""
         if not self.passes:
             return []
-        given = self.passes[-1]
-        draft = Draft(list(given.tokens), parents=given.parents)
+        given, draft = self.passes[-1], self.verified
         rows, node = [given.logits[0]], draft.child(-1, self.tokens[0])
         for token in self.tokens[1:]:
             if node is None:
@@ -207,12 +225,41 @@ class _WatchedDrafter:
     def epoch(self) -> object:
         return self._drafter.epoch
 
+    @property
+    def takes_trees(self) -> bool:
+        return getattr(self._drafter, "takes_trees", False)
+
+    @property
+    def several(self) -> bool:
+        return getattr(self._drafter, "several", False)
+
+    @property
+    def certain(self) -> bool:
+        return getattr(self._drafter, "certain", False)
+
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Asking[Draft]:
+        asking = self._drafter.propose(context, room, policy, sampling, random)
+        return (yield from self._noted(context, room, asking))
+
+    def propose_tree(
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: TreePolicy,
+        drawing: Drawing,
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Asking[Draft]:
+        trees = cast("TreeDrafter", self._drafter)
+        asking = trees.propose_tree(context, room, policy, drawing, sampling, random)
+        return (yield from self._noted(context, room, asking))
+
+    def _noted(self, context: Sequence[int], room: int, asking: Asking[Draft]) -> Asking[Draft]:
         before = len(self._log.events)
         self._log.drafting = True
-        draft = yield from self._drafter.propose(context, room, policy, sampling, random)
+        draft = yield from asking
         self._log.drafting = False
         events = tuple(self._log.events[before:])
         del self._log.events[before:]

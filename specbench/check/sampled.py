@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from specbench.check.chisquare import (
@@ -21,10 +23,13 @@ from specbench.check.chisquare import (
     share,
 )
 from specbench.check.exact import (
+    ENUMERATION_LIMIT,
     acceptance_of_all,
     bias_without_adjustment,
     emitted,
+    enumeration_error,
     error_limit,
+    few_tokens,
     total_variation,
 )
 from specbench.check.invariants import Rules, Violation, check_observation, check_run, target_distributions
@@ -36,6 +41,7 @@ from specbench.decoding.loop import driven
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.verify import verification_of
 
 __all__ = [
     "CONTEXTS",
@@ -71,7 +77,10 @@ _WORTH = 3.0
 _SIGHT = 0.01
 """Tokens more probable than this are expected to get cells."""
 
-Position = Literal["first", "corrected", "bonus", "target"]
+_ENUMERATED = 2
+"""Places of an output at which every outcome of a verdict is gone through."""
+
+Position = Literal["first", "corrected", "bonus", "target", "enumerated"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,8 @@ class ExactPosition:
         prompt: Id of the prompt.
         step: Index of the step; ``None`` for the first-target pass.
         position: In the draft.
-        kind: Where the closing token came from; ``first`` is the first-target token.
+        kind: Where the closing token came from; ``first`` is the first-target token, and ``enumerated`` stands where
+            all outcomes of a verdict on a few of the tokens were gone through.
         error: Total variation of what is emitted there from p.
         limit: What rounding may leave of it.
     """
@@ -146,21 +156,23 @@ def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> Exact
     """Sample one output, and compute from each step's own p, q, chances and draws what it emits.
 
     Every token that closes a step gives one place: at a rejection the formula of ``specbench.check.exact``, elsewhere
-    the distribution it was drawn from. Half of the rejections are forced, so that all positions come up.
+    the distribution it was drawn from. Half of the rejections are forced, so that all positions come up. Where the
+    formula does not hold, all outcomes are gone through with the sharpest p and q that were met.
     """
     rules = Rules.of(setup, prompt, greedy=False)
     positions: list[ExactPosition] = []
     candidates: list[Candidate] = []
     violations: list[Violation] = []
+    sharp: list[_Sharp] = []
     acceptances: list[float] = []
     output: list[int] = []
     steps = 0
     before: Observation | None = None
     for seen in observe(setup, prompt, greedy=False, forcing=True):
         violations += check_observation(seen, before, rules)
-        place = _place(seen, name, rules.sampling)
-        if place is not None:
-            positions.append(place)
+        positions += _places(seen, name, rules)
+        if not rules.tests_a_chain(seen) and seen.passes and seen.draft.tokens:
+            sharp.append(_sharp(seen, rules.sampling))
         if isinstance(seen.record, Step):
             steps += 1
             acceptances += seen.record.expected_acceptance
@@ -169,39 +181,113 @@ def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> Exact
                 candidates.append(candidate)
         output += seen.tokens
         before = seen
+    verification = verification_of(setup.sampling, rules.method)
+    for place in heapq.nlargest(_ENUMERATED, sharp, key=lambda place: place.sharpness):
+        # Of three tokens (p - q)₊ may leave a single one, which hides what comes next; then (q - p)₊ leaves two.
+        p, q = place.p, place.q
+        error = max(enumeration_error(verification, *each) for each in ((p, q), (q, p)))
+        positions.append(ExactPosition(name, place.step, 0, "enumerated", error, ENUMERATION_LIMIT))
     reason = None if before is None else before.record.finish_reason
     violations += check_run(output, reason, rules)
     return ExactCase(name, steps, tuple(positions), tuple(acceptances), tuple(candidates), tuple(violations))
 
 
-def _place(seen: Observation, name: str, sampling: Sampling) -> ExactPosition | None:
-    """The distribution of the token that closes the step, against p."""
+def _places(seen: Observation, name: str, rules: Rules) -> Iterator[ExactPosition]:
+    """The distributions of the tokens that the step drew, against p."""
     draws = [event for event in seen.events if isinstance(event, Drawn)]
     tests = [event for event in seen.events if isinstance(event, Tested)]
-    if len(draws) != 1 or len(seen.passes) != 1 or len(tests) > 1:
-        return None  # an invariant that is complained of elsewhere
+    if len(seen.passes) != 1 or not draws:
+        return  # an invariant that is complained of elsewhere
     step = seen.record.index if isinstance(seen.record, Step) else None
-    draft = seen.proposals[0].draft if seen.proposals else Draft()
+    draft = seen.draft
+    p = target_distributions(seen, rules.sampling)
+
+    def drawn_from_p(draw: Drawn, node: int, place: int, kind: Position) -> ExactPosition:
+        error = total_variation(draw.distribution.to(p.device), p[node + 1])
+        return ExactPosition(name, step, place, kind, error, error_limit(Draft(), p, node + 1))
+
+    if not rules.tests_a_chain(seen):
+        path: Sequence[int] = ()
+        if isinstance(seen.record, Step):
+            path = seen.record.path if seen.record.parents is not None else range(seen.record.accepted)
+            if seen.record.closing is None or seen.record.closing == "corrected":
+                return  # what that is drawn from depends on the drafts
+        if max(path, default=-1) + 1 >= len(p):
+            return  # an invariant, again
+        kind: Position = "first" if isinstance(seen.record, Prefill) else "bonus" if path else "target"
+        yield drawn_from_p(draws[-1], path[-1] if path else -1, len(path), kind)
+        return
+    if len(draws) > 2 or len(tests) > 1:
+        return
     accepted = tests[0].accepted if tests else 0
-    p = target_distributions(seen, sampling)
-    closing = draws[0].distribution.to(p.device)
-    limit = error_limit(draft, p, accepted)
     if accepted >= len(draft.tokens):
-        kind: Position = (
-            "first" if isinstance(seen.record, Prefill) else "bonus" if draft.tokens else "target"
-        )
-        return ExactPosition(name, step, accepted, kind, total_variation(closing, p[accepted]), limit)
+        kind = "first" if isinstance(seen.record, Prefill) else "bonus" if draft.tokens else "target"
+        yield drawn_from_p(draws[0], accepted - 1, accepted, kind)
+        return
     acceptance = acceptance_of_all(draft, p, accepted)
     acceptance[draft.tokens[accepted]] = float(tests[0].acceptance[accepted])  # what was tested, to the bit
+    closing = draws[0].distribution.to(p.device)
     error = total_variation(emitted(draft, accepted, acceptance, closing), p[accepted])
-    return ExactPosition(name, step, accepted, "corrected", error, limit)
+    yield ExactPosition(name, step, accepted, "corrected", error, error_limit(draft, p, accepted))
+    sibling = seen.verified.child(accepted - 1, draws[0].token)
+    if len(draws) == 2 and sibling is not None:
+        yield drawn_from_p(draws[1], sibling, accepted + 1, "bonus")
+
+
+@dataclass(frozen=True)
+class _Sharp:
+    """Distributions met in a step, cut down to a few tokens: behind the context and behind the first draft that was
+    kept, else the context once more.
+
+    Attributes:
+        step: Its index.
+        p, q: [2, tokens].
+    """
+
+    step: int | None
+    p: torch.Tensor
+    q: torch.Tensor
+
+    @property
+    def sharpness(self) -> float:
+        """How far p and q are apart: where they are the same every verdict is right."""
+        return total_variation(self.p[0], self.q[0])
+
+
+def _sharp(seen: Observation, sampling: Sampling) -> _Sharp:
+    p = target_distributions(seen, sampling).cpu()
+    assert isinstance(seen.record, Step)
+    kept = seen.record.path[:1] if seen.record.parents is not None else range(min(1, seen.record.accepted))
+    nodes = [-1, *kept, -1][:2]
+    q = [_drawn_from(seen.draft, node) for node in nodes]
+    tokens = few_tokens(p[0], p[0] if q[0] is None else q[0])
+    rows_p = [_share(p[node + 1][tokens]) for node in nodes]
+    # Where all drafts are certain any q will do, and what p is turned round is not p.
+    rows_q = [
+        mine.flip(0) if row is None else _share(row[tokens]) for mine, row in zip(rows_p, q, strict=True)
+    ]
+    return _Sharp(seen.record.index, torch.stack(rows_p), torch.stack(rows_q))
+
+
+def _drawn_from(draft: Draft, node: int) -> torch.Tensor | None:
+    """What the first of the drafts behind a node was drawn from, [vocab]; ``None`` if they are certain."""
+    return next((each.q.cpu() for each in draft.behind(node) if each.q is not None), None)
+
+
+def _share(weights: torch.Tensor) -> torch.Tensor:
+    """Of sum 1; all the same where there is nothing."""
+    return (
+        weights / weights.sum() if float(weights.sum()) > 0.0 else torch.full_like(weights, 1 / len(weights))
+    )
 
 
 def _candidate(seen: Observation, name: str, emitted_before: int, sampling: Sampling) -> Candidate | None:
     if emitted_before < 1 or not seen.proposals or not seen.passes:
         return None
     p = target_distributions(seen, sampling)[:1]
-    draft = seen.proposals[0].draft
+    first = seen.draft.behind(-1)[:1]
+    draft = Draft([seen.draft.tokens[each.node] for each in first])
+    draft.q = next((each.q[None] for each in first if each.q is not None), None)
     visible = float(p[0][p[0] >= _SIGHT].sum())
     sharpness = visible * bias_without_adjustment(draft, p, 0) if draft.tokens else 0.0
     return Candidate(name, seen.context, emitted_before, sharpness)

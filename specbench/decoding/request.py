@@ -68,6 +68,16 @@ class DraftPolicy:
         """Whoever decides, and learns from steps."""
         return self.tree or self.rule
 
+    def method(self, drafter: Drafter) -> VerificationName:
+        """How the drafts of a drafter are verified."""
+        if self.verification is not None:
+            return self.verification
+        if getattr(drafter, "several", False):
+            return "specinfer"
+        if self.tree is None:
+            return "residual"
+        return "naive" if self.tree.certain_only or getattr(drafter, "certain", False) else "traversal"
+
     def costs(self) -> dict[str, Any] | None:
         """See ``LengthPolicy.costs``."""
         return self.learner.costs()
@@ -161,14 +171,7 @@ class Request:
     @property
     def method(self) -> VerificationName:
         """How drafts are verified."""
-        if self.policy.verification is not None:
-            return self.policy.verification
-        if getattr(self.drafter, "several", False):
-            return "specinfer"
-        if self.policy.tree is None:
-            return "residual"
-        certain = self.policy.tree.certain_only or getattr(self.drafter, "certain", False)
-        return "naive" if certain else "traversal"
+        return self.policy.method(self.drafter)
 
     @property
     def limit(self) -> int:

@@ -1,0 +1,339 @@
+"""The check of trees and of all ways to verify: what is sound passes, and planted biases are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedCache, ScriptedScorer, random_table
+
+from specbench.check.memo import memoised
+from specbench.check.observe import DecodingSetup, observe
+from specbench.check.results import CheckResult
+from specbench.check.run import Case, DecodingCheck
+from specbench.decoding import verdicts
+from specbench.decoding.drafts import Candidate, Draft, Drawn, GrowingTree
+from specbench.decoding.loop import decode
+from specbench.decoding.protocols import Asking, TreePolicy
+from specbench.decoding.records import Step
+from specbench.decoding.request import DraftPolicy
+from specbench.decoding.sampling import Greedy, Multinomial, TopK
+from specbench.decoding.tree import Siblings
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.several import SeveralDrafters
+from specbench.lengths import FixedLength
+from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
+from specbench.specs.verification import VerificationName
+
+VOCAB, NEW = 8, 10
+PROMPTS = ((1, 5, 2, 7, 1, 5, 2), (3, 3, 6))
+TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
+
+TREES: dict[str, Callable[[], TreePolicy]] = {
+    "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1, 2)),
+    "dynamic": lambda: DynamicTree(2, 4, 3),
+    "chains": lambda: IndependentChains(3, 2),
+}
+
+
+def setup_of(
+    tree: str | None, method: VerificationName | None = None, drafter: str = "model", **changes: Any
+) -> DecodingSetup:
+    target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+    drafters = {
+        "model": lambda: ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
+        "self": lambda: SelfDrafter(
+            ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False), "self"
+        ),
+        "lookup": LookupDrafter,
+    }
+    policy = DraftPolicy(FixedLength(3), tree=TREES[tree]() if tree else None, verification=method)
+    made = DecodingSetup(
+        target=target, drafter=drafters[drafter](), policy=policy, sampling=Multinomial(0.9), max_new_tokens=NEW
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def result_of(setup: DecodingSetup, *, sampled: bool = False, prompts: int = 2) -> CheckResult:
+    checking = DecodingCheck(
+        setup, [Case(str(i), prompt) for i, prompt in enumerate(PROMPTS[:prompts])], bias=0.4
+    )
+    checking.greedy()
+    if not setup.sampling.greedy:
+        checking.exact()
+        if sampled:
+            checking.sampled()
+    return checking.result()
+
+
+def violated(result: CheckResult) -> set[str]:
+    return {violation.invariant for _, violation in result.violations}
+
+
+def enumerated(result: CheckResult) -> float:
+    """The largest error where every outcome was gone through."""
+    return max(p.error for case in result.exact for p in case.positions if p.kind == "enumerated")
+
+
+# --- Sound configurations -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["model", "self"])
+@pytest.mark.parametrize("tree", TREES)
+def test_greedy_trees_pass(tree: str, drafter: str) -> None:
+    for first_target in (True, False):
+        result = result_of(setup_of(tree, drafter=drafter, sampling=Greedy(), first_target=first_target))
+        assert result.violations == []
+        assert result.verdict == "identical"
+
+
+@pytest.mark.parametrize(
+    ("tree", "method"),
+    [
+        *(("static", name) for name in ("traversal", "recursive", "naive", "residual", "greedy-draft")),
+        ("dynamic", "naive"),
+        ("chains", "specinfer"),
+        *((None, name) for name in ("block", "naive", "recursive", "specinfer", "traversal")),
+    ],
+)
+def test_every_way_to_verify_passes(tree: str | None, method: VerificationName) -> None:
+    for sampling in (Multinomial(0.9), TopK(4, 0.8, repetition_penalty=1.3)):
+        result = result_of(setup_of(tree, method, sampling=sampling))
+        assert result.violations == []
+        assert result.verdict == "identical"
+        assert enumerated(result) < 1e-6
+    assert {"first", "enumerated"} <= {place.kind for case in result.exact for place in case.positions}
+
+
+def test_drafts_without_distributions_pass_too() -> None:
+    for method in ("block", "naive", "recursive"):
+        assert result_of(setup_of(None, method, "lookup")).verdict == "identical"  # type: ignore[arg-type]
+
+
+def test_several_drafters_pass() -> None:
+    models = [ModelDrafter(ScriptedScorer(random_table(seed, VOCAB), VOCAB), str(seed)) for seed in (2, 4)]
+    result = result_of(
+        replace(setup_of(None), policy=FixedLength(2), drafter=SeveralDrafters(models)), sampled=True
+    )
+    assert result.violations == []
+    assert result.verdict == "identical"
+    assert enumerated(result) < 1e-6
+
+
+def test_siblings_pass_above_temperature_0() -> None:
+    policy = DraftPolicy(FixedLength(3), Siblings(4, lambda _: 0.0))
+    result = result_of(setup_of(None, policy=policy), sampled=True)
+    assert result.violations == []
+    assert result.verdict == "identical"
+    steps = [each.record for each in observe(setup_of(None, policy=policy), PROMPTS[0], greedy=False)]
+    assert any(step.gained for step in steps if isinstance(step, Step))
+
+
+@pytest.mark.parametrize(("tree", "drafter"), [("static", "model"), ("chains", "self")])
+def test_sampled_outputs_of_trees_pass(tree: str, drafter: str) -> None:
+    method: VerificationName = "specinfer" if tree == "chains" else "traversal"
+    result = result_of(setup_of(tree, method, drafter), sampled=True, prompts=1)
+    assert result.verdict == "identical", [test for test in result.sampled if not test.sound]
+    assert len(result.sampled) >= 2
+
+
+@pytest.mark.parametrize("drafter", ["model", "self"])
+def test_remembered_trees_are_trees(drafter: str) -> None:
+    for greedy in (True, False):
+        direct = [
+            each.tokens for each in observe(setup_of("static", None, drafter), PROMPTS[0], greedy=greedy)
+        ]
+        memo, _ = memoised(setup_of("static", None, drafter))
+        for _ in range(2):
+            assert [each.tokens for each in observe(memo, PROMPTS[0], greedy=greedy)] == direct
+
+
+# --- Planted biases: what decides -----------------------------------------------------------------
+
+
+def p_stays(p: torch.Tensor, q: torch.Tensor | None, token: int = -1) -> torch.Tensor:
+    return p
+
+
+def not_renormalised(p: torch.Tensor, q: torch.Tensor | None, token: int = -1) -> torch.Tensor:
+    return verdicts._less(p, q, token)
+
+
+def q_stays(q: torch.Tensor, token: int) -> torch.Tensor:
+    return q
+
+
+def not_clamped(p: torch.Tensor, q: torch.Tensor | None, token: int) -> torch.Tensor:
+    assert q is not None
+    return (p - q).abs()
+
+
+def ended_early(draft: Draft, p: verdicts.Rows, random: Any) -> verdicts.Walked:
+    """Traversal whose first failure ends a branch: a node whose drafts all failed is not looked at again."""
+    path: list[int] = []
+    node, chance = -1, 1.0
+    while candidates := draft.behind(node):
+        child, q = candidates[0]
+        chance = min(1.0, chance * float(verdicts._ratio(p(node), q, draft.tokens[child])))
+        if not verdicts._passes(torch.tensor(chance), random):
+            rest = verdicts.remainder(p(node), q, draft.tokens[child])
+            return verdicts.Walked(path, random.draw(rest), rest)
+        node = child
+        path.append(node)
+    return verdicts.Walked(path, random.draw(p(node)), p(node))
+
+
+def once_each(
+    p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Any
+) -> verdicts._Ruling:
+    """SpecInfer's rule, which takes equal drafts for one."""
+    return verdicts.specinfer(p, list({each.node: each for each in candidates}.values()), draft, random)
+
+
+BIASES: dict[str, tuple[str | None, VerificationName, str, Any]] = {
+    "p is not lowered after a rejection": ("static", "recursive", "remainder", p_stays),
+    "the residual is not renormalised": ("static", "recursive", "remainder", not_renormalised),
+    "q keeps a token that was drawn": ("static", "recursive", "_without", q_stays),
+    "q keeps it under traversal": ("static", "traversal", "_without", q_stays),
+    "the residual of the tail": ("static", "greedy-draft", "remainder", p_stays),
+    "p and q's distance for the residual": ("static", "traversal", "_less", not_clamped),
+    "an early end in traversal": ("static", "traversal", "traverse", ended_early),
+    "an early end in a block": (None, "block", "traverse", ended_early),
+    "equal drafts taken for one": ("chains", "specinfer", "specinfer", once_each),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_planted_bias_is_found(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, method, name, broken = BIASES[bias]
+    sound = verdicts.METHODS[method]
+    if name == "traverse":
+        monkeypatch.setitem(verdicts.METHODS, method, replace(sound, walk=broken))
+    elif name == "specinfer":
+        monkeypatch.setitem(verdicts.METHODS, method, replace(sound, walk=verdicts._walked(broken)))
+    else:
+        monkeypatch.setattr(verdicts, name, broken)
+    result = result_of(setup_of(tree, method))
+    assert result.verdict == "wrong"
+    assert enumerated(result) > 1e-3
+    assert result.verdict_against("plain") == "identical", "greedy decoding does not show it"
+
+
+# --- Planted biases: what drafts ------------------------------------------------------------------
+
+
+class Tampering(ModelDrafter):
+    """Hands on another tree than was drawn."""
+
+    def __init__(self, change: Callable[[Draft], Draft]) -> None:
+        super().__init__(ScriptedScorer(DRAFT, VOCAB), "tampering")
+        self._change = change
+
+    def propose_tree(self, *arguments: Any) -> Asking[Draft]:
+        draft = yield from super().propose_tree(*arguments)
+        return self._change(draft) if draft.tokens else draft
+
+
+def without_last(draft: Draft) -> Draft:
+    """The last node goes if q had little for it."""
+    assert draft.candidates is not None
+    parent = draft.parents[-1] if draft.parents else -1
+    last = draft.candidates[parent][-1]
+    if last.q is None or float(last.q[draft.tokens[-1]]) > 0.3:
+        return draft
+    candidates = {**draft.candidates, parent: draft.candidates[parent][:-1]}
+    nodes = len(draft.tokens) - 1
+    return replace(
+        draft, tokens=draft.tokens[:nodes], parents=(draft.parents or ())[:nodes], candidates=candidates
+    )
+
+
+def other_q(draft: Draft) -> Draft:
+    flat = {
+        node: [
+            Candidate(each.node, each.q.sqrt() / each.q.sqrt().sum()) for each in behind if each.q is not None
+        ]
+        for node, behind in (draft.candidates or {}).items()
+    }
+    return replace(draft, candidates=flat)
+
+
+@pytest.mark.parametrize("change", [without_last, other_q])
+def test_a_tree_that_is_not_what_was_drawn_is_found(change: Callable[[Draft], Draft]) -> None:
+    result = result_of(replace(setup_of("static", "recursive"), drafter=Tampering(change)))
+    assert "chance" in violated(result)
+
+
+def test_multiplicity_that_is_lost_in_the_tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = GrowingTree.add
+
+    def add(self: GrowingTree, parent: int, drawn: Sequence[Drawn], q: torch.Tensor) -> list[int]:
+        return whole(self, parent, list({each.token: each for each in drawn}.values()), q)
+
+    monkeypatch.setattr(GrowingTree, "add", add)
+    result = result_of(setup_of("chains", "specinfer"))
+    assert "chance" in violated(result)
+    assert enumerated(result) > 1e-3
+
+
+def test_a_draw_shared_by_several_parents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node of a depth gets the tokens that were drawn for the first one."""
+    whole = GrowingTree.add
+
+    def add(self: GrowingTree, parent: int, drawn: Sequence[Drawn], q: torch.Tensor) -> list[int]:
+        grandparent = self.parents[parent] if parent >= 0 else -2
+        first = next((n for n, each in enumerate(self.parents) if each == grandparent), parent)
+        if 0 <= first < parent and first in self.candidates:
+            tokens = [self.tokens[each.node] for each in self.candidates[first]]
+            drawn = [Drawn(token, each.q) for token, each in zip(tokens, drawn, strict=False)]
+        return whole(self, parent, drawn, q)
+
+    monkeypatch.setattr(GrowingTree, "add", add)
+    assert "chance" in violated(result_of(setup_of("static", "traversal")))
+
+
+def test_pruning_drawn_nodes_by_their_own_q_is_found() -> None:
+    class Pruning(StaticTree):
+        def kept(self, tree: GrowingTree) -> Sequence[int] | None:
+            leaves = set(range(len(tree))) - set(tree.parents)
+            least = min(leaves, key=lambda node: tree.chances[node])
+            return [node for node in range(len(tree)) if node != least]
+
+    policy = DraftPolicy(FixedLength(3), tree=Pruning(5, 3), verification="recursive")
+    assert "chance" in violated(result_of(setup_of(None, policy=policy)))
+
+
+# --- Records ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "invariant"),
+    [
+        (lambda step: {"path": step.path[:-1]}, "count"),
+        (lambda step: {"path": (*step.path[:-1], step.path[-1] + 1) if step.path else (0,)}, "count"),
+        (lambda step: {"parents": (-1,) * len(step.drafted)}, "draft"),
+        (
+            lambda step: {"drafted": (*step.drafted[:-1], step.drafted[-1] ^ 1) if step.drafted else ()},
+            "pass",
+        ),
+        (lambda step: {"tokens": (*step.tokens[:-1], step.tokens[-1] ^ 1)}, "chance"),
+    ],
+)
+def test_a_record_that_does_not_say_what_was_is_found(
+    change: Callable[[Step], dict[str, Any]], invariant: str
+) -> None:
+    def decoder(*arguments: Any) -> Any:
+        records = decode(*arguments)
+        answer = None
+        while True:
+            try:
+                record = records.send(answer)
+            except StopIteration:
+                return
+            answer = yield replace(record, **change(record)) if isinstance(record, Step) else record
+
+    assert invariant in violated(result_of(setup_of("static", decoder=decoder)))
