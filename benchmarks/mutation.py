@@ -343,8 +343,8 @@ MUTANTS = (
     Mutant(
         "a drafter with another tokenizer keeps what is spelled otherwise by now",
         "drafters/translate.py",
-        "self.scorer.keep(len(self._settled))",
-        "self.scorer.keep(self.scorer.cache.length)",
+        "next((i for i in range(start, length) if ids[i] != self._fed[i]), length)",
+        "length",
         ("tests/test_translate.py",),
     ),
     Mutant(

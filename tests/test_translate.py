@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, sequences
 from test_exact import NEW, PROMPT, SAMPLINGS, TARGET, VOCAB, largest_gap, target_distribution
 from tiny import SPECIAL_TOKENS, WORDS, tiny_language_model, tiny_llama, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import answered
 from specbench.decoding.records import Prefill
-from specbench.decoding.sampling import Multinomial, Sampling
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -315,3 +316,17 @@ def test_the_output_distribution_is_the_targets(name: str) -> None:
     found = drafted_by_another(SAMPLINGS[name], 2)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     assert largest_gap(found, target_distribution(SAMPLINGS[name])) < 1e-6
+
+
+def test_whatever_is_emitted_the_cache_follows() -> None:
+    """Other tokens than were drafted too, as of another drafter or a sibling; the scorer looks what it holds."""
+    for emitted in sequences(VOCAB, 3):
+        drafter = TranslatingDrafter(MappedScorer(random_table(2, 5), 5), "mapped", TRANSLATION)  # type: ignore[arg-type]
+        drafter.begin(PROMPT)
+        context = list(PROMPT)
+        for _ in range(3):
+            draft = answered(drafter.propose(context, 3, FixedLength(3), Greedy(), Randomness(0)))
+            assert len(draft.tokens) == 3
+            context += emitted
+            drafter.commit(context, len(emitted), torch.empty(0))
+            drafter.keep(len(context) - 1, (0, 1))

@@ -95,6 +95,8 @@ class TranslatingDrafter(ModelDrafter):
             self._settled.append(self.translation.first)
         self._context: Sequence[int] = ()
         self._read = 0  # how many of the context's tokens that are
+        self._fed: list[int] = []  # what the cache holds the beginning of
+        self._agreed = 0  # so many of these were settled
 
     def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
@@ -115,12 +117,23 @@ class TranslatingDrafter(ModelDrafter):
 
     def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> Pass:
         ids = self._ids(context, drafted)
-        if self.scorer.cache.length >= len(ids):  # at least one is fed
-            try:
-                self.scorer.keep(len(ids) - 1)
-            except ValueError:  # a window that has given up what would be needed
-                self.scorer.cache.reset()
+        self._roll_back(min(self._common(ids), len(ids) - 1))
+        self._fed, self._agreed = ids, len(self._settled)
         return Pass(self.scorer, ids, rows=1)
+
+    def _common(self, ids: Sequence[int]) -> int:
+        """How many of the first of these ids are those that were fed."""
+        length = min(len(ids), len(self._fed))
+        start = min(self._agreed, length)
+        return next((i for i in range(start, length) if ids[i] != self._fed[i]), length)
+
+    def _roll_back(self, length: int) -> None:
+        if self.scorer.cache.length <= length:
+            return
+        try:
+            self.scorer.keep(length)
+        except ValueError:  # a window that has given up what would be needed
+            self.scorer.cache.reset()
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         limit = self.scorer.context_limit
@@ -134,7 +147,6 @@ class TranslatingDrafter(ModelDrafter):
         self._context = context
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        """Keep what is settled: behind it the spelling may yet change. Between two passes of a step it does not, for
-        what the model drafts is shared."""
+        """Keep what is settled, as far as it was read: behind it the spelling may yet change."""
         self._settle(self._context[:length])
-        self.scorer.keep(len(self._settled))
+        self.scorer.keep(self._common(self._settled))
