@@ -228,7 +228,8 @@ def test_the_table_agrees_with_a_plain_one(seed: int, top_k: int, propose_first:
     reference.prompt(context)
     for number in range(4):
         if number or propose_first:
-            tokens, last = [], context[-1]
+            tokens: list[int] = []
+            last = context[-1]
             while len(tokens) < 4 and last in reference.known:
                 last = reference.known[last][0]
                 tokens.append(last)
