@@ -74,6 +74,10 @@ FREE = (
     "ngram:order=2",
     "ngram:keep",
     "ngram:window=9",
+    "suffix",
+    "suffix:n=3,keep",
+    "recycle",
+    "recycle:top-k=2",
 )
 STEERED = ("", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "mlp.down_proj",
            "self_attn.o_proj", "mlp.up_proj")  # fmt: skip
@@ -165,7 +169,8 @@ def draw(number: int) -> Case:
     elif roll < 0.7:
         case.drafter = "model"
     elif roll < 0.85:
-        case.drafter = f"{r.choice(('lookup', 'ngram', 'lookup:passes=2'))}+{r.choice(('model', own))}"
+        front = r.choice(("lookup", "ngram", "suffix", "recycle", "lookup:passes=2"))
+        case.drafter = f"{front}+{r.choice(('model', own))}"
     else:
         case.drafter = "guesses"
     case.drafter_noise = r.choice((0.0, 0.01, 0.05, 1.0))

@@ -37,6 +37,8 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
+from specbench.drafters.recycle import RecycleDrafter
+from specbench.drafters.suffix import SuffixDrafter
 from specbench.errors import RunError
 from specbench.generate import encode_prompt
 from specbench.lengths import FixedLength, build_policy
@@ -384,7 +386,13 @@ def drafter_of(kind: str, made: dict[str, Any], target: ScriptedScorer) -> Any:
         return SelfDrafter(scripted(made["drafter"], cache=target.cache, own_entries_only=False), "self")
     if kind == "guesser":
         return Guesser(made["guesses"])
-    return {"lookup": LookupDrafter, "ngram": NGramDrafter, "none": NoDraft}[kind]()
+    free = {
+        "lookup": LookupDrafter,
+        "ngram": NGramDrafter,
+        "suffix": SuffixDrafter,
+        "recycle": RecycleDrafter,
+    }
+    return {**free, "none": NoDraft}[kind]()
 
 
 def decoded(
@@ -418,7 +426,7 @@ def room_of(made: dict[str, Any]) -> int:
     return made["new"] if made["limit"] is None else min(made["new"], made["limit"] - len(made["prompt"]))
 
 
-KINDS = ("none", "model", "self", "guesser", "lookup", "ngram")
+KINDS = ("none", "model", "self", "guesser", "lookup", "ngram", "suffix", "recycle")
 
 
 @settings(max_examples=300, deadline=None)
