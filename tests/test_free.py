@@ -243,6 +243,29 @@ def test_the_table_agrees_with_a_plain_one(seed: int, top_k: int, propose_first:
         drafter.commit(context, len(new), rows(*ranked, vocab=5))
 
 
+def test_rejected_drafts_teach_and_the_emitted_ones_come_last() -> None:
+    drafter = RecycleDrafter(Recycle(2))
+    drafter.begin([1])
+    drafter.learn([2, 3, 2], rows([7, 8], [5, 6], [4, 9], [6, 5]))
+    drafter.commit([1, 3, 6], 2, rows([3, 2], [6, 4]))
+    known = {token: [*drafter.candidates([token], ())] for token in (1, 2, 3)}
+    assert known == {1: [3, 2], 2: [6, 5], 3: [6, 4]}
+
+
+def test_the_loop_tells_of_rejected_drafts() -> None:
+    target = ScriptedScorer(TARGET, VOCAB)
+    drafter = RecycleDrafter()
+    heard: list[tuple[list[int], int]] = []
+    drafter.learn = lambda tokens, logits: heard.append((list(tokens), len(logits)))  # type: ignore[method-assign]
+    records = [*decode_steps(
+        PROMPT, target, drafter, policy=DraftPolicy(FixedLength(1), tree=StaticTree.shaped((-1, -1, 0))),
+        sampling=Greedy(), random=Randomness(0), max_new_tokens=9,
+    )]  # fmt: skip
+    steps = [record for record in records if isinstance(record, Step)]
+    assert heard == [([*step.drafted], 1 + len(step.drafted)) for step in steps]
+    assert any(step.accepted < step.gamma for step in steps)
+
+
 def test_a_tree_by_rank() -> None:
     drafter = RecycleDrafter()
     drafter.begin([1])

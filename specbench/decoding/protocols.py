@@ -23,6 +23,7 @@ __all__ = [
     "Drawing",
     "FreeDrafter",
     "Guess",
+    "LearningDrafter",
     "LengthPolicy",
     "Pass",
     "Rows",
@@ -301,6 +302,19 @@ class Drafter(Protocol):
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back whatever state there is, as ``Scorer.keep`` does: the path is one through the draft."""
+        ...
+
+
+class LearningDrafter(Drafter, Protocol):
+    """A drafter that learns from drafts which were not kept, too."""
+
+    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
+        """Learn from all that a step verified; ``commit`` comes next.
+
+        Args:
+            tokens: The drafts, of a tree all nodes.
+            logits: The target's, [1 + drafts, vocab]: row i + 1 stands behind draft i.
+        """
         ...
 
 

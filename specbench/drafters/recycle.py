@@ -23,7 +23,8 @@ _CHANCES = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.01)
 class RecycleDrafter(CandidateDrafter):
     """Drafts from a table of each token's most probable successors (Luo et al. 2024, Token Recycling).
 
-    Every verified row of the target's logits renews the entry of the token it stands behind. Before the target has said
+    Every verified row of the target's logits renews the entry of the token it stands behind, of rejected drafts too
+    (in a cascade of emitted tokens alone). Before the target has said
     anything of a token, its successors are those it had in the prompt, the latest first.
 
     The table has an entry for each token seen, and work per token does not depend on their number.
@@ -52,9 +53,17 @@ class RecycleDrafter(CandidateDrafter):
         known = self._successors.get(drafted[-1] if drafted else context[-1], ())
         return {token: _CHANCES[min(rank, len(_CHANCES) - 1)] for rank, token in enumerate(known)}
 
+    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
+        """Rejected drafts teach too: what would have followed them is known."""
+        self._renew(tokens, logits[1 : len(tokens) + 1])
+
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         before = len(context) - emitted
         if self._read == 0:
             self.read(context[:before])
-        best = logits[:emitted].topk(min(self.spec.top_k, logits.shape[-1]), dim=-1).indices.tolist()
-        self._successors.update(zip(context[before - 1 : -1], best, strict=True))
+        self._renew(context[before - 1 : -1], logits[:emitted])
+
+    def _renew(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
+        """Take the entries of ``tokens`` from the logits behind each, [tokens, vocab]."""
+        best = logits.topk(min(self.spec.top_k, logits.shape[-1]), dim=-1).indices.tolist()
+        self._successors.update(zip(tokens, best, strict=True))
