@@ -8,8 +8,9 @@ step and per token, beside the operations over the vocabulary that no loop can d
 for each draft and one over the target's γ + 1 rows; in sampling a softmax and a draw for each draft, a softmax over
 the target's rows and a draw. They are timed in turn with the loop, and each as the fastest of several ways of writing
 it. Goals: greedy at most 100 µs + 1.2 × the reductions, sampling at most 1.5 × the softmaxes and draws. Second table:
-µs per step against the length of the context, which must not matter. γ = 0 is plain decoding. Ends with one line of
-JSON.
+µs per step against the length of the context, which must not matter. γ = 0 is plain decoding. Third table: a greedy
+step with a tree of 12 nodes against one with a chain of 12, in turn; goal: at most 1.5 times as long. Ends with one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ import parts  # noqa: F401 - before torch
 import torch
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, Pass, Rows
+from specbench.decoding.protocols import Drafter, LengthPolicy, Pass, Rows
 from specbench.decoding.records import Step
+from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.lengths import FixedLength
+from specbench.lengths import FixedLength, build_policy
 
+NODES = 12
 GREEDY_US, GREEDY_SHARE, SAMPLING_SHARE = 100.0, 1.2, 1.5
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -65,7 +68,8 @@ class TableScorer:
     """
 
     context_limit = None
-    takes_trees = gives_hidden = False
+    takes_trees = reads_trees = True
+    gives_hidden = False
     epoch = 0
     device = torch.device("cpu")
 
@@ -73,6 +77,7 @@ class TableScorer:
         self.table = table
         self.cache = TableCache()
         self.embeddings = self.vocab_size = table.shape[-1]
+        self._of_trees: dict[tuple[int, ...], torch.Tensor] = {}
 
     def begin(self) -> None:
         self.cache.reset()
@@ -80,6 +85,14 @@ class TableScorer:
     def score(self, asked: Pass) -> Rows:
         self.cache.length = len(asked.context) + len(asked.tokens)
         end = len(asked.tokens) + 1
+        if asked.parents is not None:
+            depths = [0]
+            for parent in asked.parents:
+                depths.append(depths[parent + 1] + 1)
+            places = tuple(depths[0 if asked.rows is None else end - asked.rows :])
+            if places not in self._of_trees:  # copying rows would be work of a model
+                self._of_trees[places] = self.table[list(places)]
+            return Rows(self._of_trees[places])
         return Rows(self.table[0 if asked.rows is None else end - asked.rows : end])
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
@@ -98,14 +111,18 @@ def tables(gamma: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tenso
 
 
 def steps(
-    target: Any, drafter: Drafter, gamma: int, sampling: Sampling, prompt: Sequence[int]
+    target: Any,
+    drafter: Drafter,
+    policy: LengthPolicy | DraftPolicy,
+    sampling: Sampling,
+    prompt: Sequence[int],
 ) -> Iterator[Step]:
     """The steps of a run that does not end."""
     run = decode_steps(
         prompt,
         target,
         drafter,
-        policy=FixedLength(max(1, gamma)),
+        policy=policy,
         sampling=sampling,
         random=Randomness(0),
         max_new_tokens=sys.maxsize - len(prompt),
@@ -197,7 +214,7 @@ def measure(mode: str, gamma: int, vocabulary: int, dtype: torch.dtype, seconds:
     run = steps(
         TableScorer(target),
         ModelDrafter(TableScorer(drafter), "table") if gamma else NoDraft(),  # type: ignore[arg-type]
-        gamma,
+        FixedLength(max(1, gamma)),
         SAMPLINGS[mode],
         list(range(100)),
     )
@@ -240,11 +257,36 @@ def measure_growth(
             made = ModelDrafter(TableScorer(drafter), "table")  # type: ignore[arg-type]
         else:
             made = {"none": NoDraft, "lookup": LookupDrafter, "ngram": NGramDrafter}[name]()
-        run = steps(TableScorer(target), made, 4, SAMPLINGS[mode], prompt)
+        run = steps(TableScorer(target), made, FixedLength(4), SAMPLINGS[mode], prompt)
         next(run)  # a drafter reads the prompt in the first step
         taken += in_turn([lambda run=run: next(run)], seconds)  # type: ignore[misc]
     figures = [round(each, 1) for each in taken]
     return {"drafter": name, "mode": mode, "contexts": list(lengths), "step_us": figures}
+
+
+def measure_tree(rule: str, vocabulary: int, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
+    """One line of the third table."""
+    target, drafter = tables(NODES, vocabulary, dtype)
+    runs = [
+        steps(
+            TableScorer(target),
+            ModelDrafter(TableScorer(drafter), "table"),  # type: ignore[arg-type]
+            policy,
+            SAMPLINGS["greedy"],
+            list(range(100)),
+        )
+        for policy in (FixedLength(NODES), build_policy(rule))
+    ]
+    seen: list[Step] = []
+    chain, tree = in_turn([lambda: next(runs[0]), lambda: seen.append(next(runs[1]))], seconds)
+    return {
+        "tree": rule,
+        "vocabulary": vocabulary,
+        "nodes": statistics.median(len(step.drafted) for step in seen),
+        "chain_us": round(chain, 1),
+        "tree_us": round(tree, 1),
+        "ratio": round(tree / chain, 3),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -286,10 +328,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 growth.append(line)
                 figures = " ".join(f"{each:8,.0f}" for each in line["step_us"])
                 print(f"{name + ', ' + mode:62} {figures}", flush=True)
+    print(
+        f"\n{'greedy, tree':28} {'vocabulary':>10} {'nodes':>5} {'chain µs':>9} {'tree µs':>9} {'ratio':>6}"
+    )
+    trees = []
+    for rule in (f"static-tree:nodes={NODES}", f"dynamic-tree:nodes={NODES}"):
+        for vocabulary in given.vocabularies:
+            line = measure_tree(rule, vocabulary, dtype, given.seconds)
+            trees.append(line)
+            print(
+                f"{rule:28} {vocabulary:10,} {line['nodes']:5.0f} {line['chain_us']:9,.0f} {line['tree_us']:9,.0f} "
+                f"{line['ratio']:6.2f}",
+                flush=True,
+            )
     held_to = [line for line in lines if line["vocabulary"] == 50_000]
     print(json.dumps({"benchmark": "overhead", "dtype": given.dtype, "threads": torch.get_num_threads(),
                       "within_goals_at_50000": all(line["within"] for line in held_to) if held_to else None,
-                      "steps": lines, "growth": growth}))  # fmt: skip
+                      "steps": lines, "growth": growth, "trees": trees}))  # fmt: skip
     return 0
 
 

@@ -29,6 +29,7 @@ from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config
 from specbench.bench.prompts import load_prompts
 from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.prospects import Scores
 from specbench.decoding.protocols import answered
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.verdicts import METHODS, Method, without_replacement
@@ -352,7 +353,7 @@ def test_what_a_verdict_expects_to_keep_is_what_it_keeps(seed: int) -> None:
         for node in range(-1, len(parents)):
             children = parents.count(node)
             if children:
-                tree.add(node, without_replacement(q[node + 1], children, random), q[node + 1])
+                tree.add(node, without_replacement(Scores(q[node + 1], normalised=True), children, random))
         draft = tree.draft()
         for way in ("naive", "recursive", "traversal"):
             found = enumerate_outcomes(partial(_kept_by, METHODS[way], draft, p))

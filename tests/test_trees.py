@@ -19,6 +19,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.decoding import verdicts, verify
 from specbench.decoding.drafts import Candidate, Draft, Drawn, GrowingTree
 from specbench.decoding.loop import decode_steps
+from specbench.decoding.prospects import Prospects, Scores, largest
 from specbench.decoding.protocols import Pass, TreePolicy
 from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPolicy
@@ -215,7 +216,7 @@ class Dropping(StaticTree):
         return [
             node
             for node in range(len(tree))
-            if tree.chances[node] > 0.3 and (tree.parents[node] < 0 or tree.chances[tree.parents[node]] > 0.3)
+            if tree.chance(node) > 0.3 and (tree.parents[node] < 0 or tree.chance(tree.parents[node]) > 0.3)
         ]
 
 
@@ -275,11 +276,11 @@ def test_an_early_end_of_block_verification_is_a_bias(monkeypatch: pytest.Monkey
 def test_a_lost_multiplicity_of_equal_drafts_is_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tested once, a token that came twice; its q says that there were two tries."""
 
-    def once(tree: GrowingTree, parent: int, drawn: Sequence[Drawn], q: torch.Tensor) -> list[int]:
+    def once(tree: GrowingTree, parent: int, drawn: Sequence[Drawn], prospects: Prospects) -> None:
         seen: dict[int, Drawn] = {}
         for each in drawn:
             seen.setdefault(each.token, each)
-        return add(tree, parent, list(seen.values()), q)
+        add(tree, parent, list(seen.values()), prospects)
 
     add = GrowingTree.add
     monkeypatch.setattr(GrowingTree, "add", once)
@@ -298,10 +299,10 @@ def test_one_draw_shared_by_several_parents_is_a_bias(monkeypatch: pytest.Monkey
     assert bias(shape, "traversal") < 1e-6
     latest: list[list[Drawn]] = []
 
-    def shared(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+    def shared(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
         if count == 1 and latest and len(latest[-1]) == 1:
-            return [Drawn(latest.pop()[0].token, q)]
-        latest.append(verdicts.without_replacement(q, count, random))
+            return [Drawn(latest.pop()[0].token, prospects.q)]
+        latest.append(verdicts.without_replacement(prospects, count, random))
         return latest[-1]
 
     broken = {**METHODS, "traversal": replace(METHODS["traversal"], drawing=shared)}
@@ -420,3 +421,24 @@ def test_what_cannot_be_a_tree_is_refused() -> None:
     target.takes_trees = False
     with pytest.raises(UsageError, match="takes no trees"):
         start("auto-tree")
+
+
+def test_the_largest_of_a_row_are_those_of_a_sort() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 5, 64, 700, 5003):
+        row = torch.randn(length, generator=generator).mul(3).round()  # with ties
+        values = row.sort(descending=True).values
+        for count in (0, 1, 4, 9):
+            found = largest(row, count)
+            assert len(set(found)) == len(found) == min(count, length)
+            assert row[found].tolist() == values[: len(found)].tolist()
+
+
+def test_prospects_of_scores_are_their_softmax() -> None:
+    row = torch.tensor([0.5, 2.0, -torch.inf, 1.0])
+    scores, q = Scores(row, normalised=False), Scores(row.softmax(-1), normalised=True)
+    for each in (scores, q):
+        assert each.best(4) == [1, 3, 0]
+        assert each.chances(2) == pytest.approx([float(row.softmax(-1)[1]), float(row.softmax(-1)[3])])
+        assert each.chance(2) == 0
+        torch.testing.assert_close(each.q, row.softmax(-1))

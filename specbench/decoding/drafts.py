@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.decoding.prospects import Prospects
 
 __all__ = ["Candidate", "Draft", "Drawn", "GrowingTree"]
 
@@ -102,7 +105,6 @@ class GrowingTree:
         tokens, parents, candidates: See ``Draft``.
         depths: By node: 1 behind the context.
         ranks: By node: how many others stood there before it, behind the same one.
-        chances: By node: that it is right if the one before it is, by the drafter's own distribution.
     """
 
     def __init__(self) -> None:
@@ -111,25 +113,22 @@ class GrowingTree:
         self.candidates: dict[int, list[Candidate]] = {}
         self.depths: list[int] = []
         self.ranks: list[int] = []
-        self.chances: list[float] = []
+        self._prospects: dict[int, Prospects | None] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, drawn: Sequence[Drawn], q: torch.Tensor | Mapping[int, float]) -> list[int]:
+    def add(self, parent: int, drawn: Sequence[Drawn], prospects: Prospects | None = None) -> None:
         """Put candidates behind a node; equal ones share a node.
 
         Args:
             parent: The node.
             drawn: The candidates, in the order drawn.
-            q: The drafter's distribution there, [vocab], or of the candidates alone, by token.
-
-        Returns:
-            The new nodes.
+            prospects: What the drafter expects there; ``None`` if nobody asks for chances.
         """
+        self._prospects[parent] = prospects
         behind = self.candidates.setdefault(parent, [])
         known = {self.tokens[each.node]: each.node for each in behind}
-        fresh: list[int] = []
         for token, source in drawn:
             node = known.get(token)
             if node is None:
@@ -138,12 +137,15 @@ class GrowingTree:
                 self.parents.append(parent)
                 self.depths.append(1 + (self.depths[parent] if parent >= 0 else 0))
                 self.ranks.append(len(known) - 1)
-                self.chances.append(float(q[token]))
-                fresh.append(node)
             behind.append(Candidate(node, source))
         if not behind:
             del self.candidates[parent]
-        return fresh
+
+    def chance(self, node: int) -> float:
+        """That a node is right if the one before it is, by the drafter's own distribution."""
+        prospects = self._prospects[self.parents[node]]
+        assert prospects is not None
+        return prospects.chance(self.tokens[node])
 
     def graft(self, chain: Draft) -> list[int]:
         """Put a chain in, and return its nodes. What it draws where others drew the same has their node."""
@@ -153,7 +155,7 @@ class GrowingTree:
             source = (
                 None if chain.q is None else chain.q[i].clone()
             )  # it may be written over by the next proposal
-            self.add(node, [Drawn(token, source)], torch.ones(token + 1) if source is None else source)
+            self.add(node, [Drawn(token, source)])
             node = self.candidates[node][-1].node
             nodes.append(node)
         return nodes
@@ -184,6 +186,5 @@ class GrowingTree:
             tree.parents.append(parent)
             tree.depths.append(self.depths[node])
             tree.ranks.append(self.ranks[node])
-            tree.chances.append(self.chances[node])
             tree.candidates.setdefault(parent, []).append(Candidate(place[node], None))
         return tree

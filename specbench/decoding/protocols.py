@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.decoding.drafts import Draft, Drawn, GrowingTree
+    from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
     from specbench.decoding.sampling import Randomness, Sampling
 
@@ -86,8 +87,8 @@ def answered(asking: Asking[T]) -> T:
 class Drawing(Protocol):
     """Draws the candidates of a node, as a way to verify asks for them (``specbench.decoding.verdicts``)."""
 
-    def __call__(self, q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
-        """Up to ``count`` candidates, in the order drawn, from a drafter's distribution, float32 [vocab]."""
+    def __call__(self, prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
+        """Up to ``count`` candidates, in the order drawn, from what a drafter expects."""
         ...
 
 
@@ -186,11 +187,10 @@ class TreePolicy(Protocol):
         """Start a step with a tree that is at most ``room`` deep; whether there is to be any."""
         ...
 
-    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:
-        """How many candidates to draw behind each of these nodes (-1: the context).
-
-        q are [vocab] each; of a drafter without a model it is the chances of its few candidates alone.
-        """
+    def widths(
+        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
+    ) -> Sequence[int]:
+        """How many candidates to draw behind each of these nodes (-1: the context), by what is expected there."""
         ...
 
     def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:

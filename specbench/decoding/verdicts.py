@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from specbench.decoding.drafts import Candidate, Draft, Drawn
+from specbench.decoding.prospects import Prospects
 from specbench.decoding.protocols import Drawing
 from specbench.decoding.sampling import Randomness
 
@@ -79,9 +80,10 @@ _Rule: TypeAlias = Callable[[torch.Tensor, Sequence[Candidate], Draft, Randomnes
 # -- drawing candidates ----------------------------------------------------------------------------
 
 
-def without_replacement(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+def without_replacement(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
     """One after the other from what is left of q: Gumbel-top-k sampling (Kool et al. 2019), in its order."""
-    left, drawn = q, []
+    q = left = prospects.q
+    drawn: list[Drawn] = []
     for place in range(count):
         token = random.draw(left)
         drawn.append(Drawn(token, q))
@@ -93,41 +95,31 @@ def without_replacement(q: torch.Tensor, count: int, random: Randomness) -> list
     return drawn
 
 
-def with_replacement(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+def with_replacement(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
     """Independently of each other; the same token may come several times."""
-    return [Drawn(random.draw(q), q) for _ in range(count)]
+    return [Drawn(random.draw(prospects.q), prospects.q) for _ in range(count)]
 
 
-def top(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:  # noqa: ARG001
+def top(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:  # noqa: ARG001
     """The most probable tokens; nothing is tossed for."""
-    return [Drawn(token, None) for token in _best(q, count)]
+    return [Drawn(token, None) for token in prospects.best(count)]
 
 
-def draw_and_top(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+def draw_and_top(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
     """One drawn from q, and beside it the most probable others."""
-    token = random.draw(q)
-    others = [other for other in _best(q, count) if other != token]
-    return [Drawn(token, q), *(Drawn(other, None) for other in others[: count - 1])]
+    token = random.draw(prospects.q)
+    others = [other for other in prospects.best(count) if other != token]
+    return [Drawn(token, prospects.q), *(Drawn(other, None) for other in others[: count - 1])]
 
 
-def top_and_tail(q: torch.Tensor, count: int, random: Randomness) -> list[Drawn]:
+def top_and_tail(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
     """All but one the most probable tokens, and one drawn from q outside them (Hu et al. 2025)."""
-    best = _best(q, count - 1)
-    tail = q.clone()
+    best = prospects.best(count - 1)
+    tail = prospects.q.clone()
     tail[best] = 0.0
     total = float(tail.sum())
     drawn = [] if total <= _SMALLEST else [Drawn(random.draw(tail), tail / total)]
     return [*drawn, *(Drawn(token, None) for token in best)]
-
-
-def _best(q: torch.Tensor, count: int) -> list[int]:
-    """The most probable tokens that are possible at all, by falling probability."""
-    largest = q.topk(min(max(count, 0), len(q)))
-    return [
-        token
-        for value, token in zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
-        if value > 0.0
-    ]
 
 
 # -- deciding at a node ----------------------------------------------------------------------------

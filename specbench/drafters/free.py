@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.clocks import Clock, WallClock
-from specbench.decoding.drafts import Draft, Drawn, GrowingTree
+from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.prospects import Known
 from specbench.decoding.protocols import Asking, Guess
+from specbench.decoding.verdicts import top
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drawing, LengthPolicy, TreePolicy
@@ -94,15 +96,15 @@ class CandidateDrafter:
         tree, prefill_s = GrowingTree(), self.read(context)
         frontier: Sequence[int] = [-1] if policy.begin(room) else []
         while frontier:
-            known = {node: self.candidates(context, tree.branch(node)) for node in frontier}
-            nodes = [node for node in frontier if known[node]]
+            known = {node: Known(self.candidates(context, tree.branch(node))) for node in frontier}
+            nodes = [node for node in frontier if known[node].best(1)]
             if not nodes:
                 break
             first = len(tree)
-            widths = policy.widths(tree, nodes, [torch.tensor([*known[node].values()]) for node in nodes])
+            widths = policy.widths(tree, nodes, [known[node] for node in nodes])
             for node, width in zip(nodes, widths, strict=True):
                 if width:
-                    tree.add(node, [Drawn(token, None) for token in known[node]][:width], known[node])
+                    tree.add(node, top(known[node], width, random), known[node])
             frontier = policy.onwards(tree, range(first, len(tree)))
         kept = policy.kept(tree)
         return replace((tree if kept is None else tree.pruned(kept)).draft(), prefill_s=prefill_s)

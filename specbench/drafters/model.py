@@ -14,6 +14,7 @@ import torch
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.prospects import Scores
 from specbench.decoding.protocols import Pass
 
 if TYPE_CHECKING:
@@ -123,14 +124,15 @@ class ModelDrafter:
         with self.drafting():
             while frontier:
                 rows = yield from self._frontier_logits(context, tree, draft, len(frontier))
-                q = [
-                    self._chances(logits, context, tree, node, sampling)
+                prospects = [
+                    self._prospects(logits, context, tree, node, sampling)
                     for logits, node in zip(rows, frontier, strict=True)
                 ]
                 first = len(tree)
-                for node, width, chances in zip(frontier, policy.widths(tree, frontier, q), q, strict=True):
+                widths = policy.widths(tree, frontier, prospects)
+                for node, width, each in zip(frontier, widths, prospects, strict=True):
                     if width:
-                        tree.add(node, drawing(chances, width, random), chances)
+                        tree.add(node, drawing(each, width, random), each)
                 frontier = policy.onwards(tree, range(first, len(tree)))
                 self._read_nodes += frontier
         kept = policy.kept(tree)
@@ -152,14 +154,14 @@ class ModelDrafter:
         parents = [place[tree.parents[node]] for node in self._read_nodes]
         return (yield Pass(self.scorer, context, tokens, parents, rows=rows)).logits
 
-    def _chances(
+    def _prospects(
         self, logits: torch.Tensor, context: Sequence[int], tree: GrowingTree, node: int, sampling: Sampling
-    ) -> torch.Tensor:
-        """The distribution behind a node, float32 [vocab]."""
+    ) -> Scores:
+        """What the model expects behind a node."""
         behind = [*context, *tree.branch(node)] if sampling.looks_back else context
         if sampling.greedy:
-            return sampling.scores(logits[None], behind)[0].softmax(dim=-1)
-        return sampling.probabilities(logits[None], behind)[0]
+            return Scores(sampling.scores(logits[None], behind)[0], normalised=False)
+        return Scores(sampling.probabilities(logits[None], behind)[0], normalised=True)
 
     def _row(self, place: int, logits: torch.Tensor) -> torch.Tensor:
         """Memory for the distribution of a draft's token, [1, vocab], by its place in the draft, from 0.

@@ -13,9 +13,8 @@ from specbench.lengths.base import rule_name
 from specbench.lengths.trees import MOST_NODES
 
 if TYPE_CHECKING:
-    import torch
-
     from specbench.decoding.drafts import GrowingTree
+    from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
     from specbench.lengths.costs import CostSource
 
@@ -74,13 +73,15 @@ class AutoTree(AutoLength):
         self._asked = room > 0 and not self._paused
         return self._asked
 
-    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:
+    def widths(
+        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
+    ) -> Sequence[int]:
         counts = [0] * len(nodes)
         forced = self._probing or self._costs.timings == 0
         slots: list[tuple[float, int]] = []
         chances: list[list[float]] = []
-        for place, (node, row) in enumerate(zip(nodes, q, strict=True)):
-            odds = [log_odds(value) for value in row.topk(min(_BESIDE_ONE, len(row))).values.tolist()]
+        for place, (node, each) in enumerate(zip(nodes, prospects, strict=True)):
+            odds = [log_odds(chance) for chance in each.chances(_BESIDE_ONE)]
             reached = self._reached[node] if node >= 0 else 1.0
             self._before[node] = odds
             chances.append([reached * self._slots[rank > 0].chance(x) for rank, x in enumerate(odds)])
@@ -102,7 +103,7 @@ class AutoTree(AutoLength):
 
     def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
         for node in fresh:
-            parent, odds = tree.parents[node], log_odds(tree.chances[node])
+            parent, odds = tree.parents[node], log_odds(tree.chance(node))
             before = self._reached[parent] if parent >= 0 else 1.0
             self._odds.append(odds)
             self._reached.append(before * self._known[tree.ranks[node] > 0].chance(odds))

@@ -17,9 +17,8 @@ from specbench.lengths.base import rule_name
 from specbench.specs.rules import RankShares
 
 if TYPE_CHECKING:
-    import torch
-
     from specbench.decoding.drafts import GrowingTree
+    from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
 
 __all__ = ["MOST_NODES", "DynamicTree", "IndependentChains", "StaticTree", "Tree", "best_shape"]
@@ -54,7 +53,7 @@ class Tree:
         self._room = room
         return room > 0
 
-    def kept(self, tree: GrowingTree) -> Sequence[int] | None:  # noqa: ARG002
+    def kept(self, tree: GrowingTree) -> Sequence[int] | None:
         return None
 
     def observe(self, step: Step) -> None:
@@ -112,7 +111,9 @@ class StaticTree(Tree):
         self._shape = {-1: -1}
         return super().begin(room)
 
-    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:  # noqa: ARG002
+    def widths(
+        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
+    ) -> Sequence[int]:
         return [len(self._behind.get(self._shape[node], ())) for node in nodes]
 
     def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
@@ -144,7 +145,9 @@ class IndependentChains(Tree):
     def name(self) -> str:
         return rule_name("chains", k=(self.chains, 4), length=(self.length, 4))
 
-    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:  # noqa: ARG002
+    def widths(
+        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
+    ) -> Sequence[int]:
         return [self.chains if node < 0 else tree.multiplicity(node) for node in nodes]
 
     def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
@@ -185,14 +188,16 @@ class DynamicTree(Tree):
         self._scores = []
         return super().begin(room)
 
-    def widths(self, tree: GrowingTree, nodes: Sequence[int], q: Sequence[torch.Tensor]) -> Sequence[int]:  # noqa: ARG002
+    def widths(
+        self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
+    ) -> Sequence[int]:
         return [self.top_k] * len(nodes)
 
     def onwards(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
         for node in fresh:
             parent = tree.parents[node]
             before = self._scores[parent] if parent >= 0 else 0.0
-            self._scores.append(before + math.log(max(tree.chances[node], 1e-30)))
+            self._scores.append(before + math.log(max(tree.chance(node), 1e-30)))
         if not fresh or tree.depths[fresh[0]] >= min(self.depth, self._room):
             return []
         return sorted(heapq.nlargest(self.top_k, fresh, key=self._scores.__getitem__))
