@@ -252,6 +252,90 @@ def test_siblings_and_what_they_gave_are_shown() -> None:
     assert "air⟨scatters⟩ ⟨+is⟩" in text.replace("⟨ ", "⟨").replace(" ⟨scatters", "⟨scatters")
 
 
+TREE = replace(
+    REJECTION,
+    drafted=(AIR, BREAK, IS, SKY, BLUE),
+    parents=(-1, -1, 1, 1, 0),
+    path=(1, 3),
+    accepted=2,
+    tested=2,
+    tokens=(BREAK, SKY, BECAUSE),
+    closing="bonus",
+    verdicts=(
+        DraftVerdict(AIR, 0.5, 0.25, None, "rejected"),
+        DraftVerdict(BREAK, 0.25, 0.5, None, "accepted"),
+        DraftVerdict(IS, 0.5, 0.125, None, "rejected"),
+        DraftVerdict(SKY, 0.5, 0.75, None, "accepted"),
+        DraftVerdict(BLUE, 0.25, None, None, "untested"),
+    ),
+)
+
+
+def test_a_tree_is_drawn_by_branches() -> None:
+    made = event(TREE)
+    assert made["parents"] == [-1, -1, 1, 1, 0]
+    text = last(header(), made)
+    assert "5 nodes · accepted 2/2" in text
+    table = block(
+        """
+                  i  token                               q       p     p/q    verdict
+                  1  ├─␣air                         0.5000  0.2500  0.5000  ✗ rejected
+                  5  │ └─␣blue                      0.2500       –       –  · untested
+                  2  ┕━⏎⏎                           0.2500  0.5000  2.0000  ✓ accepted
+                  3    ├─␣is                        0.5000  0.1250  0.2500  ✗ rejected
+                  4    ┕━␣sky                       0.5000  0.7500  1.5000  ✓ accepted
+        """
+    )
+    assert table.split() == text[text.index("i  token") :].partition("bonus")[0].split()
+    assert [line.find("─␣is") for line in text.splitlines() if "␣is" in line] == [line_of("├─␣is", text) + 1]
+    ascii_text = last(header(), made, encoding="ascii")
+    assert re.search(r"  1  \|-_air .*\n.*  5  \| `-_blue .*\n.*  2  `=", ascii_text)
+
+
+def line_of(sign: str, text: str) -> int:
+    return next(line.find(sign) for line in text.splitlines() if sign in line)
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 120])
+def test_a_deep_tree_keeps_its_columns(width: int) -> None:
+    deep = replace(
+        TREE,
+        drafted=(AIR,) * 20,
+        parents=tuple(range(-1, 19)),
+        verdicts=tuple(DraftVerdict(AIR, 0.5, None, None, "untested") for _ in range(20)),
+    )
+    rows = [line for line in last(header(), event(deep), width=width).splitlines() if "untested" in line]
+    assert len(rows) == 20
+    assert {row.index("·") for row in rows} == {rows[0].index("·")}
+    assert all("air" in row and cell_len(row) <= width for row in rows)
+
+
+def test_tokens_of_a_tree_are_data() -> None:
+    made = event(TREE)
+    made["verdicts"][0]["text"] = "[red]\x1b[31m\n"
+    text = last(header(), made)
+    assert "[red]" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("method", ["naive", "traversal"])
+def test_the_header_says_how_a_tree_is_verified(method: str) -> None:
+    options = {"length_policy": "static-tree", "verification": method}
+    beginning = header(options=options)
+    assert f"by {method}, see docs/trees.md" in shown(beginning)
+    assert "r < p/q" not in shown(beginning)
+    corrected = last(beginning, event(replace(TREE, closing="corrected")))
+    assert ("what is left of p₃" in corrected) == (method != "naive")
+    assert "max(0" not in corrected
+
+
+@pytest.mark.parametrize("parents", [[-1, -1, 1, 1], [-1, 1, 1, 1, 0], [-2, -1, 1, 1, 0]])
+def test_a_tree_that_is_none_is_refused(parents: list[int]) -> None:
+    lines = [json.dumps(each) for each in (header(), {**event(TREE), "parents": parents})]
+    with pytest.raises(UsageError, match=r"step.parents is missing or wrong"):
+        list(parse_trace(io.BytesIO("\n".join(lines).encode()), "x"))
+
+
 def test_traces_from_before_siblings_are_shown_too() -> None:
     old = event(REJECTION)
     del old["siblings"]

@@ -291,8 +291,10 @@ class _Job:
         from specbench.lengths import FixedLength
 
         rule, fixed = self.policy.learner, not self.policy.siblings.most
+        said = self.policy.tree is not None or self.policy.verification is not None
         return {
             "length_policy": self.policy.name,
+            "verification": self.policy.method(self.drafter) if said and not self.sampling.greedy else None,
             "gamma": rule.gamma if fixed and isinstance(rule, FixedLength) else None,
             "costs": "given" if self.given_costs else None,
             **opt.deciding(self.decode, self.sampling, self.seed, self.target.language_model),

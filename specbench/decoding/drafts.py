@@ -54,6 +54,7 @@ class Draft:
             ``None`` for a chain: -1, 0, 1, ...
         candidates: Of a tree whose tokens were drawn as one: what was drawn behind which node (-1: the context), in
             that order, as often as it was drawn. ``None``: ``q`` tells it of the first branch, and the rest is certain.
+        chances: Of such a tree, by token: how probable it was to the drafter.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Draft:
     passes: int | None = None
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Candidate]] | None = None
+    chances: Sequence[float] = ()
 
     def behind(self, node: int) -> Sequence[Candidate]:
         """What may stand behind a node, -1 for the context."""
@@ -174,7 +176,8 @@ class GrowingTree:
 
     def draft(self) -> Draft:
         """What has grown."""
-        return Draft(list(self.tokens), parents=tuple(self.parents), candidates=self.candidates)
+        parents, chances = tuple(self.parents), tuple(self.chances)
+        return Draft(list(self.tokens), parents=parents, candidates=self.candidates, chances=chances)
 
     def pruned(self, kept: Sequence[int]) -> GrowingTree:
         """What is left with these nodes, ascending, alone: each with the one before it. All must be certain."""

@@ -83,16 +83,19 @@ def closing_of(accepted: int, gamma: int) -> Closing:
 def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor) -> tuple[DraftVerdict, ...]:
     """What a trace shows of every draft; in greedy decoding the numbers are read off the untempered softmax."""
     kept = set(verdict.path)
-    whole = draft.parents is not None
-    looked = {-1, *kept} if whole else set(range(-1, tested - 1))
-    drawn = {each.node: each.q for node in looked for each in draft.behind(node)} if whole else {}
+    looked = set((-1, *verdict.path)[:tested])
+    if tested >= len(verdict.path):  # no stop cut the verdict short
+        looked |= verdict.rows.keys()
+    candidates = draft.candidates or {}
+    drawn = {each.node: each.q for behind in candidates.values() for each in behind if each.q is not None}
     verdicts = []
     for i, token in enumerate(draft.tokens):
         parent = i - 1 if draft.parents is None else draft.parents[i]
         seen = parent in looked
-        q = drawn.get(i) if whole else None if draft.q is None else draft.q[i]
-        if q is None and draft.q is None and draft.logits is not None:
+        q = drawn.get(i) if draft.q is None else draft.q[i]
+        if q is None and draft.logits is not None:
             q = draft.logits[i].float().softmax(dim=-1)
+        chance = draft.chances[i] if draft.chances else 1.0
         if parent in verdict.rows:
             p = verdict.rows[parent]
         elif seen:
@@ -100,7 +103,7 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
         verdicts.append(
             DraftVerdict(
                 token=token,
-                q=1.0 if q is None else float(q[token]),
+                q=chance if q is None else float(q[token]),
                 p=float(p[token]) if seen else None,
                 r=verdict.r[i] if seen and verdict.r else None,
                 verdict="untested" if not seen else "accepted" if i in kept else "rejected",

@@ -86,7 +86,8 @@ class DraftVerdict:
         q: The drafter's probability of it; 1 for a drafter without probabilities.
         p: The target's probability of it, ``None`` if the verdict never reached it.
         r: The uniform number it was tested with, ``None`` in greedy decoding and where it was not tested.
-        verdict: ``untested`` stands behind a rejection or a stop.
+        verdict: ``untested`` stands behind a rejection or a stop. In a tree ``rejected`` is also what stands beside an
+            accepted token.
 
     In greedy decoding p and q are read off the untempered softmax, and neither decides anything.
     """

@@ -89,7 +89,7 @@ def prefill_event(prefill: Prefill, piece: Callable[[int], str]) -> Event:
 
 
 def step_event(step: Step, piece: Callable[[int], str]) -> Event:
-    """One step with everything its record says, the ratios p/q and the texts of all tokens.
+    """One step with everything its record says, the ratios p/q and the texts of all tokens; of a tree also its shape.
 
     Args:
         step: Recorded with verdicts.
@@ -131,6 +131,7 @@ def step_event(step: Step, piece: Callable[[int], str]) -> Event:
         "siblings": [
             {"place": place, "token": token, "text": piece(token)} for place, token in step.siblings
         ],
+        **({} if step.parents is None else {"parents": list(step.parents)}),
     }
 
 
@@ -216,12 +217,19 @@ def parse_trace(file: BinaryIO, name: str) -> Iterator[Event]:
             in_trace = True
         if not isinstance(kind, str) or kind not in _EVENTS:
             raise UsageError(f"{name}, line {n} is broken: it is no event of a trace.", hint)
-        wrong = misfit(event, _EVENTS[kind], kind)
+        wrong = misfit(event, _EVENTS[kind], kind) or _misplaced(event)
         if wrong is not None:
             raise UsageError(f"{name}, line {n} is broken: {wrong} is missing or wrong.", hint)
         yield event
     if not in_trace:
         raise UsageError(f"{name} is not a step trace: it is empty.", hint)
+
+
+def _misplaced(event: Event) -> str | None:
+    """What is wrong with the tree of a step: every draft has one before it that it stands behind, or -1."""
+    parents = event.get("parents", ())
+    fit = all(-1 <= parent < node for node, parent in enumerate(parents))
+    return None if not parents or (fit and len(parents) == len(event["verdicts"])) else "step.parents"
 
 
 def _check_version(header: Event, name: str, number: int) -> None:
@@ -278,6 +286,7 @@ _EVENTS: dict[str, dict[str, Any]] = {
             }
         ],
         "siblings?": [{"place": count, "text": str}],
+        "parents?": [int],
     },
     "end": {
         "finish_reason": _FINISH,

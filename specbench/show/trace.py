@@ -48,6 +48,9 @@ class _Signs:
     minus: str
     verdicts: Mapping[str, str]
     marks: Mapping[str, tuple[str, str]]
+    branches: tuple[
+        str, str, str, str, str
+    ]  # a line that goes on, a branch and the last one, and both where kept
     digits: str
 
     def p(self, i: int) -> str:
@@ -71,6 +74,7 @@ _UNICODE = _Signs(
     minus="−",
     verdicts={"accepted": "✓", "rejected": "✗", "untested": "·"},
     marks={"corrected": ("⟨", "⟩"), "bonus": ("⟨+", "⟩"), "target": ("⟨=", "⟩")},
+    branches=("│ ", "├─", "└─", "┝━", "┕━"),
     digits="₀₁₂₃₄₅₆₇₈₉",
 )
 _ASCII = _Signs(
@@ -82,6 +86,7 @@ _ASCII = _Signs(
     minus="-",
     verdicts={"accepted": "+", "rejected": "x", "untested": "."},
     marks={"corrected": ("[", "]"), "bonus": ("[+", "]"), "target": ("[=", "]")},
+    branches=("| ", "|-", "`-", "|=", "`="),
     digits="",
 )
 
@@ -111,6 +116,7 @@ class TraceView:
     def _begin(self, *, greedy: bool, lossless: bool) -> None:
         self._greedy = greedy
         self._lossless = lossless
+        self._verification: str | None = None
         self._runs: list[tuple[str, str]] = []  # (where from, text): the end of the output so far
         self._cut = False
 
@@ -128,9 +134,14 @@ class TraceView:
         ]
         self._items("options", options)
         self._label("prompt", f"{event['prompt_tokens']} tokens: {self._end_of(event['prompt_tail'])}")
+        verification = event["options"].get("verification")
+        if isinstance(verification, str) and verification not in ("rejection", "residual"):
+            self._verification = verification
         if self._greedy:
             self._label("verdict", "a draft is accepted if it is the argmax of p")
             self._label("note", "greedy: p and q are of the untempered softmax and decide nothing")
+        elif self._verification is not None:
+            self._label("verdict", f"by {self._one_line(self._verification)}, see docs/trees.md")
         else:
             self._label("verdict", "a draft is accepted if r < p/q")
         if not self._lossless:
@@ -155,21 +166,25 @@ class TraceView:
     def _step(self, event: Event) -> None:
         gamma, accepted, times = event["gamma"], event["accepted"], event["times"]
         total = sum(times[f"{part}_s"] for part in PARTS)
+        parents = event.get("parents")
+        size = f"{self._signs.gamma} {gamma}" if not parents else f"{len(parents)} nodes"
         self._rule(
             f"step {event['index'] + 1}",
             f"position {event['position']}",
-            f"{self._signs.gamma} {gamma}",
+            size,
             f"accepted {accepted}/{gamma}" if gamma else "nothing drafted",
             f"{_milliseconds(total)} ms",
         )
-        if event["verdicts"]:
+        if parents:
+            self._tree(event["verdicts"], parents)
+        elif event["verdicts"]:
             self._drafts(event["verdicts"])
         if event.get("siblings"):
             self._siblings(event["siblings"])
         closing, texts = event["closing"], event["texts"]
         end = len(texts) if closing is None else min(accepted, len(texts) - 1)
         if closing is not None and texts:
-            source = self._source(closing, accepted)
+            source = self._source(closing, accepted, tree=bool(parents))
             self._closing(closing, texts[end], event["closing_probability"], source)
         for text in texts[end + 1 :]:
             self._label("gained", Text().append(self._fitted(text, _TOKEN_CELLS[1]), _STYLES["bonus"]))
@@ -221,15 +236,51 @@ class TraceView:
             row.append(f"{self._signs.verdicts[decision]} {decision}", _STYLES[decision])
             self._line(row)
 
+    def _tree(self, verdicts: Sequence[Mapping[str, Any]], parents: Sequence[int]) -> None:
+        """The table of a tree: place in the pass, token behind its branch, q, p, p/q and verdict.
+
+        Heavy lines lead to what was kept.
+        """
+        left = _GUTTER if self._width >= _ROOMY else 6
+        least, most = _TOKEN_CELLS
+        cells = max(2 * least, min(most, self._width - left - 38))
+        names = "  ".join(f"{name:>6}" for name in ("q", "p", "p/q"))
+        self._line(Text(f"{'i':>{left - 2}}  {'token':{cells}}  {names}    verdict", style="dim"))
+        on, branch, last, kept_branch, kept_last = self._signs.branches
+        behind: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            behind.setdefault(parent, []).append(node)
+        waiting = [(node, "") for node in reversed(behind.get(-1, []))]
+        while waiting:
+            node, lines = waiting.pop()
+            verdict, ends = verdicts[node], node == behind[parents[node]][-1]
+            decision = verdict["verdict"]
+            if decision == "accepted":
+                line = lines + (kept_last if ends else kept_branch)
+            else:
+                line = lines + (last if ends else branch)
+            if len(line) > cells - least:  # far down: the beginning of the lines makes room
+                line = self._signs.cut + line[len(line) - (cells - least) + len(self._signs.cut) :]
+            numbers = "  ".join(f"{self._number(verdict[name]):>6}" for name in ("q", "p", "ratio"))
+            row = Text(style="dim" if decision == "untested" else "")
+            row.append(f"{node + 1:>{left - 2}}", "dim")
+            row.append(f"  {line}", _STYLES[decision])
+            row.append(f"{self._fitted(verdict['text'], cells - len(line), pad=True)}  {numbers}  ")
+            row.append(f"{self._signs.verdicts[decision]} {decision}", _STYLES[decision])
+            self._line(row)
+            waiting += [(child, lines + ("  " if ends else on)) for child in reversed(behind.get(node, []))]
+
     def _siblings(self, siblings: Sequence[Mapping[str, Any]]) -> None:
         """What was verified beside which draft."""
         self._items("beside", [f"{each['place'] + 1}: {self._fitted(each['text'], 12)}" for each in siblings])
 
-    def _source(self, closing: str, accepted: int) -> str:
+    def _source(self, closing: str, accepted: int, *, tree: bool = False) -> str:
         """The distribution that the closing token came from, by its formula."""
         i = accepted + 1
         p = self._signs.p(i)
         if closing == "corrected" and not self._greedy:
+            if tree or self._verification is not None:
+                return p if self._verification == "naive" else f"what is left of {p}"
             if not self._lossless:
                 return f"{p}: adjustment off"
             return f"norm(max(0, {p} {self._signs.minus} {self._signs.q(i)}))"

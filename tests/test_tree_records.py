@@ -1,0 +1,101 @@
+"""Records of steps with trees: what a trace says of every node, and the figures that are made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scripted import ScriptedCache, ScriptedScorer, random_table
+
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import TreePolicy
+from specbench.decoding.records import Step
+from specbench.decoding.request import DraftPolicy
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.stops import StopRules
+from specbench.drafters.model import ModelDrafter
+from specbench.lengths import FixedLength
+from specbench.lengths.trees import DynamicTree, StaticTree
+from specbench.specs.verification import VerificationName
+
+VOCAB = 6
+PROMPT = [1, 5, 2]
+TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
+
+
+def steps_of(
+    tree: TreePolicy, sampling: Sampling, method: VerificationName | None, **options: Any
+) -> list[Step]:
+    records = decode_steps(
+        PROMPT,
+        ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache()),
+        ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
+        policy=DraftPolicy(FixedLength(2), tree=tree, verification=method),
+        sampling=sampling,
+        random=Randomness(3),
+        max_new_tokens=30,
+        trace=True,
+        **options,
+    )
+    return [record for record in records if isinstance(record, Step)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "method"),
+    [
+        (Greedy(), None),
+        *((Multinomial(0.9), name) for name in ("traversal", "recursive", "naive", "residual", "specinfer")),
+    ],
+)
+def test_a_trace_has_p_and_q_of_the_nodes_own_branch(
+    sampling: Sampling, method: VerificationName | None
+) -> None:
+    emitted: list[int] = []
+    seen = {"accepted": 0, "rejected": 0, "untested": 0}
+    shape = StaticTree.shaped((-1, -1, 0, 0, 1, 2))
+    for step in steps_of(shape, sampling, method, first_target=False):
+        assert step.verdicts is not None
+        parents = step.parents or ()
+        for node, verdict in enumerate(step.verdicts):
+            behind, parent = [], parents[node]
+            while parent >= 0:
+                behind.insert(0, step.drafted[parent])
+                parent = parents[parent]
+            context = [*PROMPT, *emitted, *behind]
+            temperature = sampling.temperature or 1.0
+            p = (TARGET(context) / temperature).softmax(dim=-1)[verdict.token]
+            q = (DRAFT(context) / temperature).softmax(dim=-1)[verdict.token]
+            assert verdict.q == pytest.approx(float(q), abs=1e-6)
+            assert (verdict.p is None) == (verdict.verdict == "untested")
+            assert verdict.p is None or verdict.p == pytest.approx(float(p), abs=1e-6)
+            assert (verdict.verdict == "accepted") == (node in step.path[: step.accepted])
+            seen[verdict.verdict] += 1
+        emitted += step.tokens
+    assert min(seen.values()) > 0
+
+
+def test_behind_a_stop_nothing_counts() -> None:
+    """Wherever the output ends within a path: the figures are those of what was emitted."""
+    for end in range(VOCAB):
+        for method in ("traversal", "naive"):
+            shape = StaticTree.shaped((-1, -1, 0, 0, 1, 2))
+            stops = StopRules((end,))
+            steps = steps_of(shape, Multinomial(0.9), method, stops=stops, first_target=False)
+            last = steps[-1]
+            assert last.verdicts is not None
+            accepted = [node for node, each in enumerate(last.verdicts) if each.verdict == "accepted"]
+            assert len(last.expected_acceptance) == len(last.widths) == last.tested
+            assert len(last.ranks) == last.accepted
+            if last.closing is None:
+                assert sorted(last.path[: last.accepted]) == accepted
+                assert last.tested == last.accepted == len(last.tokens)
+
+
+def test_expected_acceptance_of_certain_candidates_is_all_they_have_of_p() -> None:
+    for step in steps_of(DynamicTree(2, 4, 2), Multinomial(0.9), None):
+        assert step.verdicts is not None
+        for level, node in enumerate((-1, *step.path)[: step.tested]):
+            behind = [i for i, parent in enumerate(step.parents or ()) if parent == node]
+            total = sum(step.verdicts[i].p or 0.0 for i in behind)
+            assert step.expected_acceptance[level] == pytest.approx(total, abs=1e-6)
+            assert step.widths[level] == len(behind)
