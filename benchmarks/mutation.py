@@ -341,6 +341,13 @@ MUTANTS = (
         DECODE,
     ),
     Mutant(
+        "logits of a trimmed head stand in wrong places",
+        "models/prepare.py",
+        "places=None if draftable is None else torch.tensor(draftable)",
+        "places=None if draftable is None else torch.tensor(draftable).flip(0)",
+        ("tests/test_vocabulary.py",),
+    ),
+    Mutant(
         "a drafter with another tokenizer keeps what is spelled otherwise by now",
         "drafters/translate.py",
         "next((i for i in range(start, length) if ids[i] != self._fed[i]), length)",

@@ -1,4 +1,4 @@
-"""`specbench calibrate`: find the form of itself that a target drafts with fastest, and keep it."""
+"""`specbench calibrate`: find the form of itself that a target drafts with fastest, or count the tokens it writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["calibrate"]
 
-_PROMPTS = 9
+_PROMPTS, _TOKENS = 9, 24
+_PROMPTS_TO_COUNT, _TOKENS_TO_COUNT = 30, 64
 _WORTH = 1.05
 """A smaller speedup than this is within what the prediction is off by."""
 
@@ -35,19 +36,36 @@ def calibrate(
     models: Annotated[ModelOptions, opt.Fields("dtype", "device", "allow_pickle")],
     prompts: Annotated[list[str] | None, opt.prompt_sets(rich_help_panel=PROMPT)] = None,
     limit: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--limit",
             min=2,
             metavar="N",
-            help="Prompts in all, taken in turn from the categories; every third one only checks the choice.",
+            help="Prompts in all, taken in turn from the categories; every third one only checks the choice."
+            f" Default: {_PROMPTS}, with --vocab {_PROMPTS_TO_COUNT}.",
             rich_help_panel=PROMPT,
         ),
-    ] = _PROMPTS,
+    ] = None,
     tokens: Annotated[
-        int,
-        _decoding("--tokens", min=2, metavar="N", help="Tokens of each answer to try the drafters on."),
-    ] = 24,
+        int | None,
+        _decoding(
+            "--tokens",
+            min=2,
+            metavar="N",
+            help="Tokens of each answer to try the drafters on, or to count."
+            f" Default: {_TOKENS}, with --vocab {_TOKENS_TO_COUNT}.",
+        ),
+    ] = None,
+    vocab: Annotated[
+        int | None,
+        _decoding(
+            "--vocab",
+            min=1,
+            metavar="N",
+            help="Count the tokens that the target writes instead, for --drafter MODEL:vocab=N, and say what the N most"
+            " frequent cover. Counts serve every N.",
+        ),
+    ] = None,
     int8: Annotated[
         bool | None, _decoding("--int8/--no-int8", help="Consider int8 layers. Default: on a CPU.")
     ] = None,
@@ -63,13 +81,26 @@ def calibrate(
 ) -> None:
     """Choose which of its layers a target skips, in which precision, to draft for itself: --drafter self:calibrated.
 
-    The choice is kept for this target, dtype and device. An interrupt leaves an earlier one as it was.
+    The choice is kept for this target, dtype and device. An interrupt leaves an earlier one as it was. With --vocab,
+    count the tokens that the target writes instead.
     """
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
     from specbench.cli.watchers import write_out
 
-    chosen = load_prompts(prompts or ["all"], limit=limit)
+    if vocab is not None:
+        most = limit or _PROMPTS_TO_COUNT
+        _count(
+            target,
+            models,
+            load_prompts(prompts or ["all"], limit=most),
+            tokens or _TOKENS_TO_COUNT,
+            vocab,
+            json_output=json_output,
+            quiet=quiet,
+        )
+        return
+    chosen = load_prompts(prompts or ["all"], limit=limit or _PROMPTS)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
         from specbench.models.choices import write_choice
@@ -79,7 +110,7 @@ def calibrate(
         from specbench.tune.calibrate import CalibrationSettings
         from specbench.tune.calibrate import calibrate as search
 
-        settings = CalibrationSettings(tokens, int8, 60 * minutes)
+        settings = CalibrationSettings(tokens or _TOKENS, int8, 60 * minutes)
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
             encoded = _encoded(loaded, chosen)
@@ -88,6 +119,56 @@ def calibrate(
         found = search(loaded, encoded, settings, progress=progress)
     write_choice(choice_key(loaded), found.choice)
     write_out(_as_json(found) if json_output else _as_text(found, loaded))
+
+
+def _count(
+    target: str,
+    models: ModelOptions,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    vocab: int,
+    *,
+    json_output: bool,
+    quiet: bool,
+) -> None:
+    """Count the tokens that a target writes, keep the counts, and say what so many of them cover."""
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.watchers import write_out
+    from specbench.textsafe import terminal_safe
+
+    with StageProgress(quiet) as progress:
+        progress.update("starting", 0, None)
+        from specbench.models.counts import write_counts
+        from specbench.models.prepare import prepare
+        from specbench.progress import quiet_transformers
+        from specbench.specs.models import parse_model
+        from specbench.tune.vocabulary import count_tokens
+
+        with quiet_transformers():
+            loaded, _ = prepare(parse_model(target), (), models, progress=progress)
+            found = count_tokens(loaded, _encoded(loaded, prompts), tokens, progress=progress)
+    write_counts(loaded.language_model.fingerprint, found)
+    coverage = found.coverage(found.most_frequent(vocab, range(loaded.vocab_size)))
+    tested, kinds = len(found.held_out), len(found.ranked)
+    if json_output:
+        figures = {
+            "target": found.target,
+            "vocab": vocab,
+            "counted": found.counted,
+            "kinds": kinds,
+            "coverage": coverage,
+            "tested": tested,
+        }
+        write_out(json.dumps(figures) + "\n")
+        return
+    lines = [f"{vocab:,} tokens cover {coverage:.1%} of {tested:,} tokens of other answers."]
+    if kinds < vocab:
+        lines.append(
+            f"Only {kinds:,} of them were seen in {found.counted:,} tokens written and their prompts; the others are"
+            " those with the lowest ids. More prompts (--limit) and longer answers (--tokens) show more."
+        )
+    lines.append(f"Kept for {found.target}: --drafter MODEL:vocab={vocab}")
+    write_out(terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8"))
 
 
 def _encoded(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:

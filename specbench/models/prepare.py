@@ -24,9 +24,10 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
-from specbench.drafters.translate import TranslatingDrafter
+from specbench.drafters.translate import TranslatingDrafter, Translation
 from specbench.errors import RunError, UsageError
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
+from specbench.models.counts import any_counts, nothing_counted, read_counts
 from specbench.models.load import (
     LanguageModel,
     Progress,
@@ -228,6 +229,8 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
 
 
 def _check_form(form: DrafterSpec, target: ModelSpec, progress: Progress | None) -> None:
+    if isinstance(form, SmallModel) and form.vocab is not None and not any_counts():
+        raise nothing_counted(target.name)
     if not isinstance(form, SelfForm):
         return
     if form.calibrated and not any_choice():
@@ -295,7 +298,7 @@ def load_drafter(
     options = options or LoadOptions()
     check_options(options)
     language_model = load_model(spec.model, options, progress=progress, allow_pickle=allow_pickle)
-    return wrap_drafter(language_model, target, cache=cache, int8=options.dtype == "auto")
+    return wrap_drafter(language_model, target, cache=cache, int8=options.dtype == "auto", vocab=spec.vocab)
 
 
 def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
@@ -304,7 +307,12 @@ def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
 
 
 def wrap_drafter(
-    language_model: LanguageModel, target: Target, *, cache: CacheKind = "dynamic", int8: bool = False
+    language_model: LanguageModel,
+    target: Target,
+    *,
+    cache: CacheKind = "dynamic",
+    int8: bool = False,
+    vocab: int | None = None,
 ) -> ModelDrafter:
     """A drafter of a loaded model; its linear layers are quantised or packed in place.
 
@@ -315,19 +323,22 @@ def wrap_drafter(
         target: What it drafts for.
         cache: The kind of its own cache.
         int8: Quantise if it is on a CPU. (Always done if the model was loaded with the dtype "int8".)
+        vocab: Draft so many tokens only, those that the target writes most often; ``None`` for all.
 
     Raises:
-        UsageError: The tokenizers share too few tokens, or the head cannot be cut.
+        UsageError: The tokenizers share too few tokens, the head cannot be cut, or the target's tokens were not
+            counted.
     """
     translation = translation_of(target.language_model, language_model)
     model = language_model.model
     fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
     dtype = language_model.dtype
-    places = None
-    if translation is not None:
-        places = torch.tensor(sorted(translation.shared))
-        _cut_head(language_model, [translation.shared[token] for token in places.tolist()])
+    draftable = _draftable(language_model, target, translation, vocab)
+    if draftable is not None and translation is not None:
+        _cut_head(language_model, tuple(translation.shared[token] for token in draftable))
+    else:
+        _cut_head(language_model, draftable)
     if language_model.quantise_int8 or (int8 and model.device.type == "cpu"):
         quantise_linears(model, alike=False)
         dtype = "int8"
@@ -339,25 +350,43 @@ def wrap_drafter(
         vocab_size=target.vocab_size,
         context_limit=language_model.context_limit,
         output_device=target.scorer.device,
-        places=places,
+        places=None if draftable is None else torch.tensor(draftable),
     )
-    name = f"{language_model.name} ({dtype})"
+    name = language_model.name if vocab is None else f"{language_model.name}:vocab={vocab}"
+    name = f"{name} ({dtype})"
     return (
         ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
     )
 
 
-def _cut_head(language_model: LanguageModel, rows: Sequence[int]) -> None:
-    """Leave these logits of a model alone; nothing happens where there are no others any more."""
-    if language_model.head_rows == tuple(rows):
+def _draftable(
+    language_model: LanguageModel, target: Target, translation: Translation | None, vocab: int | None
+) -> tuple[int, ...] | None:
+    """Which of the target's tokens a model drafts, ascending; ``None`` for all."""
+    known = None if translation is None else tuple(sorted(translation.shared))
+    if vocab is None:
+        return known
+    among = range(min(target.vocab_size, language_model.vocab_size)) if known is None else known
+    if vocab >= len(among):
+        raise UsageError(
+            f"{language_model.name} drafts {len(among)} tokens, and vocab={vocab} keeps all of them.",
+            "Give less, or leave it out.",
+        )
+    counts = read_counts(target.language_model.fingerprint, target.name)
+    return tuple(counts.most_frequent(vocab, among))
+
+
+def _cut_head(language_model: LanguageModel, rows: tuple[int, ...] | None) -> None:
+    """Leave these logits of a model alone, ``None`` for all; nothing happens where there are no others any more."""
+    if language_model.head_rows == rows:
         return
     if language_model.head_rows is not None:
         raise UsageError(
-            f"The head of {language_model.name} was cut to other tokens, for another target.",
-            "Load the drafter once for each target.",
+            f"The head of {language_model.name} was cut to other tokens, for another drafter.",
+            "Load the model once for each.",
         )
     trim_head(language_model.model, torch.tensor(rows, device=language_model.model.device))
-    language_model.head_rows = tuple(rows)
+    language_model.head_rows = rows
 
 
 def choice_key(target: Target) -> ChoiceKey:
@@ -456,7 +485,7 @@ def prepare(
     progress: Progress | None = None,
     beforehand: Callable[[LanguageModel], None] | None = None,
 ) -> tuple[Target, list[Proposer]]:
-    """Load a target and its drafters. Every model is loaded once, whoever drafts with it.
+    """Load a target and its drafters. Every model is loaded once for each vocabulary, whoever drafts with it.
 
     Args:
         target, drafters: What is asked for.
@@ -492,14 +521,22 @@ def prepare(
             progress.update("trying passes of several widths", 0, None)
         ready.scorer.require_bit_exact()
 
+    wrapped: set[ModelSpec] = set()
+
     def built(part: DrafterSpec) -> Drafter | RunError:
         if part.own_model is None:
             return load_drafter(part, ready)
+        vocab = part.vocab if isinstance(part, SmallModel) else None
         try:
-            if part.own_model not in loaded:
+            if part.own_model not in loaded or part.own_model in wrapped:  # with another head
                 loaded[part.own_model] = load(part.own_model, options.drafter)
+            wrapped.add(part.own_model)
             return wrap_drafter(
-                loaded[part.own_model], ready, cache=cache or "dynamic", int8=options.drafter.dtype == "auto"
+                loaded[part.own_model],
+                ready,
+                cache=cache or "dynamic",
+                int8=options.drafter.dtype == "auto",
+                vocab=vocab,
             )
         except RunError as error:
             return error

@@ -425,20 +425,36 @@ class SelfForm(DrafterSpec):
 
 @dataclass(frozen=True)
 class SmallModel(DrafterSpec):
-    """A model of its own."""
+    """A model of its own.
+
+    Attributes:
+        model: Which.
+        vocab: How many tokens it drafts, those that the target writes most often; ``None`` for all.
+
+    Raises:
+        UsageError: ``vocab`` is below 1.
+    """
 
     word = "MODEL"
     summary = (
         "A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one"
         " it drafts the tokens that both have."
     )
+    options: ClassVar[Mapping[str, str]] = {
+        "vocab=N": "draft the N tokens that the target writes most often (`specbench calibrate --vocab`)"
+    }
     probabilities = "yes"
     trees = True
 
     model: ModelSpec
+    vocab: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocab is not None and self.vocab < 1:
+            raise UsageError(f"The drafter's vocabulary is {self.vocab} tokens.", "Give at least 1.")
 
     def __str__(self) -> str:
-        return self.model.name
+        return self.model.name if self.vocab is None else add_option(self.model.name, f"vocab={self.vocab}")
 
     @property
     def own_model(self) -> ModelSpec:
@@ -564,6 +580,8 @@ _WORDS: Mapping[str, type[DrafterSpec]] = {
 def parse_drafter(text: str) -> DrafterSpec:
     """What a ``--drafter`` means. Of what is no word it is a model; names of models may contain a plus.
 
+    A model's options follow its last colon; what exists as a path is a path, whatever is in it.
+
     Raises:
         UsageError: No such drafter or option, a value outside its range, or what cannot be a model.
     """
@@ -575,11 +593,12 @@ def parse_drafter(text: str) -> DrafterSpec:
     kind = _WORDS.get(_word(text))
     if kind is not None:
         return kind.read(_options(text, kind.options), text)
-    if (meant := _mistyped(text)) is not None:
+    model, given = _model_options(text)
+    if (meant := _mistyped(model)) is not None:
         raise UsageError(
             f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organisation."
         )
-    return SmallModel(parse_model(text))
+    return SmallModel(parse_model(model), given.integer("vocab", None))
 
 
 def _word(text: str) -> str:
@@ -589,6 +608,17 @@ def _word(text: str) -> str:
 def _options(text: str, known: Mapping[str, str]) -> Options:
     word, given = split_spec(text)
     return Options(word, given, {written.partition("=")[0]: written for written in known})
+
+
+def _model_options(text: str) -> tuple[str, Options]:
+    """A model and its options: what follows its last colon, where that reads name=value with names that are known."""
+    model, colon, rest = text.rpartition(":")
+    known = {written.partition("=")[0]: written for written in SmallModel.options}
+    if colon and not Path(text).expanduser().exists():
+        items = [item.partition("=") for item in rest.split(",")]
+        if all(equals and name.strip() in known for name, equals, _ in items):
+            return model, Options("a model", split_spec(f"model:{rest}")[1], known)
+    return text, Options("a model", {}, known)
 
 
 def _parse_cascade(first: str, second: str) -> Cascade:

@@ -1,0 +1,68 @@
+"""Which tokens does a target write? Counted on its own greedy answers to a few prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from specbench.drafters.lookup import LookupDrafter
+from specbench.errors import UsageError
+from specbench.generate import GenerationRun
+from specbench.lengths import FixedLength
+from specbench.models.counts import TokenCounts
+from specbench.specs.drafters import Lookup
+
+if TYPE_CHECKING:
+    from specbench.models.prepare import Target
+    from specbench.progress import Progress
+
+__all__ = ["count_tokens", "ranked_tokens"]
+
+_HELD_OUT = 3
+"""Every third answer is not counted, and shows what the counts cover."""
+
+
+def count_tokens(
+    target: Target, prompts: Sequence[Sequence[int]], tokens: int, *, progress: Progress | None = None
+) -> TokenCounts:
+    """Let a target answer, and count what it writes. Nothing is stored.
+
+    Args:
+        target: Decodes greedily, with lookup, which changes nothing but the time.
+        prompts: Token ids, at least 2.
+        tokens: Length of an answer at most.
+        progress: Told how many prompts are answered.
+
+    Raises:
+        UsageError: There are fewer than 2 prompts that fit the target's context.
+    """
+    limit = target.scorer.context_limit
+    fitting = [prompt for prompt in prompts if limit is None or len(prompt) < limit]
+    if len(fitting) < 2:
+        raise UsageError("Counting needs at least 2 prompts that fit the context.", "Name more prompts.")
+    answers = []
+    for done, prompt in enumerate(fitting):
+        if progress is not None:
+            progress.update("answering the prompts", done, len(fitting))
+        run = GenerationRun(
+            prompt, target, LookupDrafter(Lookup(None)), policy=FixedLength(4), max_new_tokens=tokens
+        )
+        for _ in run:
+            pass
+        answers.append(run.result().token_ids)
+    held_out = range(min(_HELD_OUT, len(answers)) - 1, len(answers), _HELD_OUT)
+    counted = [i for i in range(len(answers)) if i not in held_out]
+    written = [token for i in counted for token in answers[i]]
+    return TokenCounts(
+        target.name,
+        ranked_tokens(written, target.end_ids, (token for i in counted for token in fitting[i])),
+        len(written),
+        tuple(token for i in held_out for token in answers[i]),
+    )
+
+
+def ranked_tokens(written: Sequence[int], end_ids: Sequence[int], read: Iterable[int]) -> tuple[int, ...]:
+    """End tokens, which every answer may need; what was written, by how often; then what was read, likewise."""
+    ranked = [token for counts in (Counter(written), Counter(read)) for token, _ in counts.most_common()]
+    return tuple(dict.fromkeys([*end_ids, *ranked]))

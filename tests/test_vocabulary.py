@@ -1,0 +1,284 @@
+"""A drafter's head cut to the tokens that the target writes: what is counted and drafted, and that it is exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
+from test_exact import NEW, PROMPT, SAMPLINGS, TARGET, VOCAB, largest_gap, target_distribution
+from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
+
+from specbench.backends.torch.scorer import Scorer
+from specbench.cli import run
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.records import Prefill
+from specbench.decoding.sampling import Multinomial, Sampling
+from specbench.drafters.model import ModelDrafter
+from specbench.errors import UsageError
+from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.lengths import FixedLength
+from specbench.models.counts import TokenCounts, read_counts, write_counts
+from specbench.models.prepare import Target, load_drafter, prepare, wrap_drafter, wrap_target
+from specbench.options import ModelOptions
+from specbench.specs.drafters import Cascade, SmallModel, parse_drafter
+from specbench.specs.models import parse_model
+from specbench.tune.vocabulary import count_tokens, ranked_tokens
+
+KEPT = (0, 5, 17, 64, 65, 101, 200, 280)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+
+
+def counted(target: Target, ranked: tuple[int, ...] = KEPT) -> None:
+    write_counts(target.language_model.fingerprint, TokenCounts(target.name, ranked, 9, (5, 5, 17, 3)))
+
+
+# -- the notation ------------------------------------------------------------------------------------
+
+
+def test_options_follow_the_last_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = parse_drafter("org/name@v1:vocab=16000")
+    assert spec == SmallModel(parse_model("org/name@v1"), 16000)
+    assert str(spec) == "org/name@v1:vocab=16000"
+    cascade = parse_drafter("lookup:n=4+smollm2-135m: vocab=100")
+    assert isinstance(cascade, Cascade)
+    assert cascade.back == SmallModel(parse_model("smollm2-135m"), 100)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:vocab=3").mkdir()
+    assert parse_drafter("a:vocab=3") == SmallModel(parse_model("a:vocab=3"))
+    assert parse_drafter("./a:vocab=3:vocab=4") == SmallModel(parse_model("./a:vocab=3"), 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("org/name:vocab=many", "'vocab' of a model is 'many', which is no whole number"),
+        ("org/name:vocab=", "An option is empty"),
+        ("org/name:vocab=0", "The drafter's vocabulary is 0 tokens"),
+        ("org/name:vocab=1,vocab=2", "given twice"),
+        ("org/name:words=3", "names no model"),
+        ("org/name:vocab", "names no model"),
+    ],
+)
+def test_options_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_drafter(text)
+
+
+# -- what is counted ---------------------------------------------------------------------------------
+
+
+def test_the_order_of_tokens() -> None:
+    assert ranked_tokens([7, 8, 8, 9, 8, 9], [2], [9, 4, 4, 3]) == (2, 8, 9, 7, 4, 3)
+
+
+def test_what_was_not_seen_follows_by_its_id() -> None:
+    counts = TokenCounts("t", (9, 4, 30), 3, (4, 4, 1, 8))
+    assert counts.most_frequent(2, range(20)) == [4, 9]
+    assert counts.most_frequent(5, range(20)) == [0, 1, 2, 4, 9]
+    assert counts.most_frequent(2, (1, 4, 8)) == [1, 4]
+    assert counts.coverage([4, 9]) == 0.5
+
+
+def test_every_third_answer_shows_what_is_covered() -> None:
+    target = wrap_target(tiny_llama(0), tiny_tokenizer())
+    prompts = [[place, 40 + place, 7] for place in range(1, 7)]
+    found = count_tokens(target, prompts, 5)
+    answers = [autoregressive_generate(prompt, target, max_new_tokens=5).token_ids for prompt in prompts]
+    assert found.held_out == (*answers[2], *answers[5])
+    assert found.counted == sum(len(answers[i]) for i in (0, 1, 3, 4))
+    assert set(found.ranked) == {
+        *target.end_ids, *(t for i in (0, 1, 3, 4) for t in (*answers[i], *prompts[i]))
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="at least 2 prompts"):
+        count_tokens(target, prompts[:1], 5)
+
+
+def test_counts_are_kept_and_damage_is_noticed(tmp_path: Path) -> None:
+    counts = TokenCounts("t", (3, 1), 2, (1, 5))
+    with pytest.raises(UsageError, match="The tokens that t writes were not counted yet") as caught:
+        read_counts("f", "t")
+    assert "specbench calibrate --vocab" in str(caught.value.hint)
+    write_counts("f", counts)
+    assert read_counts("f", "t") == counts
+    file = next((tmp_path / "cache").rglob("f.json"))
+    for text in (
+        "{",
+        "[]",
+        '{"format": 1}',
+        file.read_text().replace("[1, 5]", "[]"),
+        file.read_text().replace("3", "-3"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UsageError, match="damaged"):
+            read_counts("f", "t")
+
+
+# -- what is drafted ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
+def test_logits_are_the_whole_heads_and_none_elsewhere(tied: bool, int8: bool) -> None:
+    target = wrap_target(tiny_llama(0), tiny_tokenizer())
+    counted(target)
+    models = [tiny_language_model(1), tiny_language_model(1)]
+    for each in models if tied else []:
+        head = torch.nn.Linear(32, each.vocab_size, bias=False)
+        head.weight = each.model.get_input_embeddings().weight  # type: ignore[assignment]
+        each.model.set_output_embeddings(head)
+    embedding: Any = models[1].model.get_input_embeddings()
+    before = embedding.weight.clone()
+    whole = wrap_drafter(models[0], target, int8=int8).scorer.logits([3, 4, 5], [6])
+    drafter = wrap_drafter(models[1], target, int8=int8, vocab=len(KEPT))
+    trimmed = drafter.scorer.logits([3, 4, 5], [6])
+    assert drafter.draftable == frozenset(KEPT)
+    torch.testing.assert_close(trimmed[:, KEPT], whole[:, KEPT], rtol=1e-4, atol=2e-2 if int8 else 1e-5)
+    others = [token for token in range(trimmed.shape[-1]) if token not in KEPT]
+    assert trimmed[:, others].isneginf().all()
+    assert trimmed.shape == whole.shape
+    assert torch.equal(embedding.weight, before)
+    assert drafter.name == f"tiny-1:vocab=8 ({'int8' if int8 else 'float32'})"
+
+
+def test_rows_are_nobody_else_s_until_they_are_given_back() -> None:
+    places = torch.tensor([1, 4])
+    scorer = Scorer(tiny_llama(0, vocab_size=2), "none", vocab_size=6, places=places)
+    rows = [scorer.logits([1, token % 2], rows=1) for token in range(20)]
+    kept = [row.clone() for row in rows]
+    assert len({row.data_ptr() for row in rows}) == 20
+    scorer.logits([0, 0], rows=2)
+    assert all(torch.equal(row, copy) for row, copy in zip(rows, kept, strict=True))
+    scorer.keep(0)
+    first = scorer.logits([1, 1], rows=1).data_ptr()
+    scorer.keep(0)
+    assert scorer.logits([0, 1], rows=1).data_ptr() == first
+
+
+@pytest.mark.parametrize("sampling", [None, Multinomial()])
+def test_the_target_s_own_twin_is_accepted_where_it_may_draft(sampling: Sampling | None) -> None:
+    target = wrap_target(tiny_llama(0), tiny_tokenizer())
+    plain = autoregressive_generate([3, 4, 5], target, max_new_tokens=30, ignore_eos=True)
+    seen = tuple(dict.fromkeys(plain.token_ids[:15]))
+    counted(target, seen)
+    drafter = wrap_drafter(tiny_language_model(0), target, vocab=len(seen))
+    found = speculative_generate(
+        [3, 4, 5], target, drafter, gamma=3, max_new_tokens=30, ignore_eos=True, sampling=sampling
+    )
+    assert all(token in seen for step in found.steps for token in step.drafted)
+    if sampling is None:
+        assert found.token_ids == plain.token_ids
+        assert sum(step.accepted for step in found.steps) > 0
+
+
+def test_a_vocabulary_that_cannot_be() -> None:
+    target = wrap_target(tiny_llama(0), tiny_tokenizer())
+    with pytest.raises(UsageError, match="not counted yet"):
+        wrap_drafter(tiny_language_model(1), target, vocab=5)
+    counted(target)
+    with pytest.raises(UsageError, match=f"vocab={target.vocab_size} keeps all of them"):
+        wrap_drafter(tiny_language_model(1), target, vocab=target.vocab_size)
+    quantised = tiny_language_model(1)
+    wrap_drafter(quantised, target, int8=True)
+    with pytest.raises(UsageError, match="no plain linear layer"):
+        wrap_drafter(quantised, target, vocab=5)
+    trimmed = tiny_language_model(1)
+    wrap_drafter(trimmed, target, vocab=5)
+    with pytest.raises(UsageError, match="cut to other tokens"):
+        wrap_drafter(trimmed, target)
+
+
+def test_one_model_with_several_vocabularies(tmp_path: Path) -> None:
+    folders = [save_tiny(tmp_path / name, seed) for seed, name in enumerate(("target", "small"))]
+    target = wrap_target(tiny_llama(0), tiny_tokenizer())
+    loaded = prepare(parse_model(str(folders[0])), [], ModelOptions(dtype="float32"))[0]
+    counted(loaded)
+    words = [
+        f"{folders[1]}",
+        f"{folders[1]}:vocab=5",
+        f"lookup+{folders[1]}:vocab=5",
+        f"{folders[1]}:vocab=8",
+    ]
+    _, proposers = prepare(
+        parse_model(str(folders[0])), list(map(parse_drafter, words)), ModelOptions(dtype="float32")
+    )
+    widths = [getattr(each.drafter, "draftable", None) for each in proposers]
+    assert [None if width is None else len(width) for width in widths] == [None, 5, 5, 8]
+    assert load_drafter(words[1], loaded).name == "small:vocab=5 (int8)"
+    assert target.vocab_size == loaded.vocab_size
+
+
+class TrimmedScorer(ScriptedScorer):
+    """A scripted drafter that computes two logits of four."""
+
+    def score(self, asked: Any) -> Any:
+        rows = super().score(asked)
+        return rows._replace(logits=rows.logits.index_fill(1, torch.tensor([0, 2]), -torch.inf))
+
+
+@pytest.mark.parametrize("name", ["multinomial", "top-k", "repetition penalty"])
+def test_the_output_distribution_is_the_targets(name: str) -> None:
+    def outcome(random: Any) -> tuple[int, ...]:
+        tokens: list[int] = []
+        for record in decode_steps(
+            PROMPT,
+            ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache()),
+            ModelDrafter(TrimmedScorer(random_table(2, VOCAB), VOCAB), "trimmed"),  # type: ignore[arg-type]
+            policy=FixedLength(2),
+            sampling=SAMPLINGS[name],
+            random=random,
+            max_new_tokens=NEW,
+        ):
+            new = [record.token] if isinstance(record, Prefill) else record.tokens
+            tokens += [token for token in new if token is not None]
+        return tuple(tokens)
+
+    found = enumerate_outcomes(outcome)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    assert largest_gap(found, target_distribution(SAMPLINGS[name])) < 1e-6
+
+
+# -- the command line --------------------------------------------------------------------------------
+
+
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [save_tiny(tmp_path / name, seed) for seed, name in enumerate(("target", "small"))]
+    models = ["--target", str(folders[0]), "--dtype", "float32"]
+    generate = [
+        "generate",
+        *models,
+        "--drafter",
+        f"{folders[1]}:vocab=40",
+        "-n",
+        "12",
+        "--gamma",
+        "3",
+        "the thing",
+    ]
+    capsys.readouterr()
+    assert run(generate) == 2
+    refused = capsys.readouterr().err
+    assert "were not counted yet" in refused
+    assert "specbench calibrate --vocab 16000" in " ".join(refused.split())
+    count = ["calibrate", *models, "--vocab", "40", "--limit", "4", "--tokens", "4", "--quiet"]
+    assert run([*count, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["vocab"], figures["tested"]) == (40, 4)
+    assert run(count) == 0
+    assert (
+        f"40 tokens cover {figures['coverage']:.1%} of 4 tokens of other answers." in capsys.readouterr().out
+    )
+    assert run([*generate, "--json", "--quiet"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert run([*generate[:5], "--drafter", "none", *generate[7:], "--json", "--quiet"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert found["token_ids"] == plain["token_ids"]
+    assert 0 <= found["draftable_share"] <= 1
+    assert found["drafter"] == "small:vocab=40 (int8)"
