@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK
 from specbench.decoding.tree import Siblings
-from specbench.decoding.verdicts import METHODS
+from specbench.decoding.verdicts import METHODS, Method
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
@@ -442,3 +442,47 @@ def test_prospects_of_scores_are_their_softmax() -> None:
         assert each.chances(2) == pytest.approx([float(row.softmax(-1)[1]), float(row.softmax(-1)[3])])
         assert each.chance(2) == 0
         torch.testing.assert_close(each.q, row.softmax(-1))
+
+
+# --- How close to the best ------------------------------------------------------------------------
+
+
+def optimal_acceptance(p: torch.Tensor, draws: Mapping[tuple[int, ...], float]) -> float:
+    """The most that any rule can accept at one node (an optimal transport, by its dual; Sun et al. 2023, SpecTr).
+
+    1 + the least of p(H) - Pr(all drafts in H) over all sets H of tokens.
+    """
+    sets = itertools.chain.from_iterable(itertools.combinations(range(len(p)), n) for n in range(len(p) + 1))
+    return 1 + min(
+        float(p[list(chosen)].sum()) - sum(w for drafts, w in draws.items() if set(drafts) <= set(chosen))
+        for chosen in sets
+    )
+
+
+def acceptance_at_a_node(method: Method, p: torch.Tensor, q: torch.Tensor, count: int) -> tuple[float, float]:
+    """The chance that one of so many candidates is kept, over all draws and tosses; and the most that can be."""
+    prospects = Scores(q, normalised=True)
+
+    def run(dice: Any) -> tuple[int, ...]:
+        tree = GrowingTree()
+        tree.add(-1, method.drawing(prospects, count, dice), prospects)
+        return (len(method.walk(tree.draft(), lambda _: p, dice).path),)
+
+    def drawn(dice: Any) -> tuple[int, ...]:
+        return tuple(each.token for each in method.drawing(prospects, count, dice))
+
+    kept = enumerate_outcomes(run)
+    return kept.get((1,), 0.0), optimal_acceptance(p, enumerate_outcomes(drawn))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_way_to_verify_keeps_more_than_can_be(name: VerificationName) -> None:
+    method, generator = METHODS[name], torch.Generator().manual_seed(7)
+    shares = []
+    for _ in range(6):
+        p, q = (torch.randn(4, generator=generator).mul(1.5).softmax(-1) for _ in range(2))
+        kept, most = acceptance_at_a_node(method, p, q, 1 if method.chains_only else 2)
+        assert kept <= most + 1e-6
+        shares.append(kept / most)
+    best = method.chains_only or name in ("naive", "greedy-draft")
+    assert min(shares) > (1 - 1e-5 if best else 0.8)
