@@ -271,8 +271,8 @@ def test_a_tree_that_is_not_what_was_drawn_is_found(change: Callable[[Draft], Dr
 def test_multiplicity_that_is_lost_in_the_tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = GrowingTree.add
 
-    def add(self: GrowingTree, parent: int, drawn: Sequence[Drawn], q: torch.Tensor) -> list[int]:
-        return whole(self, parent, list({each.token: each for each in drawn}.values()), q)
+    def add(self: GrowingTree, parent: int, drawn: Sequence[Drawn], *rest: Any) -> None:
+        whole(self, parent, list({each.token: each for each in drawn}.values()), *rest)
 
     monkeypatch.setattr(GrowingTree, "add", add)
     result = result_of(setup_of("chains", "specinfer"))
@@ -284,13 +284,13 @@ def test_a_draw_shared_by_several_parents_is_found(monkeypatch: pytest.MonkeyPat
     """Every node of a depth gets the tokens that were drawn for the first one."""
     whole = GrowingTree.add
 
-    def add(self: GrowingTree, parent: int, drawn: Sequence[Drawn], q: torch.Tensor) -> list[int]:
+    def add(self: GrowingTree, parent: int, drawn: Sequence[Drawn], *rest: Any) -> None:
         grandparent = self.parents[parent] if parent >= 0 else -2
         first = next((n for n, each in enumerate(self.parents) if each == grandparent), parent)
         if 0 <= first < parent and first in self.candidates:
             tokens = [self.tokens[each.node] for each in self.candidates[first]]
             drawn = [Drawn(token, each.q) for token, each in zip(tokens, drawn, strict=False)]
-        return whole(self, parent, drawn, q)
+        whole(self, parent, drawn, *rest)
 
     monkeypatch.setattr(GrowingTree, "add", add)
     assert "chance" in violated(result_of(setup_of("static", "traversal")))
@@ -300,7 +300,7 @@ def test_pruning_drawn_nodes_by_their_own_q_is_found() -> None:
     class Pruning(StaticTree):
         def kept(self, tree: GrowingTree) -> Sequence[int] | None:
             leaves = set(range(len(tree))) - set(tree.parents)
-            least = min(leaves, key=lambda node: tree.chances[node])
+            least = min(leaves, key=lambda node: tree.chance(node))
             return [node for node in range(len(tree)) if node != least]
 
     policy = DraftPolicy(FixedLength(3), tree=Pruning(5, 3), verification="recursive")

@@ -91,6 +91,20 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny: Cli) -> None:
     assert f"{figures['accepted']} of {figures['drafted']} drafts accepted" in result.err
 
 
+def test_trees_are_told_with_their_nodes_and_how_they_are_verified(tiny: Cli) -> None:
+    tree = ("the thing", "-n", 12, "--drafter", "self:layers=1", "--tree", "static:nodes=5", "--json")
+    sampled = tiny(*tree, "-t", 1)
+    figures = sampled.json()
+    assert figures["options"]["verification"] == "traversal"
+    assert figures["nodes"] > figures["drafted"] == sum(figures["gammas"])
+    assert f"along trees of {figures['nodes'] / figures['steps']:.1f} nodes" in sampled.err
+    assert "verified by traversal" in sampled.err
+    greedy = tiny(*tree)
+    assert greedy.json()["options"]["verification"] is None
+    assert "verified" not in greedy.err
+    assert "nodes" not in tiny("the thing", "-n", 8, "--drafter", "self:layers=1").err
+
+
 def test_json_is_one_object_with_every_figure(tiny: Cli) -> None:
     figures = tiny("the thing", "-n", 24, "--drafter", "self:layers=1", "--json", "--seed", 3, "-t", 1).json()
     expected: dict[str, type | tuple[type, ...]] = {
@@ -102,6 +116,7 @@ def test_json_is_one_object_with_every_figure(tiny: Cli) -> None:
         "steps": int,
         "drafted": int,
         "accepted": int,
+        "nodes": int,
         "gained_by_siblings": int,
         "acceptance_rate": float,
         "tokens_per_step": float,

@@ -368,8 +368,8 @@ class TestRendering:
             "x [red]γ=2       13.3  1.33 [1.08, 2.11]  fastest    2.00       50%  0.60",
             "Speedups are geometric means over prompts; in brackets the 95% interval over",
             "prompts.",
-            "Left out for want of room: with TTFT, pooled, of tested, mean γ, TTFT ms, draft,",
-            "verify, accept, rollback, other, memory, identical, prompts.",
+            "Left out for want of room: with TTFT, pooled, of tested, mean γ, nodes, TTFT ms,",
+            "draft, verify, accept, rollback, other, memory, identical, prompts.",
         ]
 
     @pytest.mark.parametrize("width", [60, 72, 80, 100, 120, 200])

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.prospects import Scores
 from specbench.decoding.sampling import Multinomial, Randomness
 from specbench.decoding.verify import Verification, acceptance_probabilities
 
@@ -138,9 +139,8 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
     for random in _every_way():
         tree = GrowingTree()
         beside = 2 if verification.takes_trees else 1
-        first = tree.add(-1, verification.drawing(q[0], beside, random), q[0])
-        if first:
-            tree.add(first[0], verification.drawing(q[1], 1, random), q[1])
+        tree.add(-1, verification.drawing(Scores(q[0], normalised=True), beside, random))
+        tree.add(0, verification.drawing(Scores(q[1], normalised=True), 1, random))
         draft = tree.draft()
         if not verification.takes_trees:
             draft = Draft(draft.tokens, q=q[: len(draft.tokens)])  # the form in which chains come

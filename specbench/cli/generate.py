@@ -477,7 +477,8 @@ def _shown_options(figures: dict[str, Any]) -> dict[str, Any]:
     if options["gamma"] is not None:
         return options
     mean = f", {figures['drafted'] / figures['steps']:.1f} on average" if figures["steps"] else ""
-    return options | {"gamma": f"by {options['length_policy']}{mean}"}
+    verified = f", verified by {options['verification']}" if options["verification"] else ""
+    return options | {"gamma": f"by {options['length_policy']}{mean}{verified}"}
 
 
 def _follow(run: GenerationRun, watchers: Sequence[Watcher], stage: str, most: int, *, quiet: bool) -> None:

@@ -146,6 +146,8 @@ def _lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         if figures["drafted"]:
             accepted = f"{figures['accepted']} of {counted(figures['drafted'], 'draft')} accepted"
             steps += f", {accepted} ({figures['acceptance_rate']:.0%})"
+            if figures["nodes"] > figures["drafted"]:
+                steps += f" along trees of {figures['nodes'] / figures['steps']:.1f} nodes"
             if gained := figures["gained_by_siblings"]:
                 steps += f", {gained} more by siblings"
         elif figures["drafter"] != "none":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,7 +54,7 @@ class Draft:
             ``None`` for a chain: -1, 0, 1, ...
         candidates: Of a tree whose tokens were drawn as one: what was drawn behind which node (-1: the context), in
             that order, as often as it was drawn. ``None``: ``q`` tells it of the first branch, and the rest is certain.
-        chances: Of such a tree, by token: how probable it was to the drafter.
+        chance: Of such a tree: how probable a token, by its index, was to the drafter; ``None`` if nobody knows.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Draft:
     passes: int | None = None
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Candidate]] | None = None
-    chances: Sequence[float] = ()
+    chance: Callable[[int], float] | None = None
 
     def behind(self, node: int) -> Sequence[Candidate]:
         """What may stand behind a node, -1 for the context."""
@@ -144,10 +144,9 @@ class GrowingTree:
             del self.candidates[parent]
 
     def chance(self, node: int) -> float:
-        """That a node is right if the one before it is, by the drafter's own distribution."""
+        """That a node is right if the one before it is, by the drafter's own distribution; 1 if that is not known."""
         prospects = self._prospects[self.parents[node]]
-        assert prospects is not None
-        return prospects.chance(self.tokens[node])
+        return 1.0 if prospects is None else prospects.chance(self.tokens[node])
 
     def graft(self, chain: Draft) -> list[int]:
         """Put a chain in, and return its nodes. What it draws where others drew the same has their node."""
@@ -176,8 +175,8 @@ class GrowingTree:
 
     def draft(self) -> Draft:
         """What has grown."""
-        parents, chances = tuple(self.parents), tuple(self.chances)
-        return Draft(list(self.tokens), parents=parents, candidates=self.candidates, chances=chances)
+        tokens, parents = list(self.tokens), tuple(self.parents)
+        return Draft(tokens, parents=parents, candidates=self.candidates, chance=self.chance)
 
     def pruned(self, kept: Sequence[int]) -> GrowingTree:
         """What is left with these nodes, ascending, alone: each with the one before it. All must be certain."""
@@ -190,4 +189,5 @@ class GrowingTree:
             tree.depths.append(self.depths[node])
             tree.ranks.append(self.ranks[node])
             tree.candidates.setdefault(parent, []).append(Candidate(place[node], None))
+            tree._prospects[parent] = self._prospects[self.parents[node]]
         return tree

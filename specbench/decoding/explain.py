@@ -95,7 +95,6 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
         q = drawn.get(i) if draft.q is None else draft.q[i]
         if q is None and draft.logits is not None:
             q = draft.logits[i].float().softmax(dim=-1)
-        chance = draft.chances[i] if draft.chances else 1.0
         if parent in verdict.rows:
             p = verdict.rows[parent]
         elif seen:
@@ -103,7 +102,7 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
         verdicts.append(
             DraftVerdict(
                 token=token,
-                q=chance if q is None else float(q[token]),
+                q=float(q[token]) if q is not None else draft.chance(i) if draft.chance else 1.0,
                 p=float(p[token]) if seen else None,
                 r=verdict.r[i] if seen and verdict.r else None,
                 verdict="untested" if not seen else "accepted" if i in kept else "rejected",

@@ -34,14 +34,14 @@ def tokens_per_step(steps: Sequence[Step]) -> float | None:
 def acceptance_rate(steps: Sequence[Step]) -> float | None:
     """Accepted over drafted tokens of the run; ``None`` if nothing was drafted.
 
-    Drafts behind a rejection count as drafted here, unlike in ``acceptance_by_position``.
+    Drafts behind a rejection count as drafted here, unlike in ``acceptance_by_position``. Of a tree its depth counts.
     """
     return _ratio(sum(step.accepted for step in steps), sum(step.gamma for step in steps))
 
 
 @dataclass(frozen=True, slots=True)
 class PositionRate:
-    """How one draft position fared: in how many steps it was drafted, tested and accepted."""
+    """How one draft position, of a tree a depth, fared: in how many steps it was drafted, tested and accepted."""
 
     position: int
     drafted: int
@@ -138,6 +138,7 @@ def summary(generation: Generation) -> dict[str, Any]:
         "steps": len(steps),
         "drafted": sum(step.gamma for step in steps),
         "accepted": sum(step.accepted for step in steps),
+        "nodes": sum(len(step.drafted) for step in steps),
         "gained_by_siblings": sum(step.gained for step in steps),
         "acceptance_rate": acceptance_rate(steps),
         "tokens_per_step": tokens_per_step(steps),

@@ -208,6 +208,7 @@ _SUMMARY_COLUMNS = [
     _Column("of tested", "acceptance_tested", 16, _as(_percent, "acceptance_tested")),
     _Column("α", "alpha", 6, _as(stats.decimals, "alpha")),
     _Column("mean γ", "mean_gamma", 12, _as(stats.decimals, "mean_gamma")),
+    _Column("nodes", "mean_nodes", 12, _as(stats.decimals, "mean_nodes")),
     _Column("predicted", "predicted_speedup", 8, lambda row: _ratio_text(row, "predicted_speedup")),
     _Column(
         "predicted (i.i.d.)",
