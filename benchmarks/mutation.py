@@ -63,6 +63,7 @@ SAMPLING = ("tests/test_sampling.py",)
 CACHES = ("tests/test_caches.py", "-k", "mistral or llama or gemma3")
 STORE = ("tests/test_store.py",)
 SIBLINGS = ("tests/test_siblings.py",)
+TREES = ("tests/test_trees.py", "-k", "targets and not specinfer or greedy_outputs or targets_own")
 CONTROL = Mutant(
     "(nothing changed)",
     "decoding/verify.py",
@@ -127,9 +128,37 @@ MUTANTS = (
     Mutant(
         "the logits behind another sibling are read",
         "decoding/verify.py",
-        "logits[node + 1 : node + 2]",
-        "logits[node : node + 1]",
+        "sampling.choose(logits[node + 1 : node + 2]",
+        "sampling.choose(logits[node : node + 1]",
         SIBLINGS,
+    ),
+    Mutant(
+        "a candidate keeps its share of q when it was drawn",
+        "decoding/verdicts.py",
+        "    rest = q.clone()\n    rest[token] = 0.0\n",
+        "    rest = q.clone()\n",
+        TREES,
+    ),
+    Mutant(
+        "what is left of p is not made whole again",
+        "decoding/verdicts.py",
+        "chance = total / (total + 1.0 - chance) if chance < 1.0 else 1.0",
+        "chance = total if chance < 1.0 else 1.0",
+        TREES,
+    ),
+    Mutant(
+        "a node of a tree is read at the place of the one before it",
+        "drafters/model.py",
+        "place = {-1: -1} | {node: i for i, node in enumerate(self._read_nodes)}",
+        "place = {-1: -1} | {node: i - 1 for i, node in enumerate(self._read_nodes)}",
+        TREES,
+    ),
+    Mutant(
+        "a drafter keeps nodes that are not on the path",
+        "drafters/model.py",
+        "place = {node: i for i, node in enumerate(self._read_nodes)}\n            read",
+        "place = {node: 0 for i, node in enumerate(self._read_nodes)}\n            read",
+        TREES,
     ),
     Mutant(
         "the drafter does not catch up with what it was not fed",
