@@ -92,7 +92,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny: Cli) -> None:
 
 
 def test_trees_are_told_with_their_nodes_and_how_they_are_verified(tiny: Cli) -> None:
-    tree = ("the thing", "-n", 12, "--drafter", "self:layers=1", "--tree", "static:nodes=5", "--json")
+    tree = ("the thing", "-n", 12, "--drafter", "self:layers=1", "--tree", "static:nodes=8,depth=3", "--json")
     sampled = tiny(*tree, "-t", 1)
     figures = sampled.json()
     assert figures["options"]["verification"] == "traversal"
