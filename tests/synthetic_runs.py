@@ -205,8 +205,11 @@ def _steps(
             "expected_acceptance": [float(np.clip(alpha + 0.05 * rng.normal(), 0, 1)) for _ in range(tested)],
             "closing": "target" if not gamma else "bonus" if accepted == gamma else "corrected",
         }  # fmt: skip
+        if "tree" in config["policy"]:  # two candidates for every draft, the second of them kept now and then
+            ranks = (rng.random(accepted) < 0.2).astype(int).tolist()
+            values |= {"nodes": 2 * gamma, "widths": [2] * tested, "ranks": ranks}
         for name, value in values.items():
-            steps[name].append(value)
+            steps.setdefault(name, []).append(value)
         left -= accepted + 1
     steps["policy"] = policy if len(policy["H_norm"]) == len(steps["drafted"]) else {}
     return steps

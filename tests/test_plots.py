@@ -33,7 +33,14 @@ LONG = Drafter("an-organisation/with-a-rather-long-model-name-$1B$_{x}-[red]-Int
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("results") / "big"
-    return write_run(path, gammas=(1, 2, 4, 8), entropy_policy=True, transformers_row=True, tokens=48)
+    return write_run(
+        path,
+        gammas=(1, 2, 4, 8),
+        entropy_policy=True,
+        policies=("static-tree",),
+        transformers_row=True,
+        tokens=48,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plot"]
 
-NAMES = "speedup, tokens-per-second, acceptance, positions, time, prediction, categories, accepted-length, generation"
+NAMES = (
+    "speedup, tokens-per-second, acceptance, positions, time, prediction, categories, accepted-length, trees, ranks,"
+    " generation"
+)
 """Of ``specbench.show.plots.FIGURES``, which takes too long to import for a help text."""
 
 

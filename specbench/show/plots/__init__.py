@@ -24,6 +24,7 @@ from specbench.show.plots.acceptance import acceptance, accepted_length, positio
 from specbench.show.plots.canvas import SIZES, STYLE, Look, NoDataError, Run
 from specbench.show.plots.speed import by_category, prediction, speedup, tokens_per_second
 from specbench.show.plots.steps import generation, time
+from specbench.show.plots.trees import rank_rates, trees
 
 __all__ = ["FIGURES", "FORMATS", "Drawn", "Look", "draw_figures", "figure_bytes", "save_figure"]
 
@@ -117,6 +118,8 @@ FIGURES: dict[str, tuple[Callable[[Run], Figure], str]] = {
     "prediction": (prediction, "predicted against measured speedup"),
     "categories": (by_category, "speedup by category and configuration"),
     "accepted-length": (accepted_length, "accepted drafts per step"),
+    "trees": (trees, "tokens per step by tree and way to verify, and speed against rows"),
+    "ranks": (rank_rates, "acceptance in trees by rank and depth"),
     "generation": (generation, "draft length, acceptance and entropy over one generation"),
 }
 """Every figure by name: what draws it, and a line about it."""

@@ -30,13 +30,13 @@ from specbench.show.plots.canvas import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["acceptance", "accepted_length", "positions"]
+__all__ = ["acceptance", "accepted_length", "panels", "positions", "two_lines"]
 
 _PANELS = 4  # in a row
 _FEW, _TOO_FEW = 30, 10  # drafts at a position below which its rate is marked as uncertain, and not drawn
 
 
-def _two_lines(name: str) -> str:
+def two_lines(name: str) -> str:
     """A long name over two lines, for the title of a narrow panel."""
     if len(name) <= 22:
         return name
@@ -45,7 +45,7 @@ def _two_lines(name: str) -> str:
     return f"{name[:at].rstrip()}\n{name[at:].lstrip()}"
 
 
-def _panels(run: Run, count: int, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+def panels(run: Run, count: int, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
     """Panels in rows, of the same size whatever their number; those left over are taken away."""
     most = 2 if run.narrow else _PANELS
     columns = min(count, most) if run.narrow or count not in (5, 6) else 3
@@ -63,8 +63,8 @@ def _panels(run: Run, count: int, height: float, **shared: Any) -> tuple[Figure,
 def acceptance(run: Run) -> Figure:
     series = with_gamma(run, "acceptance_rate")
     figure, (left, right) = two(run, 3.2, sharey=True)
-    panels = ((left, "acceptance_rate", "accepted / drafted"), (right, "alpha", "α of tested drafts"))
-    for axes, name, title in panels:
+    halves = ((left, "acceptance_rate", "accepted / drafted"), (right, "alpha", "α of tested drafts"))
+    for axes, name, title in halves:
         gamma_axis(axes, [x for each in series for x in each.x])
         ends = draw_series(axes, series, name)
         axes.set_ylim(0.0, 1.02)
@@ -92,9 +92,9 @@ def positions(run: Run) -> Figure:
     by_config = dict(list(frame.groupby("config", sort=False)))
     chosen = [(each, each.rows.iloc[-1]) for each in run.series if each.rows.iloc[-1]["config"] in by_config]
     figure, (left, right) = two(run, 3.2, sharey=True)
-    panels = ((left, "rate", "of those tested"), (right, "rate_of_drafted", "of those drafted"))
+    halves = ((left, "rate", "of those tested"), (right, "rate_of_drafted", "of those drafted"))
     few = False
-    for axes, name, title in panels:
+    for axes, name, title in halves:
         ends = []
         for each, row in chosen:
             mine = by_config[row["config"]]
@@ -148,9 +148,9 @@ def accepted_length(run: Run) -> Figure:
             chosen.append((each, rows.iloc[int(ranked.to_numpy().argmax())]))
     if not chosen:
         raise NoDataError("no step drafted more than one token" if by_config else "nothing was drafted")
-    figure, panels = _panels(run, len(chosen), 2.0, sharey=True)
+    figure, grid = panels(run, len(chosen), 2.0, sharey=True)
     cut = False
-    for axes, (each, row) in zip(panels, chosen, strict=True):
+    for axes, (each, row) in zip(grid, chosen, strict=True):
         mine = by_config[row["config"]]
         mean = float((mine["accepted"] * mine["share"]).sum())
         undrafted = float(mine["undrafted"].iloc[0])
@@ -170,7 +170,7 @@ def accepted_length(run: Run) -> Figure:
             zorder=3,
         )
         below = f"mean {mean:.2f}" + (f"; {undrafted:.0%} empty" if undrafted >= 0.005 else "")
-        name = _two_lines(each.name_at_gamma.format(row["gamma"]))
+        name = two_lines(each.name_at_gamma.format(row["gamma"]))
         axes.set_title(name, fontsize=letter_size(0.94), pad=letter_size(1.75))
         axes.text(0.0, 1.03, below, transform=axes.transAxes, fontsize=letter_size(0.79), color="#505050")
         axes.xaxis.set_major_locator(FixedLocator(x[:: max(1, math.ceil(len(x) / 7))].tolist()))
@@ -181,7 +181,7 @@ def accepted_length(run: Run) -> Figure:
         if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
             axes.set_ylabel("share of steps")
     top = max(float(by_config[row["config"]][["share", "share_iid"]].max().max()) for _, row in chosen)
-    panels[0].set_ylim(0, 1.08 * top)
+    grid[0].set_ylim(0, 1.08 * top)
     remarks = (
         "Steps that drafted something; of fixed γ above 1 the fastest.",
         "Circles: what α would give if tests passed independently.",
