@@ -182,7 +182,8 @@ def left_out(rules: Sequence[RuleSpec], drafters: Sequence[DrafterSpec]) -> list
             rule.check(blind[0])
         if blind:
             names = ", ".join(map(str, blind))
-            notes.append(
-                f"{rule} is left out with {names}: it reads the drafter's distribution, and there is none."
-            )
+            why = "it reads the drafter's distribution, and there is none"
+            if rule.kind.tree:
+                why = "it asks for trees, and there are chains only"
+            notes.append(f"{rule} is left out with {names}: {why}.")
     return notes
