@@ -20,7 +20,7 @@ from specbench.decoding.sampling import Multinomial, Sampling
 from specbench.drafters.model import ModelDrafter
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.lengths import FixedLength
+from specbench.lengths import FixedLength, build_policy
 from specbench.models.counts import TokenCounts, read_counts, write_counts
 from specbench.models.prepare import Target, load_drafter, prepare, wrap_drafter, wrap_target
 from specbench.options import ModelOptions
@@ -162,17 +162,25 @@ def test_rows_are_nobody_else_s_until_they_are_given_back() -> None:
     assert scorer.logits([0, 1], rows=1).data_ptr() == first
 
 
+@pytest.mark.parametrize("rule", ["fixed:gamma=3", "static-tree:nodes=6", "dynamic-tree", "auto-tree"])
 @pytest.mark.parametrize("sampling", [None, Multinomial()])
-def test_the_target_s_own_twin_is_accepted_where_it_may_draft(sampling: Sampling | None) -> None:
+def test_the_target_s_own_twin_is_accepted_where_it_may_draft(sampling: Sampling | None, rule: str) -> None:
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     plain = autoregressive_generate([3, 4, 5], target, max_new_tokens=30, ignore_eos=True)
     seen = tuple(dict.fromkeys(plain.token_ids[:15]))
     counted(target, seen)
     drafter = wrap_drafter(tiny_language_model(0), target, vocab=len(seen))
     found = speculative_generate(
-        [3, 4, 5], target, drafter, gamma=3, max_new_tokens=30, ignore_eos=True, sampling=sampling
+        [3, 4, 5],
+        target,
+        drafter,
+        policy=build_policy(rule),
+        max_new_tokens=30,
+        ignore_eos=True,
+        sampling=sampling,
     )
     assert all(token in seen for step in found.steps for token in step.drafted)
+    assert any(step.drafted for step in found.steps)
     if sampling is None:
         assert found.token_ids == plain.token_ids
         assert sum(step.accepted for step in found.steps) > 0
