@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from specbench.bench.prompts import load_prompts
 from specbench.decoding.sampling import Multinomial
 from specbench.generate import GenerationRun, encode_prompt, speculative_generate
-from specbench.lengths import FixedLength
+from specbench.lengths import build_policy
 from specbench.models.load import load_model
 from specbench.models.prepare import Target, load_drafter, load_target
 from specbench.options import LoadOptions
@@ -52,15 +52,26 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 @pytest.mark.parametrize(
-    ("spec", "gamma"),
-    [("none", 1), ("lookup", 5), ("ngram:top-k=2", 3), ("self:int8", 4), ("self:layers=10", 2), (MODEL, 2)],
+    ("spec", "rule"),
+    [
+        ("none", "fixed"),
+        ("lookup", "fixed"),
+        ("ngram:top-k=2", "fixed:gamma=3"),
+        ("self:int8", "fixed:gamma=4"),
+        ("self:layers=10", "fixed:gamma=2"),
+        (MODEL, "fixed:gamma=2"),
+        ("suffix", "static-tree:nodes=8"),
+        ("self:int8", "dynamic-tree:nodes=8,top-k=3"),
+        ("self:layers=10", "auto-tree"),
+        ("lookup|self:layers=10", "fixed:gamma=2"),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(
-    target: Target, expected: dict[tuple[int, ...], list[int]], spec: str, gamma: int
+    target: Target, expected: dict[tuple[int, ...], list[int]], spec: str, rule: str
 ) -> None:
     drafter = load_drafter(spec, target)
     for ids, tokens in expected.items():
-        run = GenerationRun(ids, target, drafter, policy=FixedLength(gamma), max_new_tokens=NEW)
+        run = GenerationRun(ids, target, drafter, policy=build_policy(rule), max_new_tokens=NEW)
         for _ in run:
             pass
         result = run.result()
