@@ -1,4 +1,4 @@
-"""Greedy, float32: does every drafter, cache and γ give the tokens of `transformers`' own `generate`?
+"""Greedy, float32: does every drafter, cache, γ and tree give the tokens of `transformers`' own `generate`?
 
     python benchmarks/lossless.py                       # the built-in model, 12 prompts × 128 tokens
     python benchmarks/lossless.py --target FOLDER --drafters self:int8 FOLDER2 --prompts 4 --gammas 2 5
@@ -21,12 +21,19 @@ from specbench.backends.torch.parity import find_difference
 from specbench.bench.prompts import load_prompts
 from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
-from specbench.lengths import FixedLength
+from specbench.lengths import build_policy
 from specbench.models.load import load_model
 from specbench.models.prepare import load_drafter, load_target
 from specbench.options import LoadOptions
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.rules import parse_rule
 
-DRAFTERS = ["none", "lookup", "ngram:top-k=2", "self:int8", "self:layers=10", "smollm2-135m"]
+DRAFTERS = ["none", "lookup", "ngram:top-k=2", "suffix", "self:int8", "self:layers=10", "smollm2-135m"]
+
+
+def applies(rule: str, drafter: str) -> bool:
+    """Whether a rule goes with a drafter."""
+    return parse_rule(rule).applies(parse_drafter(drafter))
 
 
 def main() -> int:
@@ -37,6 +44,7 @@ def main() -> int:
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS)
     parser.add_argument("--caches", nargs="+", default=["dynamic", "preallocated"])
     parser.add_argument("--gammas", nargs="+", type=int, default=[1, 2, 5, 8])
+    parser.add_argument("--rules", nargs="*", default=["auto-tree", "dynamic-tree"], help="beside every γ")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
@@ -68,11 +76,12 @@ def main() -> int:
         target = load_target(arguments.target, options, cache=cache)
         for spec in arguments.drafters:
             drafter = load_drafter(spec, target, cache=cache)
-            for gamma in [1] if spec == "none" else arguments.gammas:
+            rules = [f"fixed:gamma={gamma}" for gamma in ([1] if spec == "none" else arguments.gammas)]
+            for rule in [*rules, *(rule for rule in arguments.rules if applies(rule, spec))]:
                 began, same, accepted, drafted = time.perf_counter(), 0, 0, 0
                 for prompt, ids, tokens in zip(prompts, encoded, expected, strict=True):
                     run = GenerationRun(
-                        ids, target, drafter, policy=FixedLength(gamma), max_new_tokens=arguments.tokens
+                        ids, target, drafter, policy=build_policy(rule), max_new_tokens=arguments.tokens
                     )
                     for _ in run:
                         pass
@@ -83,10 +92,10 @@ def main() -> int:
                     same += part is None
                     if part is not None:
                         print(f"  DIFFERS {prompt.id}: {part}", flush=True)
-                        differences.append([cache, spec, gamma, prompt.id, part.position, part.gap_units])
-                results.append([cache, spec, gamma, same, len(prompts), accepted, drafted])
+                        differences.append([cache, spec, rule, prompt.id, part.position, part.gap_units])
+                results.append([cache, spec, rule, same, len(prompts), accepted, drafted])
                 print(
-                    f"{cache:12} {spec:22} γ {gamma}: {same}/{len(prompts)} identical, "
+                    f"{cache:12} {spec:22} {rule}: {same}/{len(prompts)} identical, "
                     f"{accepted}/{drafted} accepted, {time.perf_counter() - began:.0f} s",
                     flush=True,
                 )
