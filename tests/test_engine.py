@@ -315,7 +315,7 @@ def test_a_model_is_loaded_once_whoever_drafts_with_it(
     assert isinstance(small_behind, CascadeDrafter)
     assert isinstance(own_behind, CascadeDrafter)
     assert (small_behind.model, own_behind.model) == (small_alone, own_alone)
-    assert [each.model is not None for each in proposers] == [False, True, True, False, False]
+    assert [bool(each.models) for each in proposers] == [False, True, True, False, False]
     assert ready.name == "target"
     assert one.name == "lookup"
 
