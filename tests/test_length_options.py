@@ -517,7 +517,7 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(
     assert frame.set_index("config")["gamma"].isna().sum() == len(frame) - 2
     described = read_run(tmp_path / "run")
     assert described["options"]["policies"] == [*rule_words(), "egag:scale=0.9"]
-    assert described["costs"]["target_pass_s"].keys() == {"1", "2", "3"}
+    assert {"1", "2", "3", "17"} <= described["costs"]["target_pass_s"].keys()  # as wide as the trees
     notes = frame.set_index("config")["steps_policy"]
     assert {"H_norm", "H_ema", "gamma"} == set(notes["small (int8)@egag"])
     assert {"rate", "survival", "probe", "drafter_pass_s", "rest_s"} == set(notes["lookup@auto"])

@@ -27,20 +27,15 @@ from specbench.results.store import load_results
 from specbench.show import plots
 from specbench.show.plots import canvas
 
+TREES = {"trees", "ranks"}
+CHAINS = [name for name in plots.FIGURES if name not in TREES]
 LONG = Drafter("an-organisation/with-a-rather-long-model-name-$1B$_{x}-[red]-Int4", 0.7, 0.3)
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("results") / "big"
-    return write_run(
-        path,
-        gammas=(1, 2, 4, 8),
-        entropy_policy=True,
-        policies=("static-tree",),
-        transformers_row=True,
-        tokens=48,
-    )
+    return write_run(path, gammas=(1, 2, 4, 8), entropy_policy=True, transformers_row=True, tokens=48)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +66,18 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     return load_results(write_run(path, drafters=DRAFTERS[:1], tokens=48, **options))
 
 
+@pytest.fixture(scope="module")
+def branching(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """One drafter with trees and chains."""
+    path = tmp_path_factory.mktemp("results") / "trees"
+    policies = ("auto-tree", "static-tree:nodes=8,verification=recursive", "auto")
+    return load_results(
+        write_run(
+            path, drafters=DRAFTERS[:1], gammas=(2, 4), policies=policies, entropy_policy=True, tokens=48
+        )
+    )
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny"
@@ -89,9 +96,9 @@ def texts(figure: Figure) -> str:
 
 class TestContent:
     def test_every_figure_is_there(self, drawn: plots.Drawn) -> None:
-        assert list(drawn.figures) == list(plots.FIGURES)
+        assert list(drawn.figures) == CHAINS
+        assert set(drawn.skipped) == TREES
         assert ", ".join(plots.FIGURES) == NAMES, "what --help says"
-        assert drawn.skipped == {}
         assert all(isinstance(figure, Figure) for figure in drawn.figures.values())
 
     @pytest.mark.parametrize("name", ["speedup", "tokens-per-second", "acceptance"])
@@ -248,7 +255,7 @@ class TestContent:
         assert len(figure.axes) == 1
         assert f"γ={fastest[-1]}" in texts(figure)
 
-    @pytest.mark.parametrize("name", list(plots.FIGURES))
+    @pytest.mark.parametrize("name", CHAINS)
     def test_every_caption_names_machine_models_prompts_and_tokens(
         self, drawn: plots.Drawn, name: str
     ) -> None:
@@ -261,7 +268,7 @@ class TestContent:
         ):
             assert part in caption
 
-    @pytest.mark.parametrize("name", list(plots.FIGURES))
+    @pytest.mark.parametrize("name", CHAINS)
     def test_every_axis_is_named_with_its_unit(self, drawn: plots.Drawn, name: str) -> None:
         if name == "categories":
             return  # its axes are names
@@ -270,15 +277,49 @@ class TestContent:
         assert axes[-1].get_xlabel()
 
 
+class TestTrees:
+    def test_what_each_keeps_and_how_wide_it_is(self, branching: pd.DataFrame) -> None:
+        figure = plots.draw_figures(branching, ["trees"]).figures["trees"]
+        summary = frames.summary_frame(branching).set_index("config")
+        drafting = summary[summary["mean_nodes"].notna()].sort_values("tokens_per_step")
+        kept, rows, speed = figure.axes
+        found = [float(line.get_xdata()[0]) for line in kept.lines if line.get_marker() == "o"]
+        assert found == pytest.approx(drafting["tokens_per_step"].tolist())
+        widths = [float(line.get_xdata()[0]) for line in rows.lines if line.get_marker() == "o"]
+        assert widths == pytest.approx((1 + drafting["mean_nodes"]).tolist())
+        assert speed.get_xlabel() == "decode speed (tokens/s)"
+        assert "static-tree:nodes=8,verification=re…" in texts(figure)
+
+    def test_ranks_are_rates_of_the_frame(self, branching: pd.DataFrame) -> None:
+        figure = plots.draw_figures(branching, ["ranks"]).figures["ranks"]
+        frame = frames.rank_frame(branching)
+        first = frame[
+            (frame["config"] == frame["config"].iloc[0]) & (frame["rank"] == 0) & (frame["tested"] >= 10)
+        ]
+        assert figure.axes[0].lines[0].get_ydata().tolist() == pytest.approx(first["rate"].tolist())
+        assert first["rate"].iloc[0] > 0.3
+
+    def test_a_run_without_trees_says_so(self, drawn: plots.Drawn) -> None:
+        assert drawn.skipped["trees"] == "no tree was drafted"
+
+
 class TestLooks:
     @pytest.mark.parametrize(
-        ("run", "look"), [("df", None), ("df", PAPER), ("rules", None), ("rules", plots.Look(3.6))]
+        ("run", "look"),
+        [
+            ("df", None),
+            ("df", PAPER),
+            ("rules", None),
+            ("rules", plots.Look(3.6)),
+            ("branching", None),
+            ("branching", plots.Look(3.6)),
+        ],
     )
     def test_nothing_overlaps_or_is_cut_off(
         self, request: pytest.FixtureRequest, run: str, look: plots.Look | None
     ) -> None:
         drawn = plots.draw_figures(request.getfixturevalue(run), look=look)
-        assert list(drawn.figures) == list(plots.FIGURES)
+        assert list(drawn.figures) == (list(plots.FIGURES) if run == "branching" else CHAINS)
         for name, figure in drawn.figures.items():
             renderer = FigureCanvasAgg(figure).get_renderer()
             figure.draw_without_rendering()
