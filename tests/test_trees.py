@@ -20,7 +20,7 @@ from specbench.decoding import verdicts, verify
 from specbench.decoding.drafts import Candidate, Draft, Drawn, GrowingTree
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.prospects import Prospects, Scores, largest
-from specbench.decoding.protocols import Pass, TreePolicy
+from specbench.decoding.protocols import Pass, TreePolicy, answered
 from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK
@@ -342,12 +342,14 @@ def test_greedy_outputs_are_the_targets_own(cache: CacheKind, penalty: float) ->
         "self": SelfDrafter(Scorer(first_layers(model, 1), target.cache), "self"),
     }
     for name, drafter in likely.items():
-        for tree in TREES.values():
+        for shape, tree in TREES.items():
             found, steps = greedy(DraftPolicy(FixedLength(1), tree=tree()), target, drafter, sampling)
             assert found == expected
             assert any(step.parents for step in steps)
             if name == "alike":
                 assert max(step.accepted for step in steps) == max(step.gamma for step in steps)
+            if name == "alike" and shape not in ("auto", "dynamic"):  # of which other branches may be deeper
+                assert all(step.accepted == step.gamma for step in steps[:-1]), "its cache holds the path"
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
@@ -360,6 +362,16 @@ def test_a_tree_may_be_read_depth_by_depth(cache: CacheKind) -> None:
     for first, end in ((0, 2), (2, 5), (5, 6)):
         rows.append(scorer.score(Pass(scorer, context, tokens[:end], parents[:end], rows=end - first)).logits)
     torch.testing.assert_close(torch.cat(rows), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_drafter_keeps_what_it_has_read_of_the_path() -> None:
+    scorer = ScriptedScorer(DRAFT, VOCAB)
+    drafter = ModelDrafter(scorer, "model")
+    drafter.begin(PROMPT)
+    shape = StaticTree.shaped((-1, -1, 0, 1))
+    draft = answered(drafter.propose_tree(PROMPT, 3, shape, verdicts.top, Greedy(), Randomness(0)))
+    drafter.keep(len(PROMPT) + 2, (1, 3))  # the second branch, whose leaf it has not read
+    assert [token for token, _ in scorer.cache.entries] == [*PROMPT, draft.tokens[1]]
 
 
 # --- Shapes ---------------------------------------------------------------------------------------
