@@ -153,9 +153,7 @@ class GrowingTree:
         nodes: list[int] = []
         node = -1
         for i, token in enumerate(chain.tokens):
-            source = (
-                None if chain.q is None else chain.q[i].clone()
-            )  # it may be written over by the next proposal
+            source = None if chain.q is None else chain.q[i].clone()  # the next proposal may write over it
             self.add(node, [Drawn(token, source)])
             node = self.candidates[node][-1].node
             nodes.append(node)

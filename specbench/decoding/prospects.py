@@ -13,7 +13,7 @@ import torch
 __all__ = ["Known", "Prospects", "Scores", "largest"]
 
 _STRIDE = 64
-"""Values of which the largest are found together: as many as make both halves of the search short."""
+"""Values in a column: as many as make both halves of the search short."""
 
 
 class Prospects(Protocol):
@@ -103,8 +103,8 @@ class Known:
 def largest(row: torch.Tensor, count: int) -> list[int]:
     """The indices of the largest values of a row, [vocab], by falling value; of equals the first come first.
 
-    On a CPU the largest of every so-manieth value are found at once, and those among them that can hold one of the
-    largest are looked through: half the time of ``topk``.
+    On a CPU the row is laid out in columns whose highest values are found at once; only the columns with the highest
+    ones are looked through: half the time of ``topk``.
     """
     count = min(count, len(row))
     if count < 1:

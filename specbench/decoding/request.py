@@ -141,14 +141,14 @@ class Request:
             )
         if tree is None and not several:
             return
-        if tree is not None and not getattr(self.drafter, "takes_trees", False):
-            raise UsageError(
-                f"The drafter {self.drafter.name} drafts chains only, here at least.", "Leave the tree out."
-            )
         if not self.target.takes_trees:
             raise UsageError(
                 "This target takes no trees with this cache: a pass over one does not give what separate passes give.",
                 "Leave the tree out, or use another --cache.",
+            )
+        if tree is not None and not getattr(self.drafter, "takes_trees", False):
+            raise UsageError(
+                f"The drafter {self.drafter.name} drafts chains only, here at least.", "Leave the tree out."
             )
         if self.sampling.greedy:
             return

@@ -417,7 +417,9 @@ def parse_tree(text: str) -> RuleSpec | int:
     if word == "chain" and not given:
         return 0
     if word == "siblings" and given.keys() <= {"nodes"}:
-        return int(_value(given.get("nodes", "8"), replace(_SIBLINGS, key="nodes"), RULES[0]))
+        nodes = replace(_SIBLINGS, key="nodes")
+        beside = replace(RULES[0], word=word, options=(nodes,))  # for messages
+        return int(_value(given.get("nodes", "8"), nodes, beside))
     raise UsageError(
         f"There is no tree {text!r}.",
         f"Choose chain, siblings:nodes=N, {', '.join(trees)}; docs/trees.md has their options.",
