@@ -70,6 +70,7 @@ class TableScorer:
     context_limit = None
     takes_trees = reads_trees = True
     gives_hidden = False
+    batch = None
     epoch = 0
     device = torch.device("cpu")
 
@@ -79,8 +80,15 @@ class TableScorer:
         self.embeddings = self.vocab_size = table.shape[-1]
         self._of_trees: dict[tuple[int, ...], torch.Tensor] = {}
 
+    @property
+    def held(self) -> int:
+        return self.cache.length
+
     def begin(self) -> None:
         self.cache.reset()
+
+    def reserve(self, asked: Pass) -> bool:  # noqa: ARG002
+        return True
 
     def score(self, asked: Pass) -> Rows:
         self.cache.length = len(asked.context) + len(asked.tokens)

@@ -64,6 +64,14 @@ class ScriptedScorer:
     takes_trees = True
     reads_trees = True
     gives_hidden = False
+    batch = None
+
+    @property
+    def held(self) -> int:
+        return self.cache.length
+
+    def reserve(self, asked: Pass) -> bool:
+        return True
 
     def begin(self) -> None:
         self.epoch += 1

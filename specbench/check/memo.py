@@ -154,6 +154,14 @@ class MemoScorer:
         self._root = 0  # length of the last pass's context
 
     gives_hidden = False
+    batch = None
+
+    @property
+    def held(self) -> int:
+        return self.cache.length
+
+    def reserve(self, asked: Pass) -> bool:  # noqa: ARG002
+        return True
 
     def begin(self) -> None:
         self.epoch += 1

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Asking",
+    "Batch",
     "Drafter",
     "Drawing",
     "FreeDrafter",
@@ -233,28 +234,64 @@ class Scorer(Protocol):
         ...
 
     @property
+    def batch(self) -> Batch | None:
+        """Who can make its passes together with those of others; ``None``: they are made one by one."""
+        ...
+
+    @property
     def epoch(self) -> object:
         """Another one after every ``begin``."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """How many of the first tokens of the context it holds, so that no pass feeds them."""
         ...
 
     def begin(self) -> None:
         """Start on a new context."""
         ...
 
+    def reserve(self, asked: Pass) -> bool:
+        """Make room for a pass among what others hold; what it holds already of others' work may grow ``held``.
+
+        Returns:
+            Whether there is room. If not, nothing has changed, and there may be some once others have given some back.
+
+        Raises:
+            UsageError: There would not even be room if nobody else held anything.
+        """
+        ...
+
     def score(self, asked: Pass) -> Rows:
         """Make a pass: feed what is lacking of the context, and the draft.
 
         Raises:
-            UsageError: A tree or hidden states are asked for, and the scorer has none.
+            UsageError: A tree or hidden states are asked for, and the scorer has none; there is no room.
         """
         ...
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back: keep at most the first ``length`` tokens of what the context is now.
 
+        Keeping none gives all memory back; the next pass then reads the whole context again. So it may be done between
+        any two passes, whatever is under way.
+
         Args:
             length: In tokens.
             path: What the last pass's context has grown by: nodes of its draft, root to leaf, as far as it had them.
+        """
+        ...
+
+
+class Batch(Protocol):
+    """A model that reads several contexts, each with a scorer of its own, in one pass."""
+
+    def score(self, asked: Sequence[Pass]) -> Sequence[Rows]:
+        """Make one pass of all that is asked, of no scorer more than once; every one gets its rows.
+
+        Raises:
+            UsageError: See ``Scorer.score``; no pass has been made.
         """
         ...
 

@@ -121,6 +121,17 @@ class Scorer:
         static = isinstance(self.cache, StaticKVCache)
         self._hidden_pass = None if static else OrdinaryPass(model, self.cache)
 
+    batch = None
+
+    @property
+    def held(self) -> int:
+        """How many of the first tokens of the context it holds."""
+        return self.cache.length
+
+    def reserve(self, asked: Pass) -> bool:  # noqa: ARG002
+        """Make room for a pass: its cache grows by itself."""
+        return True
+
     def begin(self) -> None:
         """Start on a new context. Whoever changed the model did so before."""
         self.epoch += 1
