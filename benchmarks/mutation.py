@@ -63,6 +63,7 @@ SAMPLING = ("tests/test_sampling.py",)
 CACHES = ("tests/test_caches.py", "-k", "mistral or llama or gemma3")
 STORE = ("tests/test_store.py",)
 SIBLINGS = ("tests/test_siblings.py",)
+THEORY = ("tests/test_theory.py", "-k", "tree")
 TREES = ("tests/test_trees.py", "-k", "targets and not specinfer or keeps_what_it_has_read")
 CONTROL = Mutant(
     "(nothing changed)",
@@ -103,6 +104,20 @@ MUTANTS = (
         "        drafter.keep(len(context) - 1, verdict.path)\n",
         "        drafter.keep(len(context) - 1)\n",
         SIBLINGS,
+    ),
+    Mutant(
+        "a node of a tree is expected whether the one before it is kept or not",
+        "decoding/theory.py",
+        "reached.append(before * rates[rank] if",
+        "reached.append(rates[rank] if",
+        THEORY,
+    ),
+    Mutant(
+        "leaves of a tree count as nodes that a drafter reads",
+        "decoding/theory.py",
+        "for node in set(parents) if node >= 0)",
+        "for node in range(len(parents)))",
+        THEORY,
     ),
     Mutant(
         "the entry of a sibling that was right stays where it is",

@@ -88,7 +88,9 @@ class ScriptedEngine:
             peak_memory_bytes=1000,
         )
 
-    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> PassTimes:
+    def measure_costs(
+        self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
+    ) -> PassTimes:
         self.cost_calls.append(tuple(widths))
         return PassTimes(
             {n: [0.3, round(0.1 + n / 1000, 9), 0.01] for n in widths}, {"d": [0.02, 0.01, 0.03]}, 256

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 import specbench.models.prepare
 from specbench.bench.engines.own import EngineOptions, ModelEngine, check_engine, load_engine
 from specbench.bench.grid import Config, SweepOptions, build_configs
+from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt
 from specbench.decoding.protocols import Rows
 from specbench.drafters.cascade import CascadeDrafter
@@ -188,6 +189,22 @@ def test_costs_are_times_of_single_passes(engine: ModelEngine) -> None:
     assert costs.medians().target_s == {1: 1.0, 2: 1.0, 5: 1.0}
     assert len(costs.rows()) == 6
     # Nothing is left behind.
+    assert (
+        run(engine, grid()[0]).token_ids
+        == autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
+    )
+
+
+def test_drafters_are_timed_with_several_nodes_abreast(engine: ModelEngine) -> None:
+    engine._clock = Steps()
+    costs = engine.measure_costs(PROMPT, [1], (2, 3))
+    assert set(costs.trees) == {(name, nodes) for name in ("small", "self:int8") for nodes in (2, 3)}
+    assert all(len(times) == 2 for times in costs.trees.values())
+    assert PassTimes.of_rows(costs.rows()) == costs
+    times = PassTimes(
+        {1: [1.0]}, {"a": [2.0, 3.0, 9.0]}, 5, {("a", 4): [7.0], ("a", 2): [4.0], ("b", 2): [1.0]}
+    )
+    assert times.medians().rows_s == {"a": {2: 3.0, 4: 4.0}}, "no pass takes less than one with a single row"
     assert (
         run(engine, grid()[0]).token_ids
         == autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids

@@ -565,11 +565,13 @@ def test_names_are_data(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unpictured")
 def test_costs_are_shown_as_passes(tmp_path: Path) -> None:
     costs = {"target_pass_s": {"1": 0.1, "3": 0.12}, "drafter_pass_s": {"d": 0.025, "gone": None}}
+    costs["drafter_rows_s"] = {"d": {"4": 0.03}}
     report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, costs=costs)
     assert report.costs == [
         ["target, 1 token", "100.00", "v(1) = 1.00"],
         ["target, 3 tokens", "120.00", "v(3) = 1.20"],
         ["drafter d, 1 token", "25.00", "c = 0.25"],
+        ["drafter d, behind 4 nodes", "30.00", "c(4) = 0.30"],
     ]
 
 

@@ -401,7 +401,8 @@ def test_lists_of_later_versions_may_be_missing(tmp_path: Path) -> None:
         store.append(row(repeat=2, steps={**steps, "siblings": [3, 0]}))
     frame = load_results(tmp_path)
     assert [each.tolist() for each in frame["steps_nodes"]] == [[2, 2, 0]] * 2
-    assert frame["steps_widths"].tolist() == frame["steps_ranks"].tolist() == [[], []]
+    for name in ("widths", "ranks", "parents"):
+        assert frame[f"steps_{name}"].tolist() == [[], []]
     assert [each.tolist() for each in frame["steps_siblings"]] == [[0, 0, 0], [3, 0, 0]]
     assert [each.tolist() for each in frame["steps_passes"]] == [[2, 2, 0], [1, 2, 0]]
     assert len(frame) == 2, "a list that is too short makes the line none"
@@ -419,11 +420,12 @@ def test_trees_say_what_stood_beside_what_was_kept(tmp_path: Path) -> None:
         Step(2, 7, (), 0, 0, (1,), "target", (), StepTimes()),
     )
     lists = step_lists(steps)
-    assert {name: lists[name] for name in ("drafted", "nodes", "widths", "ranks")} == {
+    assert {name: lists[name] for name in ("drafted", "nodes", "widths", "ranks", "parents")} == {
         "drafted": [2, 2, 0],
         "nodes": [4, 4, 0],
         "widths": [[2, 2], [2], []],
         "ranks": [[1, 0], [], []],
+        "parents": [[0, 0, 2, 2], [0, 0, 2, 2], []],
     }
     assert "ranks" not in step_lists(steps[2:]), "chains have none, and take no room for them"
     with RunStore.create(tmp_path, RUN) as store:
@@ -431,9 +433,14 @@ def test_trees_say_what_stood_beside_what_was_kept(tmp_path: Path) -> None:
         store.append(row(repeat=1, steps={**lists, "ranks": [[1, 0], []]}))
         store.append(row(repeat=2, steps={name: each for name, each in lists.items() if name != "widths"}))
         store.append(row(repeat=3, steps={**lists, "widths": [["2", 2], [2], []]}))
+        store.append(row(repeat=4, steps={**lists, "parents": [[0, 0, 2, 5], [], []]}))
+        store.append(row(repeat=5, steps={**lists, "parents": [[0], []]}))
+        store.append(row(repeat=6, steps={name: each for name, each in lists.items() if name != "parents"}))
     frame = load_results(tmp_path)
-    assert frame["steps_ranks"].tolist() == [[[1, 0], [], []]]
-    assert frame["steps_widths"].tolist() == [[[2, 2], [2], []]]
+    assert frame["repeat"].tolist() == [0, 6]
+    assert frame["steps_ranks"].tolist() == [[[1, 0], [], []]] * 2
+    assert frame["steps_widths"].tolist() == [[[2, 2], [2], []]] * 2
+    assert frame["steps_parents"].tolist() == [lists["parents"], []]
 
 
 def test_speed_counts_the_tokens_behind_the_first_emission(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path: Pa
 
 def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path: Path) -> None:
     class Dearer(ScriptedEngine):
-        def measure_costs(self, prompt: Any, widths: Any) -> PassTimes:
+        def measure_costs(self, *_: Any) -> PassTimes:
             return PassTimes({1: [9.0]}, {"e": [7.0]}, 100)
 
     few, many = make_sweep(prompts(1), repeats=1), make_sweep(prompts(1), repeats=2)
@@ -377,7 +377,7 @@ def test_an_interrupt_loses_the_generation_in_progress_alone(tmp_path: Path) -> 
 
 def test_costs_that_cannot_be_measured_stop_nothing(tmp_path: Path) -> None:
     class NoCosts(ScriptedEngine):
-        def measure_costs(self, prompt: Any, widths: Any) -> Any:
+        def measure_costs(self, *_: Any) -> Any:
             raise RunError("no room")
 
     events: list[Event] = []

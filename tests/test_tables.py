@@ -45,7 +45,7 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
         values[f"steps_{name}"] = np.array(column, dtype=np.int32)
     values["steps_siblings"] = np.zeros(len(columns[0]), dtype=np.int32)
     values["steps_passes"] = values["steps_nodes"] = values["steps_drafted"]
-    values["steps_widths"] = values["steps_ranks"] = []
+    values["steps_widths"] = values["steps_ranks"] = values["steps_parents"] = []
     values["steps_expected_acceptance"] = [list(each) for each in columns[4]]
     times = list(zip(*columns[5], strict=True)) or [()] * 6
     for name, column in zip(STEP, times, strict=True):
@@ -219,6 +219,23 @@ class TestSummary:
         assert figures["predicted_speedup"] == pytest.approx(2 / (2 * 0.2 + 1.5)), (
             "the tokens per step there were"
         )
+
+    def test_a_tree_is_predicted_from_ranks_and_from_the_rows_of_its_drafters_passes(self) -> None:
+        """Two roots, two behind the first and one behind the second: both roots are read in one pass."""
+        times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
+        counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 2, 1, 2, [1.0, 0.0]), (2, 2, 1, 2, [1.0, 0.0])]
+        mine = row("x", "a-1", drafter="d", steps=[(*count, times) for count in counts])
+        mine["steps_nodes"], mine["steps_passes"] = np.array([5, 5, 5]), np.array([2, 2, 2])
+        mine["steps_parents"] = [[0, 0, 1, 1, 2]] * 3
+        mine["steps_widths"], mine["steps_ranks"] = [[2, 2], [2, 1], [2, 2]], [[0, 1], [1], [0]]
+        costs = {"target_pass_s": {"1": 0.5, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
+        costs["drafter_rows_s"] = {"d": {"2": 0.15}}
+        figures = one(frames.summary_frame(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        step = 0.2 + 0.3 + 1.5
+        assert figures["predicted_speedup"] == pytest.approx((3 + 2 + 2) / 3 / step), "what each step kept"
+        first, second = 2 / 6, 2 / 5  # of six nodes that were tested, five had a second candidate
+        tokens = 1 + first + second + first * first + first * second + second * first
+        assert figures["predicted_speedup_iid"] == pytest.approx(tokens / step)
 
     def test_without_costs_nothing_is_predicted(self, tmp_path: Path) -> None:
         df = load_results(

@@ -17,9 +17,11 @@ from specbench.decoding.theory import (
     best_length,
     expected_tokens,
     expected_tokens_by_position,
+    expected_tokens_of_tree,
     interpolate,
     never_falling,
     predicted_speedup,
+    read_by_depth,
 )
 
 COSTS = PassCosts({1: 0.1, 5: 0.11, 9: 0.15}, {"small": 0.02}, 256)
@@ -101,6 +103,14 @@ def test_no_pass_takes_longer_than_a_wider_one() -> None:
     assert never_falling({}) == {}
 
 
+def test_a_drafters_pass_with_more_rows() -> None:
+    costs = PassCosts({1: 0.1}, {"a": 0.02, "b": 0.03}, rows_s={"a": {4: 0.05, 8: 0.07}})
+    assert [costs.c("a", rows) for rows in (1, 2, 4, 6, 10)] == pytest.approx([0.2, 0.3, 0.5, 0.6, 0.8])
+    assert costs.c("b", 1) == pytest.approx(0.3)
+    assert costs.c("b", 3) == pytest.approx(0.3 * (1 + 2 * SLOPE)), "it was not timed"
+    assert PassCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+
+
 def test_costs_come_back_from_json() -> None:
     written = json.loads(json.dumps(COSTS.to_json()))
     assert written == {
@@ -112,6 +122,34 @@ def test_costs_come_back_from_json() -> None:
     assert list(PassCosts.from_json({"target_pass_s": {"9": 2, "1": 1}}).target_s.items()) == [(1, 1), (9, 2)]
     assert PassCosts.from_json({}) == PassCosts({})
     assert PassCosts.from_json({"target_pass_s": None, "drafter_pass_s": {"a": None}}) == PassCosts({})
+
+
+# -- trees ----------------------------------------------------------------------------------------
+
+
+def test_a_chain_is_the_plainest_tree() -> None:
+    for gamma in range(5):
+        assert expected_tokens_of_tree(range(-1, gamma - 1), [0.7]) == pytest.approx(
+            expected_tokens(0.7, gamma)
+        )
+
+
+def test_expected_tokens_of_a_tree_are_those_of_every_outcome() -> None:
+    """Walked down in every way: at a node its b-th child is kept with chance P[b], or none is."""
+    parents, rates = (-1, -1, 0, 0, 0, 1, 3), [0.5, 0.2, 0.1]
+
+    def tokens(node: int) -> float:
+        behind = [child for child, parent in enumerate(parents) if parent == node]
+        return 1.0 + sum(rates[rank] * tokens(child) for rank, child in enumerate(behind))
+
+    assert expected_tokens_of_tree(parents, rates) == pytest.approx(tokens(-1))
+    assert expected_tokens_of_tree((-1, -1), [0.5]) == 1.5, "a rank that nobody measured is never kept"
+
+
+def test_the_rows_of_a_trees_passes() -> None:
+    assert read_by_depth(()) == read_by_depth((-1, -1)) == []
+    assert read_by_depth((-1, 0, 1)) == [1, 1]
+    assert read_by_depth((-1, -1, -1, 0, 0, 2, 5)) == [2, 1]
 
 
 # -- the speedup ----------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.progress import Progress
 
-__all__ = ["PassTimes", "cost_widths", "time_in_turn", "time_passes"]
+__all__ = ["ABREAST", "PassTimes", "cost_widths", "time_in_turn", "time_passes"]
 
 _CONTEXT = 256  # tokens of context at which passes are timed
+ABREAST = (2, 4, 8)
+"""Nodes of a tree that drafters are timed with reading at once."""
 
 Name = TypeVar("Name")
 
@@ -31,25 +34,30 @@ class PassTimes:
         target: By number of tokens in the pass.
         drafters: Of drafting one token, by drafter.
         context: Tokens of context they were measured at.
+        trees: Of drafting several nodes and one more behind each of them, by drafter and their number.
     """
 
     target: Mapping[int, Sequence[float]]
     drafters: Mapping[str, Sequence[float]]
     context: int
+    trees: Mapping[tuple[str, int], Sequence[float]] = field(default_factory=dict)
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> PassTimes:
         """All that the lines of ``costs.jsonl`` hold."""
         target: dict[int, list[float]] = {}
         drafters: dict[str, list[float]] = {}
+        trees: dict[tuple[str, int], list[float]] = {}
         context = 0
         for row in rows:
             context = row["context_tokens"]
             if row["kind"] == "target":
                 target.setdefault(row["tokens"], []).extend(row["seconds"])
-            else:
+            elif row["kind"] == "drafter":
                 drafters.setdefault(row["drafter"], []).extend(row["seconds"])
-        return cls(dict(sorted(target.items())), drafters, context)
+            else:
+                trees.setdefault((row["drafter"], row["nodes"]), []).extend(row["seconds"])
+        return cls(dict(sorted(target.items())), drafters, context, trees)
 
     def rows(self) -> list[dict[str, Any]]:
         """The lines of ``costs.jsonl``."""
@@ -60,15 +68,21 @@ class PassTimes:
             {"kind": "drafter", "drafter": name, "seconds": list(times)}
             for name, times in self.drafters.items()
         ]
-        return [{**row, "context_tokens": self.context} for row in (*target, *drafters)]
+        trees: list[dict[str, Any]] = [
+            {"kind": "tree", "drafter": name, "nodes": nodes, "seconds": list(times)}
+            for (name, nodes), times in self.trees.items()
+        ]
+        return [{**row, "context_tokens": self.context} for row in (*target, *drafters, *trees)]
 
     def medians(self) -> PassCosts:
-        """What a pass usually takes."""
-        return PassCosts(
-            {n: median(times) for n, times in self.target.items()},
-            {name: median(times) for name, times in self.drafters.items()},
-            self.context,
-        )
+        """What a pass usually takes: of two that draft a tree, the second is what the first leaves of both."""
+        drafters = {name: median(times) for name, times in self.drafters.items()}
+        rows: dict[str, dict[int, float]] = {}
+        for (name, nodes), times in sorted(self.trees.items()):
+            if name in drafters:
+                one = drafters[name]
+                rows.setdefault(name, {})[nodes] = max(one, median(times) - one)
+        return PassCosts({n: median(times) for n, times in self.target.items()}, drafters, self.context, rows)
 
 
 def cost_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
@@ -93,6 +107,8 @@ def time_passes(
     rounds: int,
     order: Random,
     progress: Progress | None = None,
+    *,
+    abreast: Sequence[int] = (),
 ) -> PassTimes:
     """Time passes of a target and one-token drafts in turn, behind the same context. The target's cache is left empty.
 
@@ -105,10 +121,13 @@ def time_passes(
         rounds: How many passes of each kind are timed.
         order: Shuffles them.
         progress: Told how many rounds are done.
+        abreast: How many nodes of a tree drafters are to read at once, those that draft trees.
     """
     from specbench.decoding.protocols import answered
     from specbench.decoding.sampling import Greedy, Randomness
+    from specbench.decoding.verdicts import top
     from specbench.lengths import FixedLength
+    from specbench.lengths.trees import StaticTree
 
     room = scorer.context_limit or _CONTEXT + max(widths)
     length = max(1, min(_CONTEXT, room - max(widths)))
@@ -130,18 +149,38 @@ def time_passes(
         drafter.keep(length - 1)
         return took
 
+    def tree(drafter: Any, nodes: int) -> float:
+        shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes)))
+        began = clock.now()
+        answered(drafter.propose_tree(context, 2, shape, top, Greedy(), Randomness(0, device)))
+        took = clock.now() - began
+        drafter.keep(length - 1)
+        return took
+
     scorer.begin()
     target_pass(1)  # reads the context
     for drafter in drafters.values():
         drafter.begin(context)
         drafter_pass(drafter)  # reads it too, if it keeps anything
-    jobs: dict[int | str, Callable[[], float]] = {
-        **{n: lambda n=n: target_pass(n) for n in widths},  # type: ignore[misc]
-        **{name: lambda d=drafter: drafter_pass(d) for name, drafter in drafters.items()},  # type: ignore[misc]
+    trees = [
+        (name, nodes)
+        for name, drafter in drafters.items()
+        if abreast and getattr(drafter, "takes_trees", False)
+        for nodes in abreast
+    ]
+    jobs: dict[int | str | tuple[str, int], Callable[[], float]] = {
+        **{n: partial(target_pass, n) for n in widths},
+        **{name: partial(drafter_pass, drafter) for name, drafter in drafters.items()},
+        **{(name, nodes): partial(tree, drafters[name], nodes) for name, nodes in trees},
     }
     times = time_in_turn(jobs, rounds, order, progress)
     scorer.begin()
-    return PassTimes({n: times[n] for n in widths}, {name: times[name] for name in drafters}, length)
+    return PassTimes(
+        {n: times[n] for n in widths},
+        {name: times[name] for name in drafters},
+        length,
+        {each: times[each] for each in trees},
+    )
 
 
 def time_in_turn(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.bench.engines.own import Engine, Outcome
 from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Sweep
 from specbench.bench.manifest import now
-from specbench.bench.passes import PassTimes, cost_widths
+from specbench.bench.passes import ABREAST, PassTimes, cost_widths
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
 from specbench.results.advice import RunWarning, during, review
@@ -285,7 +285,9 @@ class _Runner:
             prompt = self._engine.encode(self._sweep.prompts[0], [])
             options = self._sweep.options
             trees = [rule.nodes for rule in options.rules if rule.nodes]
-            costs = self._engine.measure_costs(prompt, cost_widths(options.gammas, trees))
+            costs = self._engine.measure_costs(
+                prompt, cost_widths(options.gammas, trees), ABREAST if trees else ()
+            )
         except Exception as error:
             self.costs_work = False
             return CostsDone(None, _message(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,11 @@ __all__ = [
     "best_length",
     "expected_tokens",
     "expected_tokens_by_position",
+    "expected_tokens_of_tree",
     "interpolate",
     "never_falling",
     "predicted_speedup",
+    "read_by_depth",
 ]
 
 SLOPE = 0.02
@@ -45,6 +48,34 @@ def expected_tokens_by_position(rates: Iterable[float]) -> list[float]:
         tokens += survival
         found.append(tokens)
     return found
+
+
+def expected_tokens_of_tree(parents: Sequence[int], rates: Sequence[float]) -> float:
+    """``1 + Σ_nodes Π P[rank]`` along the branch to a node: tokens of a step with a tree if nodes differ in rank alone.
+
+    Chen et al. 2024 (Sequoia), section 4.1; of a chain it is ``expected_tokens`` with α = P[0].
+
+    Args:
+        parents: By node the one it stands behind, -1 for the context; a rank is how many stand there before it.
+        rates: P, by rank from 0: the chance that this candidate is the one kept; later ones have none.
+    """
+    reached: list[float] = []
+    beside: Counter[int] = Counter()
+    for parent in parents:
+        rank = beside[parent]
+        beside[parent] += 1
+        before = reached[parent] if parent >= 0 else 1.0
+        reached.append(before * rates[rank] if rank < len(rates) else 0.0)
+    return 1.0 + sum(reached)
+
+
+def read_by_depth(parents: Sequence[int]) -> list[int]:
+    """Rows of the passes that draft a tree, the first aside: by depth, from 1, how many nodes others stand behind."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    counts = Counter(depths[node] for node in set(parents) if node >= 0)
+    return [counts[depth] for depth in range(1, len(counts) + 1)]
 
 
 def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) -> float:
@@ -84,29 +115,35 @@ class PassCosts:
         target_s: Of the target, by number of tokens, ascending.
         drafter_s: Of drafting one token, by drafter.
         context: Tokens of context they were timed at; ``None`` where nobody says.
+        rows_s: Of drafting behind several nodes of a tree at once, by drafter and their number, ascending from 2.
     """
 
     target_s: Mapping[int, float]
     drafter_s: Mapping[str, float] = field(default_factory=dict)
     context: int | None = None
+    rows_s: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, costs: Mapping[str, Any]) -> PassCosts:
         """From the field ``costs`` of ``run.json``, its form checked. A drafter without a time is left out."""
-        target = {int(n): float(seconds) for n, seconds in (costs.get("target_pass_s") or {}).items()}
         drafters = costs.get("drafter_pass_s") or {}
         return cls(
-            dict(sorted(target.items())),
+            _by_number(costs.get("target_pass_s") or {}),
             {name: float(seconds) for name, seconds in drafters.items() if seconds is not None},
             costs.get("context_tokens"),
+            {name: _by_number(rows) for name, rows in (costs.get("drafter_rows_s") or {}).items()},
         )
 
     def to_json(self) -> dict[str, Any]:
         """What ``from_json`` takes."""
+        rows = {
+            name: {str(n): seconds for n, seconds in points.items()} for name, points in self.rows_s.items()
+        }
         return {
             "target_pass_s": {str(n): seconds for n, seconds in self.target_s.items()},
             "drafter_pass_s": dict(self.drafter_s),
             "context_tokens": self.context,
+            **({"drafter_rows_s": rows} if rows else {}),
         }
 
     def target_pass_s(self, n: int) -> float:
@@ -114,22 +151,37 @@ class PassCosts:
 
         Beyond the widest it goes on along the line of the last two, never falling, or with ``SLOPE`` behind a lone one.
         """
-        *_, last = self.target_s
-        if n <= last:
-            return interpolate(self.target_s, n)
-        rise = SLOPE * self.target_s[last]
-        if len(self.target_s) > 1:
-            *_, before, _ = self.target_s
-            rise = max(0.0, (self.target_s[last] - self.target_s[before]) / (last - before))
-        return self.target_s[last] + rise * (n - last)
+        return _prolonged(self.target_s, n)
 
     def v(self, n: int) -> float:
         """v(n): time of a target's pass with ``n`` tokens over that of one with a single token."""
         return self.target_pass_s(n) / self.target_s[1]
 
-    def c(self, drafter: str) -> float:
-        """c: time of a drafter's pass over that of a target's with a single token."""
-        return self.drafter_s[drafter] / self.target_s[1]
+    def c(self, drafter: str, rows: int = 1) -> float:
+        """c: time of a drafter's pass over that of a target's with a single token.
+
+        Args:
+            drafter: Its name.
+            rows: How many nodes it drafts behind; between and beyond the numbers timed as ``target_pass_s`` has it.
+        """
+        points = {1: self.drafter_s[drafter], **self.rows_s.get(drafter, {})}
+        return _prolonged(points, rows) / self.target_s[1]
+
+
+def _by_number(seconds: Mapping[str, float]) -> dict[int, float]:
+    return dict(sorted((int(n), float(value)) for n, value in seconds.items()))
+
+
+def _prolonged(points: Mapping[int, float], n: int) -> float:
+    """See ``PassCosts.target_pass_s``."""
+    *_, last = points
+    if n <= last:
+        return interpolate(points, n)
+    rise = SLOPE * points[last]
+    if len(points) > 1:
+        *_, before, _ = points
+        rise = max(0.0, (points[last] - points[before]) / (last - before))
+    return points[last] + rise * (n - last)
 
 
 def interpolate(points: Mapping[int, float], n: int) -> float:

@@ -21,7 +21,9 @@ from specbench.decoding.theory import (
     PassCosts,
     expected_tokens,
     expected_tokens_by_position,
+    expected_tokens_of_tree,
     predicted_speedup,
+    read_by_depth,
 )
 from specbench.errors import UsageError
 from specbench.results import stats
@@ -187,7 +189,7 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
                 **_generation_figures(mine),
                 **_speedups(config, fields, mine, pairs.get(config), run),
                 **_step_figures(its_steps),
-                **_predictions(its_steps, fields, run.get("costs")),
+                **_predictions(its_steps, fields, run.get("costs"), rows),
                 **_times(its_steps),
             }
         )
@@ -285,16 +287,8 @@ def rank_frame(df: pd.DataFrame) -> pd.DataFrame:
         and that were ``accepted``, and ``rate`` (accepted / tested). None for configurations without trees.
     """
     run_of(df)
-    counts: dict[str, dict[tuple[int, int], list[int]]] = {}
-    done = df[df["status"] == "ok"]
-    for config, widths, ranks in zip(done["config"], done["steps_widths"], done["steps_ranks"], strict=True):
-        mine = counts.setdefault(str(config), {})
-        for stood, kept in zip(widths, ranks, strict=True):
-            for depth, width in enumerate(stood, start=1):
-                for rank in range(width):
-                    mine.setdefault((depth, rank), [0, 0])[0] += 1
-            for depth, rank in enumerate(kept, start=1):
-                mine.setdefault((depth, rank), [0, 0])[1] += 1
+    done = _bare(df.loc[df["status"] == "ok", ["config", "steps_widths", "steps_ranks"]])
+    counts = {str(config): _count_ranks(mine) for config, mine in done.groupby("config", sort=False)}
     out = [
         {
             "config": config,
@@ -365,7 +359,9 @@ class Steps:
             short for them.
         alpha_sum: Sum of the step's expected acceptances.
         alpha_at: Where they begin in ``alphas``; there are as many as were tested.
-        alphas: The expected acceptances of all steps, shape [tested positions]; the only one of another shape.
+        alphas: The expected acceptances of all steps, shape [tested positions].
+        tree: Place in ``trees``; -1 for a chain.
+        trees: The trees there are, by node the one it stands behind, -1 for the context. Like ``alphas`` of all steps.
     """
 
     row: NDArray[np.intp]
@@ -374,6 +370,8 @@ class Steps:
     alpha_sum: Floats
     alpha_at: Ints
     alphas: Floats
+    tree: NDArray[np.intp]
+    trees: Sequence[tuple[int, ...]]
 
     def __len__(self) -> int:
         return len(self.row)
@@ -390,6 +388,8 @@ class Steps:
             self.alpha_sum[which],
             self.alpha_at[which],
             self.alphas,
+            self.tree[which],
+            self.trees,
         )
 
     def split(self, codes: NDArray[np.intp]) -> dict[int, Steps]:
@@ -445,6 +445,12 @@ def step_arrays(df: pd.DataFrame) -> Steps:
         )
     sums = np.concatenate(([0.0], np.cumsum(alphas)))
     begins = ends - joined["tested"]
+    trees: dict[tuple[int, ...], int] = {}
+    tree = np.full(len(row), -1, dtype=np.intp)
+    for first, shapes in zip(np.cumsum(lengths) - lengths, df["steps_parents"].to_numpy()[rows], strict=True):
+        for place, shape in enumerate(shapes, start=first):
+            if shape:
+                tree[place] = trees.setdefault(tuple(parent - 1 for parent in shape), len(trees))
     return Steps(
         row=row,
         prompt=pd.factorize(df["prompt"])[0][row],
@@ -452,6 +458,8 @@ def step_arrays(df: pd.DataFrame) -> Steps:
         alpha_sum=sums[ends] - sums[begins],
         alpha_at=begins,
         alphas=alphas,
+        tree=tree,
+        trees=tuple(trees),
     )
 
 
@@ -598,9 +606,15 @@ def _times(steps: Steps) -> dict[str, float]:
 
 
 def _predictions(
-    steps: Steps, fields: Mapping[str, Any], costs: Mapping[str, Any] | None
+    steps: Steps, fields: Mapping[str, Any], costs: Mapping[str, Any] | None, df: pd.DataFrame
 ) -> dict[str, float]:
-    """What theory makes of each prompt's acceptance and the run's costs, as a geometric mean over prompts."""
+    """What theory makes of each prompt's acceptance and the run's costs, as a geometric mean over prompts.
+
+    Args:
+        steps, fields: Of a configuration.
+        costs: Of the run.
+        df: The rows of the run.
+    """
     timed, drafter = PassCosts.from_json(costs or {}), fields["drafter"]
     if 1 not in timed.target_s or not steps["drafted"].any():
         return {}
@@ -612,23 +626,58 @@ def _predictions(
         return {}
     widest = int((steps["nodes"] + steps["siblings"]).max()) + 1
     v = np.array([timed.v(n) for n in range(widest + 1)])
+    wider = np.zeros(len(steps.trees) + 1)  # its last item is that of chains
+    if drafter in timed.rows_s:
+        for tree in np.unique(steps.tree[steps.tree >= 0]):
+            wider[tree] = sum(timed.c(drafter, rows) - c for rows in read_by_depth(steps.trees[tree]))
     by_position, iid, prompts = [], [], []
     for prompt, mine in steps.split(steps.prompt).items():
         longest = int(mine["drafted"].max())
         alpha = _ratio(mine.alpha_sum.sum(), mine["tested"].sum())
         by_length = expected_tokens_by_position(mine.rates(longest))
         by_length_iid = [1.0, *(expected_tokens(alpha, gamma) for gamma in range(1, longest + 1))]
+        tokens_iid = np.array(by_length_iid)[mine["drafted"]]
+        if grown := np.unique(mine.tree[mine.tree >= 0]).tolist():
+            rates = _by_rank(_count_ranks(df.iloc[np.unique(mine.row)]))
+            for tree in grown:
+                tokens_iid[mine.tree == tree] = expected_tokens_of_tree(steps.trees[tree], rates)
         # Of siblings no acceptance tells.
         gained = np.maximum(mine["emitted"] - mine["accepted"] - 1, 0).sum()
-        cost = (mine["passes"].sum(), c, v[mine["nodes"] + mine["siblings"] + 1].sum())
+        cost = (
+            mine["passes"].sum(),
+            c,
+            v[mine["nodes"] + mine["siblings"] + 1].sum() + wider[mine.tree].sum(),
+        )
         by_position.append(predicted_speedup(np.array(by_length)[mine["drafted"]].sum() + gained, *cost))
-        iid.append(predicted_speedup(np.array(by_length_iid)[mine["drafted"]].sum() + gained, *cost))
+        iid.append(predicted_speedup(tokens_iid.sum() + gained, *cost))
         prompts.append(prompt)
     return {
         "c": c,
         **_named("predicted_speedup", stats.geometric_mean(by_position, prompts)),
         **_named("predicted_speedup_iid", stats.geometric_mean(iid, prompts)),
     }
+
+
+def _count_ranks(rows: pd.DataFrame) -> dict[tuple[int, int], list[int]]:
+    """Of generations: by depth, from 1, and rank, from 0, how many nodes were tested there, and how many were kept."""
+    counts: dict[tuple[int, int], list[int]] = {}
+    for widths, ranks in zip(rows["steps_widths"], rows["steps_ranks"], strict=True):
+        for stood, kept in zip(widths, ranks, strict=True):
+            for depth, width in enumerate(stood, start=1):
+                for rank in range(width):
+                    counts.setdefault((depth, rank), [0, 0])[0] += 1
+            for depth, rank in enumerate(kept, start=1):
+                counts.setdefault((depth, rank), [0, 0])[1] += 1
+    return counts
+
+
+def _by_rank(counts: Mapping[tuple[int, int], Sequence[int]]) -> list[float]:
+    """The share of the nodes with a candidate of each rank at which it was the one kept, at whatever depth."""
+    both: dict[int, tuple[int, int]] = {}
+    for (_, rank), (tested, kept) in counts.items():
+        before = both.get(rank, (0, 0))
+        both[rank] = before[0] + tested, before[1] + kept
+    return [both[rank][1] / both[rank][0] for rank in sorted(both)]
 
 
 def winners(frame: pd.DataFrame) -> set[str]:

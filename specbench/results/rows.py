@@ -89,9 +89,9 @@ STEP_FIELDS = (
     ),
 )
 
-STEP_OTHERS = ("expected_acceptance", "closing", "policy", "widths", "ranks")
+STEP_OTHERS = ("expected_acceptance", "closing", "policy", "widths", "ranks", "parents")
 """Beside the numbers: a list over the tested positions, a word or ``None``; for each note of the rule a list; and where
-there are trees, a list over the tested positions and one over the accepted nodes, see ``Step``."""
+there are trees, lists over the tested positions, over the accepted nodes, and over all nodes, see ``Step``."""
 
 _OF_TREES = ("widths", "ranks")
 
@@ -117,6 +117,7 @@ def step_lists(steps: Sequence[Step]) -> dict[str, Any]:
         "closing": [step.closing for step in steps],
         "policy": {name: [rounded(step.policy.get(name)) for step in steps] for name in notes},
         **({name: [list(getattr(step, name)) for step in steps] for name in _OF_TREES} if trees else {}),
+        **({"parents": [[node + 1 for node in step.parents or ()] for step in steps]} if trees else {}),
     }
 
 
@@ -181,11 +182,14 @@ def step_columns(steps: Mapping[str, Any]) -> dict[str, Any]:
     if any(len(values) != len(drafted) for values in (cells["closing"], *cells["policy"].values()) if steps):
         raise ValueError("lists of other lengths")
     trees = any(name in steps for name in _OF_TREES)
-    for name in _OF_TREES:
-        cells[name] = steps[name] if trees else []
+    for name in (*_OF_TREES, "parents"):
+        there = name in steps or (trees and name in _OF_TREES)
+        cells[name] = steps[name] if there else []
         numbers([value for each in cells[name] for value in each], int)
-        if trees and len(cells[name]) != len(drafted):
+        if there and len(cells[name]) != len(drafted):
             raise ValueError("lists of other lengths")
+    if any(parent > node for each in cells["parents"] for node, parent in enumerate(each)):
+        raise ValueError("a node before the one it stands behind")
     return cells
 
 

@@ -411,7 +411,8 @@ _RUN_SHAPE = {
     "ignore_eos?": bool,
     "created?": str,
     "finished?": _MAYBE_TEXT,
-    "costs?": (None, {"target_pass_s": _are_pass_times, "drafter_pass_s?": {str: (size, None)}}),
+    "costs?": (None, {"target_pass_s": _are_pass_times, "drafter_pass_s?": {str: (size, None)},
+                     "drafter_rows_s?": {str: _are_pass_times}}),
     "differences?": (None, [(_DIFFERENCE, _UNEXPLAINED)]),
     "warnings?": [{"id": str, "severity": str, "message": str, "advice": str}],
     "changes?": [{"differing?": [str], "environment?": _ENVIRONMENT, "options?": dict}],
@@ -507,6 +508,7 @@ def _rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 _COST_SHAPES = (
     {"kind": "target", "tokens": count, "seconds": [size], "context_tokens": count},
     {"kind": "drafter", "drafter": str, "seconds": [size], "context_tokens": count},
+    {"kind": "tree", "drafter": str, "nodes": count, "seconds": [size], "context_tokens": count},
 )
 
 

@@ -84,8 +84,11 @@ class Engine(Protocol):
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
-    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> PassTimes:
-        """Time single passes: of the target with each number of tokens in ``widths``, and of the drafters.
+    def measure_costs(
+        self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
+    ) -> PassTimes:
+        """Time single passes: of the target with each number of tokens in ``widths``, and of the drafters, also with
+        so many nodes of a tree ``abreast``.
 
         A sweep asks for this again and again, so that a disturbance spoils a few of the times and not their median.
         """
@@ -329,7 +332,9 @@ class ModelEngine:
         assistant.model.generation_config = GenerationConfig()
         return assistant.model
 
-    def measure_costs(self, prompt: Sequence[int], widths: Sequence[int]) -> PassTimes:
+    def measure_costs(
+        self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
+    ) -> PassTimes:
         from specbench.drafters.parts import drafting_parts
 
         # Of a cascade a pass of its model: its other tokens cost none. Of several drafters one of each.
@@ -339,7 +344,16 @@ class ModelEngine:
             if not isinstance(drafter, SpecbenchError)
             for parts in [drafting_parts(drafter)]
         }
-        return time_passes(self.target.scorer, usable, prompt, widths, self._clock, _COST_PASSES, self._order)
+        return time_passes(
+            self.target.scorer,
+            usable,
+            prompt,
+            widths,
+            self._clock,
+            _COST_PASSES,
+            self._order,
+            abreast=abreast,
+        )
 
     def difference(
         self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]

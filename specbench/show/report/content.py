@@ -221,7 +221,8 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "Predicted",
             "What theory makes of the acceptance and of the measured times of single passes: 'predicted' from"
-            " acceptance by position, 'i.i.d.' from α alone. Measured less means that something else takes time.",
+            " acceptance by position, 'i.i.d.' from α alone, of trees by depth and by rank. Measured less means that"
+            " something else takes time.",
         ),
         ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
     ]
@@ -233,7 +234,10 @@ def _costs(run: Mapping[str, Any]) -> list[list[str]]:
     if 1 not in costs.target_s:
         return []
     lines = [(f"target, {counted(n, 'token')}", s, f"v({n})") for n, s in costs.target_s.items()]
-    lines += [(f"drafter {one_line(name)}, 1 token", s, "c") for name, s in costs.drafter_s.items()]
+    for name, seconds in costs.drafter_s.items():
+        lines.append((f"drafter {one_line(name)}, 1 token", seconds, "c"))
+        rows = costs.rows_s.get(name, {})
+        lines += [(f"drafter {one_line(name)}, behind {n} nodes", s, f"c({n})") for n, s in rows.items()]
     return [[what, f"{1000 * s:.2f}", f"{sign} = {_share(s / costs.target_s[1])}"] for what, s, sign in lines]
 
 
