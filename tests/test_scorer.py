@@ -8,9 +8,11 @@ import pytest
 import torch
 from tiny import tiny_llama
 
+from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.surgery import pack_linears
+from specbench.backends.torch.passes import ShortPass
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Pass
-from specbench.errors import UsageError
 
 CONTEXT, DRAFT, LAYERS = [5, 9, 2, 7, 11, 3], [4, 8, 6], (0, 1, 2)
 
@@ -22,18 +24,31 @@ def states(model: Any, tokens: list[int], rows: int) -> torch.Tensor:
     return torch.stack([output.hidden_states[layer][0, -rows:] for layer in LAYERS], dim=1)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
-def test_a_chain(cache: Any) -> None:
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none", "static"])
+def test_a_chain(cache: Any, short: bool) -> None:
     model = tiny_llama(layers=2)
+    fed = CONTEXT + DRAFT
+    expected = states(model, fed, len(fed))
+    if short:
+        fold_attention(model)
+        pack_linears(model)
     scorer = Scorer(model, cache)
+    assert isinstance(scorer._pass, ShortPass) == (short and cache not in ("static", "none"))
     scorer.begin()
-    scorer.logits(CONTEXT[:-2])
+    held = 0 if cache == "none" else 4
+    scorer.logits(CONTEXT[:4])
     found = scorer.score(Pass(scorer, CONTEXT, DRAFT, layers=LAYERS))
     assert found.hidden is not None
-    torch.testing.assert_close(found.hidden, states(model, CONTEXT + DRAFT, 4))
+    torch.testing.assert_close(found.hidden, expected[held:], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.logits, Scorer(model, "none").logits(CONTEXT, DRAFT))
     scorer.keep(len(CONTEXT))
     assert scorer.score(Pass(scorer, CONTEXT, DRAFT, rows=2)).hidden is None
+    scorer.begin()
+    found = scorer.score(Pass(scorer, CONTEXT, rows=1, layers=(1,)))
+    assert found.logits.shape[0] == 1
+    assert found.hidden is not None
+    torch.testing.assert_close(found.hidden, expected[: len(CONTEXT), 1:2], atol=1e-5, rtol=1e-4)
 
 
 def test_a_tree() -> None:
@@ -43,13 +58,5 @@ def test_a_tree() -> None:
     scorer.begin()
     found = scorer.score(Pass(scorer, CONTEXT, [4, 8, 6], parents=[-1, 0, -1], layers=LAYERS)).hidden
     assert found is not None
-    torch.testing.assert_close(found[:3], states(model, [*CONTEXT, 4, 8], 3))
-    torch.testing.assert_close(found[3:], states(model, [*CONTEXT, 6], 1))
-
-
-def test_passes_of_fixed_shapes_have_none() -> None:
-    scorer = Scorer(tiny_llama(layers=2), "static")
-    assert not scorer.gives_hidden
-    scorer.begin()
-    with pytest.raises(UsageError, match="give no hidden states"):
-        scorer.score(Pass(scorer, CONTEXT, layers=LAYERS))
+    torch.testing.assert_close(found[:-1], states(model, [*CONTEXT, 4, 8], 8))
+    torch.testing.assert_close(found[-1:], states(model, [*CONTEXT, 6], 1))

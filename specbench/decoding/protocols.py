@@ -64,7 +64,8 @@ class Rows(NamedTuple):
 
     Attributes:
         logits: [rows, vocab], in the model's dtype.
-        hidden: Hidden states of the layers asked for, [rows, layers, width]; ``None`` if none were.
+        hidden: Hidden states of the layers asked for, [fed, layers, width], at all positions that the pass has fed;
+            the last of them are those of ``logits``. ``None`` if none were asked for.
     """
 
     logits: torch.Tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Forward", "GraphPass", "OrdinaryPass", "ShortPass"]
 
 
-class Forward(Protocol):
+class Forward:
     """Feeds tokens behind those in a cache, which holds them afterwards."""
 
     def __call__(
@@ -36,22 +36,38 @@ class Forward(Protocol):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass.
+        """One pass; for the arguments see ``rows``.
+
+        Returns:
+            Logits, [rows, vocab]; the caller's own.
+        """
+        return self.rows(ids, rows, (), position_ids, attention_mask).logits
+
+    def rows(
+        self,
+        ids: torch.Tensor,
+        rows: int,
+        layers: Sequence[int],
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> Rows:
+        """One pass, with the hidden states of these layers at all tokens.
 
         Args:
             ids: [1, tokens].
             rows: How many positions' logits are wanted, counted from the end; at least 1.
+            layers: See ``Pass``.
             position_ids: [1, tokens]; ``None`` for those that follow the cache.
             attention_mask: Bool [1, 1, tokens, ``cache.keys(tokens)``], true where a token attends; ``None`` for what
                 comes before it, and itself.
 
         Returns:
-            Logits, [rows, vocab]; the caller's own.
+            All of it the caller's own.
         """
-        ...
+        raise NotImplementedError
 
 
-class OrdinaryPass:
+class OrdinaryPass(Forward):
     """The model's own ``forward``.
 
     Args:
@@ -63,15 +79,6 @@ class OrdinaryPass:
         self._model, self._cache = model, cache
         self._keeps_logits = _keeps_logits(model)
 
-    def __call__(
-        self,
-        ids: torch.Tensor,
-        rows: int,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.rows(ids, rows, (), position_ids, attention_mask).logits
-
     def rows(
         self,
         ids: torch.Tensor,
@@ -80,7 +87,6 @@ class OrdinaryPass:
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> Rows:
-        """The same, with the hidden states of these layers: [rows, layers, width]."""
         arguments = self._cache.model_arguments()
         if position_ids is not None:
             arguments["position_ids"] = position_ids
@@ -89,11 +95,16 @@ class OrdinaryPass:
         if self._keeps_logits:
             arguments["logits_to_keep"] = rows
         if layers:
-            arguments["output_hidden_states"] = True
+            arguments["output_hidden_states"] = [*layers]
         output = self._model(input_ids=ids, **arguments)
         self._cache.after_pass()
-        states = [output.hidden_states[layer][0, -rows:] for layer in layers]
-        return Rows(output.logits[0, -rows:], torch.stack(states, dim=1) if states else None)
+        return _rows_of(output, rows, layers)
+
+
+def _rows_of(output: Any, rows: int, layers: Sequence[int]) -> Rows:
+    """What a model of ``transformers`` has given."""
+    states = [output.hidden_states[layer][0] for layer in layers]
+    return Rows(output.logits[0, -rows:], torch.stack(states, dim=1) if states else None)
 
 
 def _keeps_logits(model: PreTrainedModel) -> bool:
@@ -104,7 +115,7 @@ _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 """Models of ``transformers`` that compute around their layers what ``ShortPass`` computes."""
 
 
-class ShortPass:
+class ShortPass(Forward):
     """A pass over a few tokens in few operators; wider ones, and all that hooks could see, are ordinary.
 
     What the model is made of is looked up when a context begins, and whether it has hooks once for a pass.
@@ -123,25 +134,29 @@ class ShortPass:
         """Whether the model is one that is known, and has no hooks now, some of which would be passed by."""
         return self._layers(self._held()) is not None
 
-    def __call__(
+    def rows(
         self,
         ids: torch.Tensor,
         rows: int,
+        layers: Sequence[int],
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Rows:
         tokens, held = ids.shape[1], self._held()
-        layers = self._layers(held) if tokens <= LONGEST_PASS else None
-        if layers is None:
-            return self._ordinary(ids, rows, position_ids, attention_mask)
+        own = self._layers(held) if tokens <= LONGEST_PASS else None
+        if own is None:
+            return self._ordinary.rows(ids, rows, layers, position_ids, attention_mask)
         inner = self._model.model
-        past, groups, dtype = held.get_seq_length(), layers[0].groups, layers[0].dtype
+        past, groups, dtype = held.get_seq_length(), own[0].groups, own[0].dtype
         x = inner.embed_tokens(ids)
         if position_ids is None:
             position_ids = torch.arange(past, past + tokens)[None]
         rotation = spread_rotation(*inner.rotary_emb(x, position_ids))
         masks: dict[int | None, list[torch.Tensor] | None] = {}
-        for layer in layers:
+        states: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(own):
+            if index in layers:
+                states[index] = x[0].to(dtype)
             kept = held.layers[layer.place]
             window = kept.sliding_window if kept.is_sliding else None
             if window not in masks:
@@ -151,9 +166,11 @@ class ShortPass:
                     mask = _causal_mask(past, tokens, keys, first, window, dtype)
                 masks[window] = None if mask is None else fold_mask(mask, groups, dtype)
             x = layer(x, rotation, masks[window], kept)
-        logits: torch.Tensor = self._model.lm_head(inner.norm(x[:, -rows:]))[0]
+        last = inner.norm(x if len(own) in layers else x[:, -rows:])
+        states[len(own)] = last[0]
+        logits: torch.Tensor = self._model.lm_head(last[:, -rows:])[0]
         self._cache.after_pass()
-        return logits
+        return Rows(logits, torch.stack([states[layer] for layer in layers], dim=1) if layers else None)
 
     def _held(self) -> Any:
         return self._cache.model_arguments()["past_key_values"]
@@ -234,10 +251,10 @@ class _Inputs(NamedTuple):
 class _Captured(NamedTuple):
     inputs: _Inputs
     replay: Callable[[], None]
-    output: torch.Tensor
+    output: Rows
 
 
-class GraphPass:
+class GraphPass(Forward):
     """Passes of fixed shapes over a static cache, each width captured once and replayed from then on.
 
     Args:
@@ -251,62 +268,74 @@ class GraphPass:
         self,
         model: PreTrainedModel,
         cache: StaticKVCache,
-        capture: Capture | None = None,
+        capture: Capture[Rows] | None = None,
         compiled: Callable[..., Any] | None = None,
     ) -> None:
         self._model, self._cache, self._capture = model, cache, capture
         self._compiled = compiled or model
         self._keeps_logits = _keeps_logits(model)
         self._hooks = Hooks(model.modules())  # a replay would leave them out
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
         self._generation = cache.generation
 
-    def __call__(
+    def rows(
         self,
         ids: torch.Tensor,
         rows: int,
+        layers: Sequence[int],
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Rows:
         count, past, device = ids.shape[1], self._cache.length, ids.device
         self._cache.reserve(past + count)
         slots = torch.arange(past, past + count, device=device)
         if attention_mask is None:
             attention_mask = (torch.arange(self._cache.capacity, device=device) <= slots[:, None])[None, None]
         inputs = _Inputs(ids, slots, slots[None] if position_ids is None else position_ids, attention_mask)
+        # Who wants hidden states has them gathered on the way, which is not compiled.
+        quick = self._model if layers else self._compiled
         if count > WIDEST_GRAPH or self._hooks.there():
-            logits = self._run(self._model, inputs, rows)
+            found = self._run(self._model, inputs, rows, layers)
         elif self._capture is None:
-            logits = self._run(self._compiled, inputs, rows)
+            found = self._run(quick, inputs, rows, layers)
         else:
-            logits = self._replayed(self._capture, inputs, rows)
+            found = self._replayed(self._capture, quick, inputs, rows, layers)
         self._cache.length = past + count
-        return logits
+        return found
 
-    def _run(self, forward: Callable[..., Any], inputs: _Inputs, rows: int) -> torch.Tensor:
+    def _run(self, forward: Callable[..., Any], inputs: _Inputs, rows: int, layers: Sequence[int]) -> Rows:
         """A pass that reads and writes nothing but its inputs and the buffers of the cache."""
         self._cache.slots = inputs.slots
-        keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
+        more: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
+        if layers:
+            more["output_hidden_states"] = [*layers]
         output = forward(
             input_ids=inputs.ids,
             position_ids=inputs.positions,
             attention_mask=inputs.mask,
             **self._cache.model_arguments(),
-            **keep,
+            **more,
         )
-        logits: torch.Tensor = output.logits[0, -rows:]
-        return logits
+        return _rows_of(output, rows, layers)
 
-    def _replayed(self, capture: Capture, inputs: _Inputs, rows: int) -> torch.Tensor:
+    def _replayed(
+        self,
+        capture: Capture[Rows],
+        forward: Callable[..., Any],
+        inputs: _Inputs,
+        rows: int,
+        layers: Sequence[int],
+    ) -> Rows:
         if self._generation != self._cache.generation:  # its buffers are elsewhere now
             self._captured.clear()
             self._generation = self._cache.generation
-        key = (inputs.ids.shape[1], rows)
+        key = (inputs.ids.shape[1], rows, tuple(layers))
         if key not in self._captured:
             own = _Inputs(*(each.clone() for each in inputs))
-            self._captured[key] = _Captured(own, *capture(lambda: self._run(self._compiled, own, rows)))
+            self._captured[key] = _Captured(own, *capture(lambda: self._run(forward, own, rows, layers)))
         captured = self._captured[key]
         for buffer, value in zip(captured.inputs, inputs, strict=True):
             buffer.copy_(value)
         captured.replay()
-        return captured.output.clone()  # the next pass of this width writes there again
+        logits, hidden = captured.output  # the next pass of this width writes there again
+        return Rows(logits.clone(), None if hidden is None else hidden.clone())

@@ -13,7 +13,6 @@ from specbench.backends.torch.caches import (
     CacheKind,
     KVCache,
     NoKVCache,
-    StaticKVCache,
     change_of_rotation,
     make_cache,
 )
@@ -118,9 +117,8 @@ class Scorer:
         self._change = change_of_rotation(model.config)
         self._pass = choose_pass(model, self.cache, shared=not isinstance(cache, str))
         self._uncached_pass = OrdinaryPass(model, NoKVCache())
-        static = isinstance(self.cache, StaticKVCache)
-        self._hidden_pass = None if static else OrdinaryPass(model, self.cache)
 
+    gives_hidden = True
     batch = None
 
     @property
@@ -185,8 +183,6 @@ class Scorer:
 
     def score(self, asked: Pass) -> Rows:
         """Make a pass, see ``decoding.protocols.Scorer``."""
-        if asked.layers and not self.gives_hidden:
-            raise UsageError("Passes of fixed shapes give no hidden states.", "Use --cache dynamic.")
         self._root = len(asked.context)
         if asked.parents is not None:
             return self._feed_tree(asked.context, asked.tokens, asked.parents, asked.rows, asked.layers)
@@ -222,6 +218,8 @@ class Scorer:
         if rows <= behind:
             return whole
         before = self._feed(context, drafted[: change - len(context)], rows - behind, layers)
+        if whole.hidden is not None:
+            whole = whole._replace(hidden=whole.hidden[-behind:])
         return _joined([before, whole], rows)
 
     def _feed(
@@ -256,18 +254,21 @@ class Scorer:
         layers: Sequence[int],
     ) -> Rows:
         """Rows of a tree, of whose first nodes some may have been read before."""
+        before = []
         if self.cache.length < len(context) - 1:
-            self._feed(context[:-1], (), 1)
+            before.append(self._feed(context[:-1], (), 1, layers))
         past = len(context) - 1
         held = self.cache.length - past
         fed = [context[-1], *tokens][held:]
-        return self._forward(
+        rows = len(fed) if rows is None else rows
+        tree = self._forward(
             fed,
-            len(fed) if rows is None else rows,
+            rows,
             layers,
             attention_mask=tree_mask(past, parents, self.cache.keys(len(fed)), self.device)[..., held:, :],
             position_ids=tree_positions(past, parents, self.device)[:, held:],
         )
+        return _joined([*before, tree], rows) if before else tree
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back, see ``decoding.protocols.Scorer``: what is kept of the last draft closes up behind its context."""
@@ -283,11 +284,6 @@ class Scorer:
             self.cache.reset()  # its keys are rotated for longer contexts
         self.cache.rollback(length)
 
-    @property
-    def gives_hidden(self) -> bool:
-        """Whether passes can be asked for hidden states: those of fixed shapes cannot."""
-        return self._hidden_pass is not None
-
     @torch.inference_mode()
     def _forward(
         self,
@@ -299,13 +295,7 @@ class Scorer:
         **extra: torch.Tensor,
     ) -> Rows:
         ids = tokens[None] if isinstance(tokens, torch.Tensor) else torch.tensor([tokens], device=self.device)
-        hidden = None
-        if layers:
-            forward = self._hidden_pass if cached else self._uncached_pass
-            assert forward is not None
-            logits, hidden = forward.rows(ids, rows, layers, **extra)
-        else:
-            logits = (self._pass if cached else self._uncached_pass)(ids, rows, **extra)
+        logits, hidden = (self._pass if cached else self._uncached_pass).rows(ids, rows, layers, **extra)
         return Rows(self._fit(logits.to(self.output_device)), hidden)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
@@ -330,7 +320,7 @@ class Scorer:
 
 
 def _joined(parts: Sequence[Rows], rows: int) -> Rows:
-    """The last so many rows of passes one behind the other."""
+    """The last so many rows of passes one behind the other, and all hidden states."""
     logits = torch.cat([part.logits for part in parts])[-rows:]
     hidden = [part.hidden for part in parts if part.hidden is not None]
-    return Rows(logits, torch.cat(hidden)[-rows:] if hidden else None)
+    return Rows(logits, torch.cat(hidden) if hidden else None)

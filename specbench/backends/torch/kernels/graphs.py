@@ -10,7 +10,7 @@ kernels, and captured in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,12 +26,13 @@ WIDEST_GRAPH = 32
 
 _WARM_UPS = 2
 
-Run = Callable[[], torch.Tensor]
-Capture = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
+Given = TypeVar("Given")
+
+Capture = Callable[[Callable[[], Given]], tuple[Callable[[], None], Given]]
 """Takes a pass on fixed buffers; gives what repeats it, and where its result is then."""
 
 
-def cuda_capture(run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+def cuda_capture(run: Callable[[], Given]) -> tuple[Callable[[], None], Given]:
     """Capture a pass as a CUDA graph.
 
     Raises:

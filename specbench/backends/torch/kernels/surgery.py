@@ -54,6 +54,11 @@ _OWN_HOOKS = (
 """Where a module keeps the hooks that are called before and after it."""
 
 
+_RECORDING = "transformers.utils.output_capturing"
+"""Where ``transformers`` has the hooks that it leaves on a model once hidden states were asked of it. They do nothing
+in passes that ask for none, or get them otherwise."""
+
+
 class Hooks:
     """Whether anything is called before or after modules: then they are not to be passed by.
 
@@ -73,7 +78,11 @@ class Hooks:
         if self._registered == registered:
             return False
         of_all = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
-        if any(of_all) or any(self._hooks):
+        if any(of_all) or any(
+            getattr(hook, "__module__", None) != _RECORDING
+            for hooks in self._hooks
+            for hook in hooks.values()
+        ):
             return True
         self._registered = registered
         return False
