@@ -4,54 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-
-def settle(place: Path, environment: Mapping[str, str], limits: Mapping[str, int]) -> None:
-    """Make this process one of its own: streams into files in ``place``, signals as a shell leaves them, limits."""
-    place.mkdir(parents=True, exist_ok=True)
-    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-        file = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, stream.fileno())
-        os.close(file)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(environment)
-    limit(limits)
-    import torch
-
-    torch.set_num_threads(1)
+from forked import limit
 
 
-def limit(limits: Mapping[str, int]) -> None:
-    """Set soft limits by their names in `resource`."""
-    if limits:
-        import resource
-
-        for name, value in limits.items():
-            kind = getattr(resource, name)
-            resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
-
-
-def command(
-    arguments: Sequence[str], place: Path, environment: Mapping[str, str], limits: Mapping[str, int]
-) -> None:
-    """Run `specbench` with these arguments and leave with its exit code."""
-    settle(place, environment, limits)
-    from specbench.cli import main
-
-    sys.argv = ["specbench", *arguments]
-    main(arguments)
-
-
-def prepare(gguf: Path, place: Path, environment: Mapping[str, str], begin: Any, stop_at: str | None) -> None:
+def prepare(gguf: Path, place: Path, begin: Any, stop_at: str | None) -> None:
     """Prepare a GGUF file once ``begin`` is set, noting every stage in a file; for ever in ``stop_at``, if given."""
-    settle(place, environment, {})
     from specbench.models.builtin import prepare_gguf
 
     class Stages:
@@ -61,13 +22,13 @@ def prepare(gguf: Path, place: Path, environment: Mapping[str, str], begin: Any,
             while stop_at is not None and stage.startswith(stop_at) and done:
                 time.sleep(0.01)
 
+    (place / "ready").touch()
     begin.wait()
     (place / "folder").write_text(str(prepare_gguf(gguf, progress=Stages())), encoding="utf-8")
 
 
 def slow_disk(folder: Path, place: Path, seconds: float) -> None:
     """A sweep over the scripted engine on a disk that takes so long to confirm what was written, and says so."""
-    settle(place, {}, {})
     import killed_sweep
 
     confirm = os.fsync
@@ -83,7 +44,6 @@ def slow_disk(folder: Path, place: Path, seconds: float) -> None:
 
 def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -> None:
     """A sweep with room for so many bytes more than its models take."""
-    settle(place, {}, {})
     import pandas  # noqa: F401 - with the limit there would be no room for its libraries
     import scipy.stats  # noqa: F401
 

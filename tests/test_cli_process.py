@@ -1,4 +1,7 @@
-"""The command line as a process of its own: signals, pipes, terminals, and what it imports."""
+"""The command line as a process of its own: signals, pipes, terminals, and what it imports.
+
+Interpreters are started where their start or their end is looked at; what decodes otherwise is forked.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from forked import Forked, specbench
 from synthetic_runs import write_run
 from tiny import tiny_llama, tiny_tokenizer
 
-import specbench
+import specbench as package
 from specbench.textsafe import terminal_safe
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
@@ -44,16 +48,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def endless(folder: Path) -> list[str]:
-    return [*COMMAND, "generate", "the thing", "--target", str(folder), "--ignore-eos", "--temperature", "5"]
+    return ["generate", "the thing", "--target", str(folder), "--ignore-eos", "--temperature", "5"]
+
+
+@pytest.fixture(autouse=True)
+def plain_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"} | more
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", **more}
 
 
-def in_terminal(command: list[str], **more: str) -> tuple[int, str]:
-    """Exit code and output of a command whose stdout and stderr are a terminal of 80 columns."""
+class Piped(Forked):
+    """`specbench` whose streams are pipes; ``stdout`` is a descriptor to write to instead."""
+
+    def __init__(self, *words: str, stdout: int | None = None) -> None:
+        (out, out_end), (errors, errors_end) = os.pipe(), os.pipe()
+        super().__init__(specbench, *words, stdout=out_end if stdout is None else stdout, stderr=errors_end)
+        os.close(out_end)
+        os.close(errors_end)
+        self.out, self.errors = os.fdopen(out, "rb"), os.fdopen(errors, "rb")
+
+    def end(self) -> tuple[int, bytes, bytes]:
+        """Exit code, and what has not been read yet."""
+        with self.out, self.errors:
+            out, errors = self.out.read(), self.errors.read()
+            return self.wait(), out, errors
+
+
+def in_terminal(words: list[str], **more: str) -> tuple[int, str]:
+    """Exit code and output of `specbench` whose stdout and stderr are a terminal of 80 columns."""
     import fcntl
     import pty
     import struct
@@ -61,9 +87,7 @@ def in_terminal(command: list[str], **more: str) -> tuple[int, str]:
 
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=inner, stderr=inner, env=environment(**more)
-    )
+    process = Forked(specbench, *words, stdout=inner, stderr=inner, environment=more)
     os.close(inner)
     output = b""
     try:
@@ -72,7 +96,7 @@ def in_terminal(command: list[str], **more: str) -> tuple[int, str]:
     except OSError:  # how Linux says that the other end is closed
         pass
     os.close(outer)
-    return process.wait(60), output.decode("utf-8").replace("\r\n", "\n")
+    return process.wait(), output.decode("utf-8").replace("\r\n", "\n")
 
 
 @pytest.mark.parametrize(
@@ -110,18 +134,16 @@ def test_completion_knows_the_commands() -> None:
 def test_a_trace_whose_reader_has_seen_enough_ends_quietly(folder: Path, tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.jsonl")
     words = ["generate", "the thing", "--target", str(folder), "-n", "4", "--quiet", "--trace-file", trace]
-    subprocess.run([*COMMAND, *words], stdout=subprocess.DEVNULL, timeout=120, env=environment(), check=True)
+    assert Piped(*words).end()[0] == 0
     reading, writing = os.pipe()
     os.close(reading)
-    child = subprocess.run(
-        [*COMMAND, "trace", trace], stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False
-    )
+    child = Piped("trace", trace, stdout=writing)
     os.close(writing)
-    assert (child.returncode, child.stderr) == (141, b"")
+    assert child.end() == (141, b"", b"")
 
 
 def test_errors_break_between_words_on_a_terminal() -> None:
-    code, shown = in_terminal([*COMMAND, "generate", "hi", "--dtype", "float"])
+    code, shown = in_terminal(["generate", "hi", "--dtype", "float"])
     lines = shown.splitlines()
     assert code == 2
     assert len(lines) == 2
@@ -135,19 +157,14 @@ def test_a_terminal_gets_text_broken_between_words(endless: list[str]) -> None:
     lines = shown.split("\n")
     assert len(lines) > 2, shown
     assert max(map(len, lines)) <= 80
-    piped = subprocess.run(
-        [*endless, "-n", "60", "--raw", "--quiet"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=True,
-    )
-    assert "".join(shown.split()) == "".join(terminal_safe(piped.stdout).split())
+    code, piped, _ = Piped(*endless, "-n", "60", "--raw", "--quiet").end()
+    assert code == 0
+    assert "".join(shown.split()) == "".join(terminal_safe(piped.decode()).split())
 
 
 def test_a_note_does_not_share_a_line_with_the_bar(folder: Path, tmp_path: Path) -> None:
     words = ["--target", str(folder), "--prompts", "chat", "--limit", "1", "-n", "2", "--top-k", "3"]
-    code, shown = in_terminal([*COMMAND, "check", *words], TERM="xterm")
+    code, shown = in_terminal(["check", *words], TERM="xterm")
     assert code == 0
     before = re.findall(r"([^\n]*)(?:\x1b\[2m)?note  ", shown)
     assert len(before) >= 2, shown
@@ -180,7 +197,7 @@ def test_completion_knows_values_and_imports_nothing_heavy(
     program = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n" + PROGRAM
     child = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path,
-        env=environment(PYTHONPATH=str(Path(specbench.__file__).parents[1])) | completion, check=False,
+        env=environment(PYTHONPATH=str(Path(package.__file__).parents[1])) | completion, check=False,
     )  # fmt: skip
     assert child.stdout.split() == found
     assert not {*HEAVY} & {*child.stderr.split()}
@@ -188,16 +205,13 @@ def test_completion_knows_values_and_imports_nothing_heavy(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_the_text_and_its_exit_code(endless: list[str], number: int) -> None:
-    child = subprocess.Popen(
-        [*endless, "-n", "150000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
-    )
-    assert child.stdout is not None
-    first = child.stdout.read(40)
-    child.send_signal(number)
-    rest, errors = child.communicate(timeout=60)
+    child = Piped(*endless, "-n", "150000")
+    first = child.out.read(40)
+    child.signal(number)
+    code, rest, errors = child.end()
+    assert code == 128 + number
     assert (first + rest).endswith(b"\n")
     lines = errors.decode().splitlines()
-    assert child.returncode == 128 + number
     assert lines[-1] == "specbench: interrupted."
     # Nothing but the summary before it: no log of a library, no traceback.
     assert [line.split()[0] for line in lines[:-1]] == ["model", "output", "speed", "steps", "time"]
@@ -208,7 +222,7 @@ def test_ctrl_c_leaves_a_partial_object(endless: list[str], tmp_path: Path) -> N
     trace = tmp_path / "trace"
     os.mkfifo(trace)  # tells when the run is in its midst
     child = subprocess.Popen(
-        [*endless, "-n", "150000", "--json", "--quiet", "--trace-file", str(trace)],
+        [*COMMAND, *endless, "-n", "150000", "--json", "--quiet", "--trace-file", str(trace)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
@@ -229,7 +243,9 @@ def test_ctrl_c_leaves_a_partial_object(endless: list[str], tmp_path: Path) -> N
 
 
 def test_a_closed_pipe_is_141_without_a_word(endless: list[str]) -> None:
-    command = " ".join("'" + word.replace("'", "'\\''") + "'" for word in [*endless, "-n", "150000"])
+    command = " ".join(
+        "'" + word.replace("'", "'\\''") + "'" for word in [*COMMAND, *endless, "-n", "150000"]
+    )
     child = subprocess.run(
         ["bash", "-c", f"{command} | head -c 5; echo :${{PIPESTATUS[0]}}"],
         capture_output=True,
@@ -278,31 +294,14 @@ def test_a_sweep_whose_table_nobody_takes_is_whole_in_its_folder(
         writing = os.open("/dev/full", os.O_WRONLY)
     else:
         pytest.skip("no device that is always full")
-    child = subprocess.run(
-        [
-            *COMMAND,
-            "sweep",
-            *words,
-            "--drafter",
-            "lookup",
-            "--repeats",
-            "1",
-            "--out",
-            str(tmp_path / "run"),
-            "--quiet",
-        ],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        timeout=120,
-        env=environment(),
-        check=False,
-    )
+    words += ["--drafter", "lookup", "--repeats", "1", "--out", str(tmp_path / "run"), "--quiet"]
+    child = Piped("sweep", *words, stdout=writing)
     os.close(writing)
-    errors = child.stderr.decode().splitlines()
+    code, _, said = child.end()
+    errors = said.decode().splitlines()
     full = ["specbench: the output cannot be written: No space left on device."]
     expected = {"a closed pipe": (141, []), "a full device": (1, full)}
-    said = [line for line in errors if line.startswith("specbench: ")]
-    assert (child.returncode, said) == expected[what]
+    assert (code, [line for line in errors if line.startswith("specbench: ")]) == expected[what]
     assert any(line.startswith("warning: 1 prompt") for line in errors), errors
     assert "plain" in (tmp_path / "run" / "summary.csv").read_text()
     assert "plain" in (tmp_path / "run" / "summary.md").read_text()
@@ -311,7 +310,7 @@ def test_a_sweep_whose_table_nobody_takes_is_whole_in_its_folder(
 @pytest.mark.parametrize("more", [{"TERM": "dumb"}, {"TERM": "xterm-256color", "NO_COLOR": "1"}])
 def test_neither_prompts_nor_models_steer_a_terminal(folder: Path, more: Mapping[str, str]) -> None:
     prompt = "\x1b]0;title\x07\x1b[31m[red]x[/] 👩‍👧 שלום \udced\udca0\udc80 \u202e"
-    command = [*COMMAND, "generate", prompt, "--target", str(folder), "--ignore-eos", "-t", "5", "-n", "150"]
+    command = ["generate", prompt, "--target", str(folder), "--ignore-eos", "-t", "5", "-n", "60"]
     code, output = in_terminal([*command, "--drafter", "self:layers=1", "--debug", "--compare"], **more)
     assert code == 0, output
     if "NO_COLOR" in more:
@@ -331,7 +330,6 @@ def test_neither_prompts_nor_models_steer_a_terminal(folder: Path, more: Mapping
 )
 def test_a_terminal_gets_the_text(folder: Path, options: tuple[str, ...]) -> None:
     command = [
-        *COMMAND,
         "generate",
         "the thing",
         "--target",
@@ -349,7 +347,6 @@ def test_a_terminal_gets_the_text(folder: Path, options: tuple[str, ...]) -> Non
 
 def test_a_terminal_gets_colour_and_80_columns(folder: Path) -> None:
     command = [
-        *COMMAND,
         "generate",
         "the thing",
         "--target",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -25,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import fault_child
+import forked
 import pytest
 import torch
+from forked import CONTEXT, PATIENCE_S, Forked
 from killed_sweep import sweep as scripted_sweep
 from scripted_engine import ScriptedEngine, make_sweep, new_store
 from test_builtin import BuiltinModel, left_in, register, write_gguf, write_wheel
@@ -41,18 +42,6 @@ from specbench.results.trace import read_trace
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, limits and mounts of POSIX")
 
-CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform != "win32" else "spawn")
-# What takes seconds to import is imported once, by a server that has never computed anything, and inherited.
-CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "transformers",
-        "transformers.models.llama.modeling_llama",
-        "specbench.bench.engines.own",
-        "specbench.models.prepare",
-    ]
-)
-PATIENCE_S = 60.0
 READ_ONLY = r"cannot be written \((Read-only file system|Permission denied)\)"
 
 
@@ -65,22 +54,16 @@ def wait_for(condition: Callable[[], bool], process: Any = None) -> None:
         time.sleep(0.002)
 
 
-class Child:
-    """A function of fault_child.py in a process of its own; ``place`` gets its streams."""
+class Child(Forked):
+    """A function in a process of its own; ``place`` gets its streams."""
 
-    def __init__(self, place: Path, function: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self, place: Path, function: Callable[..., None], *arguments: Any, **options: Mapping[str, Any]
+    ) -> None:
         self.place = place
-        self.process = CONTEXT.Process(target=function, args=arguments)
-        self.process.start()
-
-    def wait(self) -> int:
-        self.process.join(PATIENCE_S)
-        assert self.process.exitcode is not None, "did not end"
-        return int(self.process.exitcode)
-
-    def kill(self, number: int) -> int:
-        os.kill(self.process.pid, number)
-        return self.wait()
+        place.mkdir(parents=True, exist_ok=True)
+        with (place / "stdout").open("wb") as stdout, (place / "stderr").open("wb") as stderr:
+            super().__init__(function, *arguments, stdout=stdout, stderr=stderr, **options)
 
     @property
     def output(self) -> str:
@@ -98,14 +81,14 @@ def specbench(tmp_path: Path) -> Iterator[Callable[..., Child]]:
 
     def start(*arguments: object, limits: Mapping[str, int] | None = None, **environment: str) -> Child:
         place = tmp_path / f"child-{len(children)}"
-        words = [str(argument) for argument in arguments]
-        child = Child(place, fault_child.command, words, place, environment, dict(limits or {}))
-        children.append(child)
-        return child
+        children.append(
+            Child(place, forked.specbench, *map(str, arguments), limits=limits or {}, environment=environment)
+        )
+        return children[-1]
 
     yield start
     for child in children:
-        if child.process.is_alive():
+        if child.is_alive():
             child.kill(signal.SIGKILL)
 
 
@@ -195,8 +178,7 @@ def lines_in(path: Path) -> int:
 def undisturbed(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
     """The lines of the sweep when nothing comes in between."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    words = [str(word) for word in sweep_words(models, folder / "run")]
-    child = Child(folder, fault_child.command, words, folder, {}, {})
+    child = Child(folder, forked.specbench, *map(str, sweep_words(models, folder / "run")))
     assert child.wait() == 0, child.errors
     found = rows(folder / "run")
     assert len(found) == 3 + 4 * 2 * 3 * 2  # a warm-up each; prompts, turns, configurations, repeats
@@ -215,7 +197,7 @@ def test_a_killed_generation_leaves_its_text_and_its_trace(
         "generate", "Hello", "--target", models / "endless", "--ignore-eos", "-n", 150_000, "-t", 5,
         "--trace-file", trace,
     )  # fmt: skip
-    wait_for(lambda: lines_in(trace) > 20, child.process)
+    wait_for(lambda: lines_in(trace) > 20, child)
     assert child.kill(number) in (-number, 128 + number)
     assert len(child.output) > 10, "the text was held back"
     events = []
@@ -232,7 +214,7 @@ def test_a_sweep_that_was_stopped_ends_as_if_it_had_not_been(
 ) -> None:
     out = tmp_path / "run"
     child = specbench(*sweep_words(models, out))
-    wait_for(lambda: lines_in(out / "generations.jsonl") >= 17, child.process)
+    wait_for(lambda: lines_in(out / "generations.jsonl") >= 17, child)
     code = child.kill(number)
     assert "Traceback" not in child.errors
     if number != signal.SIGKILL:
@@ -258,7 +240,7 @@ def test_two_sweeps_that_begin_at_once_in_one_folder(
     children = [specbench(*sweep_words(models, out)) for _ in range(2)]
     codes = sorted(child.wait() for child in children)
     assert codes == [0, 2]
-    (refused,) = (child for child in children if child.process.exitcode == 2)
+    (refused,) = (child for child in children if child.wait() == 2)
     assert "Another sweep is writing" in refused.errors or "holds results already" in refused.errors
     assert len(refused.errors.splitlines()) == 1
     assert rows(out) == undisturbed
@@ -359,9 +341,9 @@ def test_stopped_while_a_slow_disk_is_waited_for(tmp_path: Path, number: int) ->
     """Between the writing of a line and the disk's word that it has it."""
     out, place = tmp_path / "run", tmp_path / "child"
     child = Child(place, fault_child.slow_disk, out, place, 0.05)
-    wait_for(lambda: lines_in(out / "generations.jsonl") >= 4, child.process)
+    wait_for(lambda: lines_in(out / "generations.jsonl") >= 4, child)
     (place / "waiting").unlink()
-    wait_for((place / "waiting").exists, child.process)
+    wait_for((place / "waiting").exists, child)
     child.kill(number)
     seen = len(rows(out))
     assert seen >= 4
@@ -433,9 +415,8 @@ def test_memory_that_runs_out_costs_one_configuration(tmp_path: Path) -> None:
     lines = [{"id": f"p{i}", "category": "chat", "turns": [f"{i} " * 30]} for i in range(2)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out, place = tmp_path / "run", tmp_path / "child"
-    child = Child(
-        place, fault_child.starved, tmp_path / "big", tmp_path / "prompts.jsonl", out, place, 100_000_000
-    )
+    words = (tmp_path / "big", tmp_path / "prompts.jsonl", out, place, 100_000_000)
+    child = Child(place, fault_child.starved, *words)
     assert child.wait() == 0, child.errors
     assert json.loads((place / "result").read_text()) == [6, 2]
     frame = load_results(out)
@@ -473,7 +454,7 @@ class Preparer(Child):
 
     def __init__(self, gguf: Path, cache: Path, place: Path, begin: Any, stop_at: str | None = None) -> None:
         environment = {"SPECBENCH_CACHE": str(cache)}
-        super().__init__(place, fault_child.prepare, gguf, place, environment, begin, stop_at)
+        super().__init__(place, fault_child.prepare, gguf, place, begin, stop_at, environment=environment)
 
     @property
     def stages(self) -> list[str]:
@@ -486,7 +467,7 @@ def test_processes_that_share_a_cache_and_begin_at_once_convert_once(
 ) -> None:
     begin = CONTEXT.Event()
     children = [Preparer(tiny_gguf, cache, tmp_path / str(i), begin) for i in range(3)]
-    wait_for(lambda: all((child.place / "stderr").exists() for child in children))
+    wait_for(lambda: all((child.place / "ready").exists() for child in children))
     begin.set()
     assert [child.wait() for child in children] == [0, 0, 0], [child.errors for child in children]
     assert len({(child.place / "folder").read_text() for child in children}) == 1
@@ -502,10 +483,10 @@ def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(
     begin = CONTEXT.Event()
     begin.set()
     first = Preparer(tiny_gguf, cache, tmp_path / "first", begin, stop_at="converting")
-    wait_for(lambda: "converting tiny.gguf" in first.stages, first.process)
+    wait_for(lambda: "converting tiny.gguf" in first.stages, first)
     second = Preparer(tiny_gguf, cache, tmp_path / "second", begin)
     waiting = "waiting for another process that prepares tiny.gguf"
-    wait_for(lambda: waiting in second.stages, second.process)
+    wait_for(lambda: waiting in second.stages, second)
     assert any(name.startswith(".") for name in left_in(cache)), "nothing was under way"
     assert first.kill(number) in (-number, 128 + number)
     assert second.wait() == 0, second.errors

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -11,8 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import killed_sweep
 import pytest
-from killed_sweep import sweep as killed_sweep
+from forked import Forked
 from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
 
 from specbench.bench.grid import Config, SweepOptions, build_configs, parse_gammas, plan
@@ -544,21 +544,19 @@ def test_command_lines_lose_their_paths(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_set(tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("killed_sweep.py")), str(tmp_path / "run")]
-    expected = [cell.key for cell in killed_sweep().plan()]
+    expected = [cell.key for cell in killed_sweep.sweep().plan()]
     lines = tmp_path / "run" / "generations.jsonl"
     moments = random.Random(1)
     for share in (0.0, 0.3, 0.7):
-        child = subprocess.Popen(command)
+        child = Forked(killed_sweep.main, tmp_path / "run", stdout=1, stderr=2)
         wanted = share * len(expected)
-        while child.poll() is None and (lines.read_bytes().count(b"\n") if lines.exists() else -1) < wanted:
+        while child.is_alive() and (lines.read_bytes().count(b"\n") if lines.exists() else -1) < wanted:
             time.sleep(0.001)
         time.sleep(moments.uniform(0, 0.01))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        child.kill(signal.SIGKILL)
         if lines.exists():
             load_results(tmp_path / "run")
-    subprocess.run(command, check=True)
+    assert Forked(killed_sweep.main, tmp_path / "run", stdout=1, stderr=2).wait() == 0
     frame = load_results(tmp_path / "run")
     assert frame.attrs["problems"] == []
     rows = _rows(tmp_path / "run")
