@@ -19,6 +19,7 @@ FOLDERS = (
     "files",
     "specs",
     "options",
+    "config",
     "decoding",
     "lengths",
     "backends",

@@ -153,6 +153,8 @@ def check(
     sampling: SamplingOptions,
     json_output: opt.JsonOption = False,
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes.")] = False,
+    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
+    no_config: opt.NoConfigOption = False,  # noqa: ARG001
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.

@@ -112,6 +112,8 @@ def generate(
     decode: DecodeOptions,
     sampling: SamplingOptions,
     show: _Shown,
+    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
+    no_config: opt.NoConfigOption = False,  # noqa: ARG001
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_DRAFTER",
     "DEFAULT_TARGET",
+    "ConfigOption",
     "DrafterOption",
     "EgagOption",
     "Fields",
@@ -33,6 +34,7 @@ __all__ = [
     "GroupedCommand",
     "JsonOption",
     "LengthPolicyOption",
+    "NoConfigOption",
     "PromptFile",
     "SystemOption",
     "TargetOption",
@@ -130,7 +132,22 @@ def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options under the headings of their ``rich_help_panel``."""
+    """A command whose help lists its options under the headings of their ``rich_help_panel``.
+
+    One that takes ``--config`` has the defaults of a `specbench.toml`.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; what a configuration says stands behind it."""
+        names = {str(parameter.name): parameter for parameter in self.get_params(ctx)}
+        if "config" in names and not ctx.resilient_parsing:
+            from specbench.cli.config import defaults_from_config
+
+            given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            if not given.get("help"):
+                lists = [name for name, parameter in names.items() if getattr(parameter, "multiple", False)]
+                ctx.default_map = defaults_from_config(given, lists)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write one list per heading, in the order in which the headings appear."""
@@ -268,6 +285,14 @@ prompt_sets = partial(
     help="A built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",
 )
 output = partial(typer.Option, rich_help_panel=OUTPUT)
+ConfigOption = Annotated[
+    Path | None,
+    output(
+        "--config", metavar="FILE", help="Take what is not given from this file. Default: ./specbench.toml."
+    ),
+]
+NoConfigOption = Annotated[bool, output("--no-config", help="Take nothing from ./specbench.toml.")]
+"""Both are read by ``GroupedCommand``."""
 JsonOption = Annotated[bool, output("--json", help="Print one JSON object.")]
 TracebackOption = Annotated[bool, output("--traceback", help="Show where an error came from.")]
 """Read by ``specbench.cli.run``, which sees every error."""
@@ -340,7 +365,7 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, decode: Dec
         return "compiled"
     if decode.bit_exact:
         return "preallocated"
-    if models.dtype == "int8" and not chosen:
+    if models.dtype == "int8" and not chosen and not (ctx.default_map or {}).get("cache"):
         from specbench.models.load import load_config
         from specbench.models.prepare import default_cache
 

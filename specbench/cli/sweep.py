@@ -194,6 +194,8 @@ def sweep(
     ],
     results: _Results,
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
+    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
+    no_config: opt.NoConfigOption = False,  # noqa: ARG001
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.

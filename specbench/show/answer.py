@@ -214,9 +214,9 @@ def _speed(row: Mapping[str, Any]) -> str:
 
 _SHARED = (
     "--target", "--dtype", "--device", "--device-map", "--drafter-dtype", "--drafter-device", "--drafter-device-map",
-    "--cache",
+    "--cache", "--config",
 )  # fmt: skip
-_SHARED_FLAGS = ("--allow-pickle", "--bit-exact", "--compile")
+_SHARED_FLAGS = ("--allow-pickle", "--bit-exact", "--compile", "--no-config")
 """Options of ``sweep`` that ``generate`` has too and that its draft-length rules do not name."""
 
 

@@ -1,0 +1,79 @@
+"""What a command takes from a `specbench.toml` where its command line says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specbench.options import LengthOptions
+from specbench.textsafe import terminal_safe
+
+if TYPE_CHECKING:
+    from specbench.config import Config
+
+__all__ = ["defaults_from_config"]
+
+_RULE = ("length_policy", "tree")
+_LENGTH = {*_RULE, "egag", "gamma", *(field.name for field in fields(LengthOptions))}
+
+
+def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
+    """Defaults for the options of a command, of the file that is named or of the one in the folder.
+
+    What is used of a file that nobody named is said on stderr.
+
+    Args:
+        given: What stands on the command line, by name.
+        lists: The options that may be repeated.
+
+    Raises:
+        UsageError: The file is none, or --config and --no-config are both given.
+    """
+    from specbench.config import FILE_NAME, read_config
+    from specbench.errors import UsageError
+
+    if "config" in given and given.get("no_config"):
+        raise UsageError("--config and --no-config are both given.", "Give one of them.")
+    path = Path(given.get("config", FILE_NAME))
+    if given.get("no_config") or ("config" not in given and not path.is_file()):
+        return {}
+    config = read_config(path)
+    if config.target is not None and given.get("target", config.target) != config.target:
+        _say(f"{path} is for the target {config.target} and is left out.")
+        return {}
+    config = _left(config, given)
+    if "config" not in given:
+        used = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in config.given.items())
+        _say(f"using {path}: {used or 'nothing of it'} (--no-config ignores it)")
+    return {name: [value] if name in lists else value for name, value in _options(config).items()}
+
+
+def _left(config: Config, given: Collection[str]) -> Config:
+    """What the command line leaves of it: a rule was chosen for its drafter, and goes with it."""
+    taken = {name for name in config.given if name in given}
+    if "drafter" in given:
+        taken |= {*_RULE, "drafter_dtype"}
+    if not _LENGTH.isdisjoint(given):
+        taken |= {*_RULE}
+    return config.without(*taken)
+
+
+def _options(config: Config) -> dict[str, str]:
+    """By name; the γ of a fixed rule is an option of its own."""
+    rule = config.rule
+    if config.length_policy is None or rule is None or rule.word != "fixed" or "gamma" not in rule.options:
+        return config.given
+    rest = {name: value for name, value in rule.options.items() if name != "gamma"}
+    return {
+        **config.without(*_RULE).given,
+        "length_policy": str(replace(rule, options=rest)),
+        "gamma": str(rule.options["gamma"]),
+    }
+
+
+def _say(line: str) -> None:
+    typer.echo(f"specbench: {terminal_safe(line)}", err=True)

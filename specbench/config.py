@@ -1,0 +1,180 @@
+"""`specbench.toml`: the setting that commands take where the command line says nothing.
+
+It is read from the folder a command runs in, so it may hold nothing that makes a command trust, reach or write
+anything that it would not by itself: models by name, a drafter, a rule or tree, a cache and dtypes.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from specbench.errors import UsageError
+from specbench.files import reason, write_text
+from specbench.options import CacheName, DtypeName
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
+from specbench.specs.rules import RuleSpec, parse_rule, parse_tree
+from specbench.textsafe import one_line, visible
+
+__all__ = ["FILE_NAME", "Config", "read_config", "write_config"]
+
+FILE_NAME = "specbench.toml"
+VERSION = 1
+_LARGEST = 10_000
+"""Bytes; a longer file is none of these."""
+
+_PATH = re.compile(r"(?:^|[+|])\s*[~./\\]|://|\\|\.\.|^[A-Za-z]:")
+"""How what is no name begins, or goes on: a path, or an address."""
+_NAME = re.compile(r"\w[\w.+-]*(?:/\w[\w.+-]*)?(?:@[\w./-]+)?")
+"""A built-in name, a folder or file right here, or a hub id with its revision."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a `specbench.toml` holds; ``None`` leaves something to the command.
+
+    Attributes:
+        target: A model by name.
+        drafter: A drafter, with models by name.
+        length_policy: A draft-length rule with its options.
+        tree: What ``--tree`` takes; a tree excludes a rule.
+        cache, dtype, drafter_dtype: Words of the options of that name.
+
+    Raises:
+        UsageError: A value that its option does not take, or a model that is no name.
+    """
+
+    target: str | None = None
+    drafter: str | None = None
+    length_policy: str | None = None
+    tree: str | None = None
+    cache: str | None = None
+    dtype: str | None = None
+    drafter_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for key, value in self.given.items():
+            _CHECKS[key](value)
+        if (
+            self.length_policy is not None
+            and self.tree is not None
+            and not isinstance(parse_tree(self.tree), int)
+        ):
+            raise UsageError(
+                f"The tree {self.tree} decides how much is drafted, and so does {self.length_policy}.",
+                "Leave one of them out.",
+            )
+
+    @property
+    def given(self) -> dict[str, str]:
+        """What it holds, by the names of options in Python."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def rule(self) -> RuleSpec | None:
+        """The rule or the tree with all that is said of it."""
+        tree = None if self.tree is None else parse_tree(self.tree)
+        if isinstance(tree, RuleSpec):
+            return tree
+        rule = None if self.length_policy is None else parse_rule(self.length_policy)
+        return rule if rule is None or tree is None else rule.with_options({"siblings": tree})
+
+    def without(self, *names: str) -> Config:
+        """The same with less in it."""
+        return replace(self, **dict.fromkeys(names))
+
+    def __str__(self) -> str:
+        lines = [f"version = {VERSION}", *(f'{_key(name)} = "{value}"' for name, value in self.given.items())]
+        return "".join(f"{line}\n" for line in lines)
+
+
+def read_config(path: Path) -> Config:
+    """The configuration in a file.
+
+    Raises:
+        UsageError: It cannot be read, is of another version, or holds what it may not.
+    """
+    shown = visible(str(path))
+    try:
+        data = path.read_bytes()
+        if len(data) > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST:,} bytes")
+        values = tomllib.loads(data.decode("utf-8"))
+    except OSError as error:
+        raise UsageError(f"{shown} cannot be read: {reason(error)}.", "Check the path.") from None
+    except ValueError as error:  # TOML and UTF-8 that are none as well
+        raise UsageError(
+            f"{shown} is no configuration: {one_line(error).rstrip('.')}.",
+            "Mend or remove it, or add --no-config.",
+        ) from None
+    try:
+        return _config(values)
+    except UsageError as error:
+        raise UsageError(f"{shown}: {error.message}", error.hint) from None
+
+
+def write_config(path: Path, config: Config) -> None:
+    """Write a configuration, whole or not at all."""
+    write_text(path, str(config))
+
+
+def _config(values: Mapping[str, Any]) -> Config:
+    if (version := values.get("version")) != VERSION:
+        what = "It says no version" if version is None else f"Its version is {one_line(version)}"
+        raise UsageError(
+            f"{what}, and this specbench reads version {VERSION}.", f"Write version = {VERSION}."
+        )
+    names = {_key(field.name): field.name for field in fields(Config)}
+    for key, value in values.items():
+        if key != "version" and key not in names:
+            raise UsageError(f"It holds {key!r}, which it may not.", f"It may hold {', '.join(names)}.")
+        if key != "version" and not isinstance(value, str):
+            raise UsageError(f"{key} is {one_line(value)}, which is no text.", "Put it in quotes.")
+    return Config(**{names[key]: value for key, value in values.items() if key != "version"})
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+# -- what may stand there --------------------------------------------------------------------------
+
+
+def _check_model(text: str) -> None:
+    if _PATH.search(text) or not _NAME.fullmatch(text):
+        raise UsageError(
+            f"{text!r} is no name of a model.",
+            "A configuration names models by hub id, built-in name or folder beside it; give a path as an option.",
+        )
+    parse_model(text)
+
+
+def _check_drafter(text: str) -> None:
+    if _PATH.search(text):
+        _check_model(text)  # refuses it
+    for model in parse_drafter(text).own_models:
+        _check_model(str(model) if model.kind == "hub" else model.source)
+
+
+def _one_of(what: str, words: tuple[str, ...]) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        if text not in words:
+            raise UsageError(f"There is no {what} {text!r}.", f"Choose {', '.join(words)}.")
+
+    return check
+
+
+_CHECKS: Mapping[str, Callable[[str], object]] = {
+    "target": _check_model,
+    "drafter": _check_drafter,
+    "length_policy": parse_rule,
+    "tree": parse_tree,
+    "cache": _one_of("cache", get_args(CacheName)),
+    "dtype": _one_of("dtype", get_args(DtypeName)),
+    "drafter_dtype": _one_of("dtype", get_args(DtypeName)),
+}

@@ -1,0 +1,202 @@
+"""`specbench.toml`: what it may hold, and which commands take what of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny import save_tiny
+from told import Result, refusal
+
+from specbench.cli import run
+from specbench.config import FILE_NAME, Config, read_config, write_config
+from specbench.errors import UsageError
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def written(folder: Path, *lines: str, version: int = 1) -> Path:
+    path = folder / FILE_NAME
+    path.write_text("\n".join([f"version = {version}", *lines]), encoding="utf-8")
+    return path
+
+
+FULL = Config(
+    target="Qwen/Qwen2.5-Coder-1.5B-Instruct@main",
+    drafter="lookup:n=4+Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    length_policy="auto:max=12",
+    tree="siblings:nodes=3",
+    cache="preallocated",
+    dtype="bfloat16",
+    drafter_dtype="int8",
+)
+
+
+@pytest.mark.parametrize("config", [Config(), FULL, Config(drafter="self:int8", tree="dynamic:nodes=8")])
+def test_what_is_written_is_read_again(here: Path, config: Config) -> None:
+    write_config(here / FILE_NAME, config)
+    assert read_config(here / FILE_NAME) == config
+
+
+def test_its_rule_has_all_that_is_said() -> None:
+    assert str(FULL.rule) == "auto:max=12,siblings=3"
+    assert str(Config(tree="dynamic:nodes=8").rule) == "dynamic-tree:nodes=8"
+    assert Config(drafter="lookup").rule is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("allow-pickle = true", "It holds 'allow-pickle', which it may not. It may hold target, drafter,"),
+        ('out = "results"', "'out'"),
+        ('costs = "costs.json"', "'costs'"),
+        ('"a\\u001bb" = "x"', "'a\\x1bb'"),
+        ("cache = 3", "cache is 3, which is no text"),
+        ('cache = "huge"', "There is no cache 'huge'. Choose dynamic"),
+        ('dtype = "int4"', "There is no dtype 'int4'"),
+        ('target = "/models/qwen"', "is no name of a model"),
+        ('target = "../qwen"', "is no name of a model"),
+        ('target = "~/qwen"', "is no name of a model"),
+        ('target = "https://example.org/qwen"', "is no name of a model"),
+        ('target = "C:\\\\models"', "is no name of a model"),
+        ('target = "a/b/c"', "is no name of a model"),
+        ('drafter = "lookup+/models/qwen"', "is no name of a model"),
+        ('drafter = "lookup | ./qwen"', "is no name of a model"),
+        ('drafter = "lokup"', "There is no drafter 'lokup'"),
+        ('length-policy = "auto:costs=x.json"', "has no option 'costs'"),
+        ('tree = "oak"', "There is no tree 'oak'"),
+        ('length-policy = "auto"\ntree = "dynamic"', "decides how much is drafted, and so does auto"),
+    ],
+)
+def test_what_it_may_not_hold(here: Path, line: str, said: str) -> None:
+    path = written(here, line)
+    message = refusal(read_config, path, kind=UsageError)
+    assert message.startswith(f"{path}: ")
+    assert said in message
+
+
+def test_a_folder_and_a_file_are_names_where_they_lie_beside_it(here: Path) -> None:
+    (here / "qwen").mkdir()
+    (here / "small.gguf").touch()
+    written(here, 'target = "qwen"', 'drafter = "small.gguf"')
+    assert read_config(here / FILE_NAME).given == {"target": "qwen", "drafter": "small.gguf"}
+
+
+def test_files_that_are_none(here: Path) -> None:
+    path = here / FILE_NAME
+    assert "this specbench reads version 1" in refusal(read_config, written(here, version=2), kind=UsageError)
+    for content in (b"version = ", b"\xff\xfe", b"#" * 10_001):
+        path.write_bytes(content)
+        assert "is no configuration: " in refusal(read_config, path, kind=UsageError)
+    path.write_text("")
+    assert "It says no version" in refusal(read_config, path, kind=UsageError)
+    assert "cannot be read" in refusal(read_config, here / "none.toml", kind=UsageError)
+
+
+# -- what commands make of it ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(here: Path) -> Path:
+    """A working folder with a tiny model, and a configuration for it."""
+    save_tiny(here / "tiny")
+    written(here, 'target = "tiny"', 'drafter = "self:layers=1"', 'length-policy = "fixed:gamma=3"')
+    return here
+
+
+GENERATE = ("generate", "the the the", "-n", 8, "--json")
+
+
+def said(result: Result) -> tuple[str, str]:
+    """Drafter and rule of a generation."""
+    found = result.json()
+    return found["drafter"], found["options"]["length_policy"]
+
+
+def test_generate_takes_it_from_the_folder_and_says_so(tiny: Path, cli: Cli) -> None:
+    result = cli(*GENERATE)
+    assert said(result) == ("self:layers=1", "fixed:gamma=3")
+    assert (
+        "specbench: using specbench.toml: target tiny, drafter self:layers=1, length-policy fixed:gamma=3"
+        " (--no-config ignores it)\n" in result.err
+    )
+    assert tiny.exists()
+
+
+def test_one_that_is_named_needs_no_announcement(tiny: Path, cli: Cli) -> None:
+    (tiny / FILE_NAME).rename(tiny / "other.toml")
+    result = cli(*GENERATE, "--config", "other.toml")
+    assert said(result) == ("self:layers=1", "fixed:gamma=3")
+    assert "other.toml" not in result.err
+
+
+def test_the_command_line_wins(tiny: Path, cli: Cli) -> None:
+    """A rule goes with its drafter, and any other length in its place."""
+    assert said(cli(*GENERATE, "--gamma", 2)) == ("self:layers=1", "fixed:gamma=2")
+    assert said(cli(*GENERATE, "--egag")) == ("self:layers=1", "egag")
+    assert said(cli(*GENERATE, "--tree", "dynamic")) == ("self:layers=1", "dynamic-tree")
+    assert said(cli(*GENERATE, "--drafter", "lookup"))[0] == "lookup"
+    assert said(cli(*GENERATE, "--drafter", "lookup"))[1].startswith("auto")
+    save_tiny(tiny / "other", seed=1)
+    result = cli(*GENERATE, "--target", "other")
+    assert said(result)[0] == "lookup"
+    assert "specbench.toml is for the target tiny and is left out" in result.err
+
+
+def test_no_config_ignores_it(tiny: Path, cli: Cli) -> None:
+    (tiny / FILE_NAME).write_text("nonsense")
+    assert said(cli(*GENERATE, "--no-config", "--target", "tiny"))[0] == "lookup"
+    cli(*GENERATE).refused(2, "specbench.toml is no configuration", "--no-config")
+    cli(*GENERATE, "--no-config", "--config", "x.toml").refused(2, "are both given")
+    assert cli("generate", "--help").code == 0
+    assert cli("drafters").code == 0
+
+
+def test_check_takes_it(tiny: Path, cli: Cli) -> None:
+    written(
+        tiny,
+        'target = "tiny"',
+        'drafter = "self:layers=1"',
+        'tree = "dynamic:nodes=4"',
+        'cache = "preallocated"',
+    )
+    found = cli("check", "--limit", 1, "-n", 4, "--json").json()
+    (only,) = found["configurations"]
+    assert (only["drafter"], only["length_policy"]) == ("self:layers=1", "dynamic-tree:nodes=4")
+    assert found["options"]["cache"] == "preallocated"
+    assert tiny.exists()
+
+
+def test_sweep_takes_it(tiny: Path, cli: Cli) -> None:
+    result = cli(
+        *("sweep", "--limit", 1, "-n", 4, "--repeats", 1, "--warmup", 0, "--out", "run", "--temperature", 0)
+    )
+    assert result.code == 0, result.err
+    stored = json.loads((tiny / "run" / "run.json").read_text())
+    assert stored["options"]["target"] == "tiny"
+    assert [config["id"] for config in stored["configs"]] == ["plain", "self:layers=1@3"]
+
+
+def test_the_cache_of_an_int8_target_is_the_one_it_names(tiny: Path, cli: Cli) -> None:
+    written(tiny, 'target = "tiny"', 'dtype = "int8"', 'cache = "dynamic"')
+    found = cli("check", "--limit", 1, "-n", 4, "--json").json()
+    assert found["options"]["cache"] == "dynamic"
