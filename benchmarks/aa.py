@@ -42,8 +42,6 @@ from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
-    import torch
-
     from specbench.backends.torch.parity import Difference
     from specbench.decoding.drafts import Draft
     from specbench.decoding.protocols import Asking, Drafter, LengthPolicy
@@ -65,25 +63,14 @@ class Slowed:
         self.drafter, self.share = drafter, share
         self._began = 0.0
 
-    @property
-    def name(self) -> str:
-        return self.drafter.name
-
-    @property
-    def epoch(self) -> object:
-        return self.drafter.epoch
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self.drafter.begin(prompt)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Asking[Draft]:
         self._began = time.perf_counter()  # the loop asks for a proposal first
         return self.drafter.propose(context, room, policy, sampling, random)
-
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
-        self.drafter.commit(context, emitted, logits)
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         self.drafter.keep(length, path)  # and this is the last thing it asks for in a step

@@ -35,6 +35,7 @@ from specbench.backends.torch.caches import CacheKind, make_cache
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Asking
+from specbench.drafters.base import BaseDrafter
 from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
@@ -91,29 +92,18 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 """What other types need; ``...`` leaves a setting at its default."""
 
 
-class Guesses:
+class Guesses(BaseDrafter):
     """Drafts what `generate` answered, with every few tokens a wrong one, so that steps end everywhere."""
 
-    name = "guesses"
-    epoch = 0
-
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], seed: int) -> None:
+        super().__init__("guesses")
         self.text = [*prompt, *answer]
         self.random = Random(seed)
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """The answer is known."""
 
     def propose(self, context: Any, room: int, policy: Any, *_: Any) -> Asking[Draft]:
         yield from ()
         rest = self.text[len(context) : len(context) + policy.begin(room)]
         return Draft([t if self.random.random() < 0.75 else (t + 1) % VOCABULARY for t in rest])
-
-    def commit(self, context: Any, emitted: int, logits: Any) -> None:
-        """There is nothing to learn."""
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        """There is nothing to roll back."""
 
 
 def tiny_config(config_class: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from specbench.decoding.sampling import Greedy, Multinomial, TopK
 from specbench.decoding.tree import Siblings
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.lengths import FixedLength
 from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
@@ -122,6 +123,19 @@ def test_several_drafters_pass() -> None:
     assert result.violations == []
     assert result.verdict == "identical"
     assert enumerated(result) < 1e-6
+
+
+def test_a_drafter_that_is_watched_learns_from_rejected_drafts() -> None:
+    class Listening(RecycleDrafter):
+        heard: ClassVar[list[Sequence[int]]] = []
+
+        def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
+            self.heard.append(tuple(tokens))
+            super().learn(tokens, logits)
+
+    seen = observe(replace(setup_of("static"), drafter=Listening()), PROMPTS[0], greedy=True)
+    steps = [each.record for each in seen if isinstance(each.record, Step)]
+    assert [step.drafted for step in steps] == Listening.heard != []
 
 
 def test_siblings_pass_above_temperature_0() -> None:

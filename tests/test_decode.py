@@ -16,6 +16,7 @@ from specbench.decoding.protocols import Asking, Drafter, answered
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
+from specbench.drafters.base import BaseDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.errors import UsageError
@@ -33,13 +34,11 @@ def script(tokens: Sequence[int] = SCRIPT, **options: object) -> ScriptedScorer:
     return ScriptedScorer(fixed_script(tokens, VOCAB, len(PROMPT)), VOCAB, **options)
 
 
-class FixedDraft:
+class FixedDraft(BaseDrafter):
     """Proposes what it is told to, and keeps what the loop tells it."""
 
-    name = "fixed"
-    epoch = 0
-
     def __init__(self, tokens: Sequence[int], start: int = len(PROMPT)) -> None:
+        super().__init__("fixed")
         self.tokens, self.start = list(tokens), start
         self.commits: list[tuple[int, int, int]] = []
         self.rollbacks: list[int] = []

@@ -33,6 +33,7 @@ from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, residual
+from specbench.drafters.base import BaseDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
@@ -327,17 +328,12 @@ class AnyLength(FixedLength):
         self.step += 1
 
 
-class Guesser:
+class Guesser(BaseDrafter):
     """Proposes tokens from a list, right or wrong, and is sure of them."""
 
-    name = "guesser"
-    epoch = 0
-
     def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__("guesser")
         self.tokens = list(tokens)
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        pass
 
     def propose(
         self, context: Sequence[int], room: int, policy: Any, sampling: Any, random: Any
@@ -348,9 +344,6 @@ class Guesser:
 
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         assert len(logits) >= emitted >= 1
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        pass
 
 
 def scripted(table: torch.Tensor, **options: Any) -> ScriptedScorer:

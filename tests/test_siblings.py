@@ -25,6 +25,7 @@ from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Samplin
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings, choose_siblings, tree_mask, tree_positions
 from specbench.decoding.verify import GreedyVerification, Verdict
+from specbench.drafters.base import BaseDrafter
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -371,12 +372,11 @@ def test_what_a_cache_has_not_read_of_a_path_is_not_kept() -> None:
 # --- Deeper trees ---------------------------------------------------------------------------------
 
 
-class Planted:
+class Planted(BaseDrafter):
     """Drafts the target's own continuation, hidden in a tree of other tokens."""
 
-    name, epoch = "planted", 0
-
-    def begin(self, prompt: Sequence[int]) -> None: ...
+    def __init__(self) -> None:
+        super().__init__("planted")
 
     def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Asking[Draft]:
         yield from ()
@@ -393,8 +393,6 @@ class Planted:
 
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         assert [int(row.argmax()) for row in logits[:emitted]] == list(context[-emitted:])
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None: ...
 
 
 def test_greedy_decoding_walks_a_deeper_tree() -> None:

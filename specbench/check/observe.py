@@ -7,7 +7,7 @@ from __future__ import annotations
 import random as standard_random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -16,16 +16,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import Decoding, decode
-from specbench.decoding.protocols import (
-    Asking,
-    Drafter,
-    Drawing,
-    LengthPolicy,
-    Pass,
-    Rows,
-    TreeDrafter,
-    TreePolicy,
-)
+from specbench.decoding.protocols import Asking, Drafter, Drawing, LengthPolicy, Pass, Rows, TreePolicy
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
@@ -219,23 +210,17 @@ class _WatchedDrafter:
     def __init__(self, drafter: Drafter, log: _Log) -> None:
         self._drafter, self._log = drafter, log
         self.name = drafter.name
-        self.begin, self.commit, self.keep = drafter.begin, drafter.commit, drafter.keep
+        self.takes_trees, self.certain, self.several = drafter.takes_trees, drafter.certain, drafter.several
+        self.begin, self.keep = drafter.begin, drafter.keep
+        self.learn, self.commit = drafter.learn, drafter.commit
 
     @property
     def epoch(self) -> object:
         return self._drafter.epoch
 
     @property
-    def takes_trees(self) -> bool:
-        return getattr(self._drafter, "takes_trees", False)
-
-    @property
-    def several(self) -> bool:
-        return getattr(self._drafter, "several", False)
-
-    @property
-    def certain(self) -> bool:
-        return getattr(self._drafter, "certain", False)
+    def draftable(self) -> frozenset[int] | None:
+        return self._drafter.draftable
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
@@ -252,8 +237,7 @@ class _WatchedDrafter:
         sampling: Sampling,
         random: Randomness,
     ) -> Asking[Draft]:
-        trees = cast("TreeDrafter", self._drafter)
-        asking = trees.propose_tree(context, room, policy, drawing, sampling, random)
+        asking = self._drafter.propose_tree(context, room, policy, drawing, sampling, random)
         return (yield from self._noted(context, room, asking))
 
     def _noted(self, context: Sequence[int], room: int, asking: Asking[Draft]) -> Asking[Draft]:

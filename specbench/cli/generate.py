@@ -355,10 +355,9 @@ def _shared(drafter: Drafter) -> tuple[int, int] | None:
 
 def _draftable_share(drafter: Drafter, tokens: Sequence[int]) -> float | None:
     """Share of an output's tokens that the drafter's model could draft; ``None`` where it can draft any."""
-    draftable: frozenset[int] | None = getattr(drafter, "draftable", None)
-    if draftable is None or not tokens:
+    if drafter.draftable is None or not tokens:
         return None
-    return sum(token in draftable for token in tokens) / len(tokens)
+    return sum(token in drafter.draftable for token in tokens) / len(tokens)
 
 
 def _has_template(target: Target) -> bool:

@@ -8,7 +8,7 @@ passes and makes none: who drives it does.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft
@@ -21,9 +21,6 @@ from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS
 from specbench.decoding.verify import verification_of
 from specbench.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Decoding", "decode", "decode_steps", "driven"]
 
@@ -130,7 +127,6 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
     else:
         yield Prefill(len(context), None, 0.0)
 
-    learn = getattr(drafter, "learn", _learn_nothing)
     index = 0
     step: Step | None = None
     while finished is None:
@@ -152,7 +148,7 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         watch.lap("accept")
         context += verdict.tokens[:kept]
         finished = reason or request.end_at(len(context))
-        learn(tree.tokens, logits)
+        drafter.learn(tree.tokens, logits)
         drafter.commit(context, kept, verdict.deciding(logits))
         watch.lap("other")
         target.keep(len(context) - 1, verdict.path)
@@ -166,10 +162,6 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         index += 1
     if step is not None:
         rule.observe(step)
-
-
-def _learn_nothing(tokens: Sequence[int], logits: torch.Tensor) -> None:
-    """What most drafters have to learn of drafts that were not kept."""
 
 
 def _interrupted() -> UsageError:

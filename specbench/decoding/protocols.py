@@ -7,7 +7,6 @@ who makes them, when, and together with whose, is up to whoever drives the loop.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -23,14 +22,10 @@ __all__ = [
     "Batch",
     "Drafter",
     "Drawing",
-    "FreeDrafter",
-    "Guess",
-    "LearningDrafter",
     "LengthPolicy",
     "Pass",
     "Rows",
     "Scorer",
-    "TreeDrafter",
     "TreePolicy",
     "answered",
 ]
@@ -298,7 +293,10 @@ class Batch(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes tokens. The loop calls ``begin`` per prompt, then ``propose``, ``commit``, ``keep`` per step."""
+    """Proposes tokens (``BaseDrafter`` of ``specbench.drafters.base`` has plain answers to most of this).
+
+    The loop calls ``begin`` per prompt, then per step ``propose`` or ``propose_tree``, ``learn``, ``commit``, ``keep``.
+    """
 
     @property
     def name(self) -> str:
@@ -308,6 +306,26 @@ class Drafter(Protocol):
     @property
     def epoch(self) -> object:
         """Another one after every ``begin`` that has taken the state of an unfinished context away."""
+        ...
+
+    @property
+    def draftable(self) -> frozenset[int] | None:
+        """The tokens that its model can draft; ``None`` for all that the target has."""
+        ...
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether it can draft trees, with the model and the cache it has."""
+        ...
+
+    @property
+    def certain(self) -> bool:
+        """Whether nothing in its trees is ever drawn."""
+        ...
+
+    @property
+    def several(self) -> bool:
+        """Whether what it proposes are the chains of several drafters."""
         ...
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -328,6 +346,33 @@ class Drafter(Protocol):
         """
         ...
 
+    def propose_tree(
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: TreePolicy,
+        drawing: Drawing,
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Asking[Draft]:
+        """Draft a tree behind ``context``, at most ``room`` deep; only if it ``takes_trees``.
+
+        Args:
+            context, room, sampling, random: See ``propose``.
+            policy: Decides its shape.
+            drawing: Draws the candidates of a node from the drafter's distribution there.
+        """
+        ...
+
+    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
+        """Learn from all that a step verified, kept or not; ``commit`` comes next.
+
+        Args:
+            tokens: The drafts, of a tree all nodes.
+            logits: The target's, [1 + drafts, vocab]: row i + 1 stands behind draft i.
+        """
+        ...
+
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         """Learn from a step (or the first-target pass).
 
@@ -340,79 +385,4 @@ class Drafter(Protocol):
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back whatever state there is, as ``Scorer.keep`` does: the path is one through the draft."""
-        ...
-
-
-class LearningDrafter(Drafter, Protocol):
-    """A drafter that learns from drafts which were not kept, too."""
-
-    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
-        """Learn from all that a step verified; ``commit`` comes next.
-
-        Args:
-            tokens: The drafts, of a tree all nodes.
-            logits: The target's, [1 + drafts, vocab]: row i + 1 stands behind draft i.
-        """
-        ...
-
-
-class TreeDrafter(Drafter, Protocol):
-    """A drafter that can draft trees."""
-
-    @property
-    def takes_trees(self) -> bool:
-        """Whether it can, with the model and the cache it has."""
-        ...
-
-    @property
-    def certain(self) -> bool:
-        """Whether nothing in its trees is ever drawn."""
-        ...
-
-    def propose_tree(
-        self,
-        context: Sequence[int],
-        room: int,
-        policy: TreePolicy,
-        drawing: Drawing,
-        sampling: Sampling,
-        random: Randomness,
-    ) -> Asking[Draft]:
-        """Draft a tree behind ``context``, at most ``room`` deep.
-
-        Args:
-            context, room, sampling, random: See ``propose``.
-            policy: Decides its shape.
-            drawing: Draws the candidates of a node from the drafter's distribution there.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """The next token as a drafter without a model has it.
-
-    Attributes:
-        token: The token, where it is certain.
-        evidence: What speaks for it, see ``Draft``.
-        q: The distribution it is yet to be drawn from, float32 [vocab]; ``None`` where it is certain.
-    """
-
-    token: int
-    evidence: float
-    q: torch.Tensor | None = None
-
-
-class FreeDrafter(Drafter, Protocol):
-    """A drafter whose tokens cost next to nothing, so that it can be asked at every position of a draft."""
-
-    def read(self, context: Sequence[int]) -> float:
-        """Take in what is new in the context and begin a draft; the seconds of the first reading of a prompt, or 0."""
-        ...
-
-    def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
-        """The token behind ``context + drafted``, whoever drafted those; ``None`` where nothing is known that counts.
-
-        ``context`` is what was read last.
-        """
         ...

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import (
-    Asking,
-    Drafter,
-    Drawing,
-    LengthPolicy,
-    Scorer,
-    TreeDrafter,
-    TreePolicy,
-)
+from specbench.decoding.protocols import Asking, Drafter, Drawing, LengthPolicy, Scorer, TreePolicy
 from specbench.decoding.records import FinishReason
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -72,11 +64,11 @@ class DraftPolicy:
         """How the drafts of a drafter are verified."""
         if self.verification is not None:
             return self.verification
-        if getattr(drafter, "several", False):
+        if drafter.several:
             return "specinfer"
         if self.tree is None:
             return "residual"
-        return "naive" if self.tree.certain_only or getattr(drafter, "certain", False) else "traversal"
+        return "naive" if self.tree.certain_only or drafter.certain else "traversal"
 
     def costs(self) -> dict[str, Any] | None:
         """See ``LengthPolicy.costs``."""
@@ -91,11 +83,10 @@ class DraftPolicy:
         sampling: Sampling,
         random: Randomness,
     ) -> Asking[Draft]:
-        """What a drafter drafts by this policy; for the arguments see ``TreeDrafter``."""
+        """What a drafter drafts by this policy; for the arguments see ``Drafter``."""
         if self.tree is None:
             return drafter.propose(context, room, self.rule, sampling, random)
-        trees = cast("TreeDrafter", drafter)
-        return trees.propose_tree(context, room, self.tree, drawing, sampling, random)
+        return drafter.propose_tree(context, room, self.tree, drawing, sampling, random)
 
 
 @dataclass(frozen=True)
@@ -132,8 +123,7 @@ class Request:
         self._check_tree()
 
     def _check_tree(self) -> None:
-        tree, method = self.policy.tree, self.method
-        several = getattr(self.drafter, "several", False)
+        tree, method, several = self.policy.tree, self.method, self.drafter.several
         if not self.residual_adjustment and (tree is not None or method not in ("rejection", "residual")):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
@@ -146,7 +136,7 @@ class Request:
                 "This target takes no trees with this cache: a pass over one does not give what separate passes give.",
                 "Leave the tree out, or use another --cache.",
             )
-        if tree is not None and not getattr(self.drafter, "takes_trees", False):
+        if tree is not None and not self.drafter.takes_trees:
             raise UsageError(
                 f"The drafter {self.drafter.name} drafts chains only, here at least.", "Leave the tree out."
             )

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import FreeDrafter, Guess
+from specbench.drafters.base import BaseDrafter
+from specbench.drafters.free import FreeDrafter, Guess
 from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CascadeDrafter"]
 
 
-class CascadeDrafter:
+class CascadeDrafter(BaseDrafter):
     """Takes the next token from a free drafter if that has one, and from a model otherwise.
 
     The model follows lazily: what others drafted and the target emitted meanwhile is fed to it in one pass, when it
@@ -41,19 +42,12 @@ class CascadeDrafter:
     """
 
     def __init__(self, free: FreeDrafter, model: ModelDrafter, max_passes: int | None = None) -> None:
+        super().__init__(cascade_name(free.name, max_passes, model.name))
         self.free, self.model, self.max_passes = free, model, max_passes
         self._model_was_used = False
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-    @property
-    def name(self) -> str:
-        return cascade_name(self.free.name, self.max_passes, self.model.name)
-
     @property
     def draftable(self) -> frozenset[int] | None:
-        """The tokens that its model can draft; ``None`` for all."""
         return self.model.draftable
 
     @property

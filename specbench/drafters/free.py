@@ -1,9 +1,9 @@
-"""What drafters without a model have in common that know several candidates for the next token."""
+"""What drafters without a model have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,63 +11,85 @@ import torch
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.prospects import Known
-from specbench.decoding.protocols import Asking, Guess
 from specbench.decoding.verdicts import top
+from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Drawing, LengthPolicy, TreePolicy
+    from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = ["CandidateDrafter"]
+__all__ = ["CandidateDrafter", "FreeDrafter", "Guess"]
 
 
-class CandidateDrafter:
-    """Drafts the likeliest candidate, token after token, or a tree of several. None of them is ever drawn.
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """The next token as a drafter without a model has it.
 
-    Whoever inherits it says what the candidates are, and takes in what it learns them from.
+    Attributes:
+        token: The token, where it is certain.
+        evidence: What speaks for it, see ``Draft``.
+        q: The distribution it is yet to be drawn from, float32 [vocab]; ``None`` where it is certain.
+    """
+
+    token: int
+    evidence: float
+    q: torch.Tensor | None = None
+
+
+class FreeDrafter(BaseDrafter):
+    """A drafter whose tokens cost next to nothing, so that it can be asked at every position of a draft.
+
+    Whoever inherits it takes in the context, and guesses.
 
     Args:
         spec: What it is called.
         clock: Times the reading of the prompt.
     """
 
-    takes_trees = True
-    certain = True
+    longest: int | None = None
+    """The most tokens of a draft; ``None``: as many as are wanted."""
 
     def __init__(self, spec: object, clock: Clock | None = None) -> None:
-        self.name = str(spec)
-        self.epoch = 0
+        super().__init__(str(spec))
         self._clock = clock or WallClock()
+        self._epoch = 0
+        self._read = 0  # so many tokens of the context
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._epoch += 1
         self._read = 0
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-    def candidates(self, context: Sequence[int], drafted: Sequence[int]) -> Mapping[int, float]:
-        """What may stand behind ``context + drafted``, the likeliest first, each with its chance."""
-        raise NotImplementedError
 
     def take_in(self, context: Sequence[int], first: int) -> None:
         """Learn from ``context[first:]``, which is new."""
         raise NotImplementedError
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self.epoch += 1
-        self._read = 0
-
     def read(self, context: Sequence[int]) -> float:
+        """Take in what is new in the context and begin a draft; the seconds of the first reading of a prompt, or 0."""
         first = self._read == 0
         began = self._clock.now()
         self.take_in(context, self._read)
         self._read = len(context)
         return self._clock.now() - began if first else 0.0
 
+    def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
+        """The token behind ``context + drafted``, whoever drafted those; ``None`` where nothing is known that counts.
+
+        ``context`` is what was read last.
+        """
+        raise NotImplementedError
+
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Asking[Draft]:
+        """Draft guess after guess until a miss."""
         yield from ()  # no passes
         draft = Draft(evidence=[], prefill_s=self.read(context))
-        limit = policy.begin(room)
+        limit = policy.begin(room if self.longest is None else min(room, self.longest))
+        distributions: list[torch.Tensor] = []
         while len(draft.tokens) < limit:
             guess = self.guess(context, draft.tokens, sampling)
             if guess is None:
@@ -75,8 +97,25 @@ class CandidateDrafter:
             draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
             if not policy.another(draft):
                 break
-            draft.tokens.append(guess.token)
+            if guess.q is not None:
+                distributions.append(guess.q)
+            draft.tokens.append(guess.token if guess.q is None else random.draw(guess.q))
+        if distributions:
+            draft.q = torch.stack(distributions)
         return draft
+
+
+class CandidateDrafter(FreeDrafter):
+    """Drafts the likeliest candidate, token after token, or a tree of several. None of them is ever drawn.
+
+    Whoever inherits it says what the candidates are.
+    """
+
+    takes_trees = certain = True
+
+    def candidates(self, context: Sequence[int], drafted: Sequence[int]) -> Mapping[int, float]:
+        """What may stand behind ``context + drafted``, the likeliest first, each with its chance."""
+        raise NotImplementedError
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
         """The likeliest candidate, whoever drafted what stands before it."""
@@ -108,9 +147,3 @@ class CandidateDrafter:
             frontier = policy.onwards(tree, range(first, len(tree)))
         kept = policy.kept(tree)
         return replace((tree if kept is None else tree.pruned(kept)).draft(), prefill_s=prefill_s)
-
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
-        """New tokens are read at the next proposal."""
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        """Only emitted tokens are ever learnt from, so there is nothing to take back."""

@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specbench.decoding.clocks import Clock, WallClock
-from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Asking, Guess
+from specbench.drafters.free import FreeDrafter, Guess
 from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:
-    import torch
-
-    from specbench.decoding.protocols import LengthPolicy
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.clocks import Clock
+    from specbench.decoding.sampling import Sampling
 
 __all__ = ["LookupDrafter"]
 
@@ -47,7 +43,7 @@ def _token_at(place: int, context: Sequence[int], drafted: Sequence[int]) -> int
     return context[place] if place < len(context) else drafted[place - len(context)]
 
 
-class LookupDrafter:
+class LookupDrafter(FreeDrafter):
     """Finds the longest suffix of the context that occurred before and copies what followed there.
 
     Of several equally long matches the most recent is taken: in running text it predicts better than the
@@ -66,53 +62,21 @@ class LookupDrafter:
 
     def __init__(self, spec: Lookup | None = None, clock: Clock | None = None) -> None:
         self.spec = spec or Lookup()
-        self._clock = clock or WallClock()
-        self.epoch = 0
+        super().__init__(self.spec, clock)
         self._least, self._limit = self.spec.min, self.spec.longest
         self._indexed = min(self._limit, max(_INDEXED, self._least))
         self._chained = self._indexed if self._indexed < self._limit else None
-        self._read = 0
         # Where the token stands that followed an n-gram most recently; and for each such place of a longest
         # indexed n-gram the one before it. Nothing follows the context's end yet: no suffix finds itself.
         self._after: dict[tuple[int, ...], int] = {}
         self._earlier: dict[int, int] = {}
         self._copying: _Copying | None = None
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-    @property
-    def name(self) -> str:
-        return str(self.spec)
-
     def begin(self, prompt: Sequence[int]) -> None:
-        self.epoch += 1
-        self._read = 0
+        super().begin(prompt)
         self._after.clear()
         self._earlier.clear()
         self._copying = None
-
-    def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Asking[Draft]:
-        yield from ()  # no passes
-        draft = Draft(prefill_s=self.read(context))
-        limit = policy.begin(room)
-        source, match = self._find(context, context) if limit > 0 else (None, 0)
-        if source is None:
-            return draft
-        # If the drafts before it are right, a token follows a match that is longer by as many.
-        draft.evidence = [_evidence(n) for n in range(match, match + limit)]
-        while len(draft.tokens) < limit and policy.another(draft):
-            draft.tokens.append(_token_at(source + len(draft.tokens), context, draft.tokens))
-        return draft
-
-    def read(self, context: Sequence[int]) -> float:
-        first = self._read == 0
-        began = self._clock.now()
-        self._index(context)
-        self._copying = None
-        return self._clock.now() - began if first else 0.0
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
         """Go on copying; behind a token that another drafted, look for a match anew, with the drafts as its end."""
@@ -127,15 +91,15 @@ class LookupDrafter:
         self._copying = _Copying(position + 1, copying.source + 1, copying.match + 1)
         return Guess(token, _evidence(copying.match))
 
-    def _index(self, context: Sequence[int]) -> None:
-        """Index the n-grams in front of every token that was not read yet."""
-        for i in range(self._read, len(context)):
+    def take_in(self, context: Sequence[int], first: int) -> None:
+        """Index the n-grams in front of every new token."""
+        self._copying = None
+        for i in range(first, len(context)):
             for n in range(self._least, min(self._indexed, i) + 1):
                 ngram = tuple(context[i - n : i])
                 if n == self._chained and ngram in self._after:
                     self._earlier[i] = self._after[ngram]
                 self._after[ngram] = i
-        self._read = len(context)
 
     def _find(self, context: Sequence[int], text: Sequence[int]) -> tuple[int | None, int]:
         """The place in the context from which to copy, just behind the longest match, and the match's length in tokens.
@@ -165,9 +129,3 @@ class LookupDrafter:
                 break
             place = self._earlier.get(place)
         return best, longest
-
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
-        """New tokens are indexed at the next proposal."""
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        """Only emitted tokens are ever indexed, so there is nothing to take back."""

@@ -16,6 +16,7 @@ from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.prospects import Scores
 from specbench.decoding.protocols import Pass
+from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, TreePolicy
@@ -42,7 +43,7 @@ class Drawn(NamedTuple):
     q: torch.Tensor | None
 
 
-class ModelDrafter:
+class ModelDrafter(BaseDrafter):
     """Drafts with a causal language model that keeps its own cache and reads the prompt at its first proposal.
 
     Args:
@@ -52,17 +53,12 @@ class ModelDrafter:
     """
 
     def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
+        super().__init__(name)
         self.scorer = scorer
-        self.name = name
         self._clock = clock or clock_for(str(scorer.device))
         self._has_read = False
         self._read_nodes: list[int] = []  # of the last tree, those the model has read, in that order
         self._distributions = torch.empty(0, 0)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-    certain = False
 
     @property
     def epoch(self) -> int:
@@ -74,7 +70,6 @@ class ModelDrafter:
 
     @cached_property
     def draftable(self) -> frozenset[int] | None:
-        """The tokens it can draft; ``None`` for all that the target has."""
         places = self.scorer.places
         return None if places is None else frozenset(places.tolist())
 
@@ -251,9 +246,6 @@ class ModelDrafter:
     def _length(self, context: Sequence[int]) -> int:
         """Of a context, in the model's own tokens."""
         return len(context)
-
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
-        """A model learns nothing between steps; it reads the new tokens when it drafts next."""
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         if self._read_nodes:

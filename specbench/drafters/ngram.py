@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.decoding.clocks import Clock, WallClock
-from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Asking, Guess
+from specbench.drafters.free import FreeDrafter, Guess
 from specbench.specs.drafters import NGram
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import LengthPolicy
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.clocks import Clock
+    from specbench.decoding.sampling import Sampling
 
 __all__ = ["NGramDrafter"]
 
@@ -58,7 +56,7 @@ class _Continuations:
         return self.counts[self.most_frequent()] / (self.total + 1)
 
 
-class NGramDrafter:
+class NGramDrafter(FreeDrafter):
     """Drafts the most frequent continuation of the longest known context, token after token until a miss.
 
     Continuations are counted for contexts of 1 to ``order - 1`` tokens, in the prompt and in what was
@@ -76,58 +74,26 @@ class NGramDrafter:
 
     def __init__(self, spec: NGram | None = None, clock: Clock | None = None) -> None:
         self.spec = spec or NGram()
-        self._clock = clock or WallClock()
-        self.epoch = 0
+        super().__init__(self.spec, clock)
+        self.longest = self.spec.max
         self._continuations: dict[tuple[int, ...], _Continuations] = {}
         self._recent: deque[tuple[list[tuple[int, ...]], list[int]]] = (
             deque()
         )  # one entry per token in the window
-        self._read = 0
         self._vocabulary: int | None = None
         self._device = torch.device("cpu")
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-    @property
-    def name(self) -> str:
-        return str(self.spec)
-
     def begin(self, prompt: Sequence[int]) -> None:
-        self.epoch += 1
+        super().begin(prompt)
         if not self.spec.keep:
             self._continuations.clear()
             self._recent.clear()
-        self._read = 0
         self._vocabulary = None
 
-    def propose(
-        self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
-    ) -> Asking[Draft]:
-        yield from ()  # no passes
-        draft = Draft(evidence=[], prefill_s=self.read(context))
-        limit = policy.begin(room if self.spec.max is None else min(room, self.spec.max))
-        distributions: list[torch.Tensor] = []
-        while len(draft.tokens) < limit:
-            guess = self.guess(context, draft.tokens, sampling)
-            if guess is None:
-                break
-            draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
-            if not policy.another(draft):
-                break
-            if guess.q is not None:
-                distributions.append(guess.q)
-            draft.tokens.append(guess.token if guess.q is None else random.draw(guess.q))
-        if distributions:
-            draft.q = torch.stack(distributions)
-        return draft
-
-    def read(self, context: Sequence[int]) -> float:
-        first = self._read == 0
-        began = self._clock.now()
-        if first:
-            self._read_up_to(len(context), context)
-        return self._clock.now() - began if first else 0.0
+    def take_in(self, context: Sequence[int], first: int) -> None:
+        if first == 0:  # later tokens come with rows
+            for i in range(len(context)):
+                self._count(context, i)
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
         """By the longest context that is known; nothing behind as many drafts as a step may have."""
@@ -158,23 +124,13 @@ class NGramDrafter:
         self._vocabulary = logits.shape[-1]
         self._device = logits.device
         fresh = len(context) - emitted
-        self._read_up_to(fresh, context)
+        if self._read == 0:
+            self.read(context[:fresh])
+        best: list[list[int]] = [[]] * emitted
         if self.spec.top_k > 1:
             best = logits[:emitted].topk(min(self.spec.top_k, logits.shape[-1]), dim=-1).indices.tolist()
-            for i, ranked in enumerate(best, start=fresh):
-                self._count(context, i, [token for token in reversed(ranked) if token != context[i]])
-            self._read = len(context)
-        else:
-            self._read_up_to(len(context), context)
-
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        """Only emitted tokens are ever counted, so there is nothing to take back."""
-
-    def _read_up_to(self, end: int, context: Sequence[int]) -> None:
-        """Count the tokens of ``context[:end]`` that were not read yet."""
-        for i in range(self._read, end):
-            self._count(context, i)
-        self._read = max(self._read, end)
+        for i, ranked in enumerate(best, start=fresh):
+            self._count(context, i, [token for token in reversed(ranked) if token != context[i]])
 
     def _count(self, context: Sequence[int], i: int, others: Sequence[int] = ()) -> None:
         """Count token ``i``, and ``others`` that might have stood there, for every context before it."""

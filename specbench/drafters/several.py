@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.drafters.base import BaseDrafter
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SeveralDrafters"]
 
 
-class SeveralDrafters:
+class SeveralDrafters(BaseDrafter):
     """Drafts a chain with each of its drafters, under one rule; equal beginnings share their rows of the pass.
 
     A token that several drafted stands at its node as often, each time with the q of the drafter that drew it.
@@ -30,15 +31,9 @@ class SeveralDrafters:
     several = True
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
+        super().__init__("|".join(drafter.name for drafter in drafters))
         self.drafters = tuple(drafters)
         self._chains: list[list[int]] = []  # of the last tree, each one's nodes
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-    @property
-    def name(self) -> str:
-        return "|".join(drafter.name for drafter in self.drafters)
 
     @property
     def epoch(self) -> tuple[object, ...]:

@@ -1,0 +1,68 @@
+"""What drafters have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.decoding.drafts import Draft
+    from specbench.decoding.protocols import Asking, Drawing, TreePolicy
+    from specbench.decoding.sampling import Randomness, Sampling
+
+__all__ = ["BaseDrafter"]
+
+
+class BaseDrafter:
+    """Drafts chains, and has nothing to read, to learn or to roll back; others override what they need.
+
+    For what the members mean see ``Drafter``; whoever inherits it has ``propose`` besides.
+
+    Args:
+        name: How the command line names it.
+    """
+
+    several = certain = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    @property
+    def epoch(self) -> object:
+        return 0
+
+    @property
+    def takes_trees(self) -> bool:
+        return False
+
+    @property
+    def draftable(self) -> frozenset[int] | None:
+        return None
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """There is nothing to forget."""
+
+    def propose_tree(
+        self,
+        context: Sequence[int],
+        room: int,
+        policy: TreePolicy,
+        drawing: Drawing,
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Asking[Draft]:
+        raise NotImplementedError
+
+    def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
+        """There is nothing to learn."""
+
+    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+        """There is nothing to learn."""
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        """There is nothing to take back."""
