@@ -212,6 +212,7 @@ class _WatchedDrafter:
         self.name = drafter.name
         self.takes_trees, self.certain, self.several = drafter.takes_trees, drafter.certain, drafter.several
         self.begin, self.keep = drafter.begin, drafter.keep
+        self.layers, self.take_states = drafter.layers, drafter.take_states
         self.learn, self.commit = drafter.learn, drafter.commit
 
     @property

@@ -8,7 +8,7 @@ passes and makes none: who drives it does.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft
@@ -21,6 +21,9 @@ from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS
 from specbench.decoding.verify import verification_of
 from specbench.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Decoding", "decode", "decode_steps", "driven"]
 
@@ -103,7 +106,7 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
     branching = siblings.most > 0 and verification.takes_trees and not sampling.looks_back
     if not (branching and target.takes_trees):
         siblings = NO_SIBLINGS
-    context, limit = list(request.prompt), request.limit
+    context, limit, layers = list(request.prompt), request.limit, drafter.layers
     target.begin()
     drafter.begin(request.prompt)
     begun = target.epoch, drafter.epoch
@@ -115,11 +118,13 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
     finished = None
     if request.first_target:
         watch.start()
-        logits = (yield Pass(target, context)).logits
+        logits, hidden = yield Pass(target, context, layers=layers)
         verdict = verification.judge(Draft(), logits, context, sampling, random)
         probability = closing_probability(verdict, logits) if request.trace else None
         context += verdict.tokens
         finished = stops.cut(verdict.tokens)[1] or request.end_at(len(context))
+        if hidden is not None:
+            drafter.take_states(context, hidden)
         drafter.commit(context, 1, logits)
         target.keep(len(context) - 1)
         watch.lap("verify")
@@ -141,13 +146,15 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         )
         tree = siblings.widen(draft)
         watch.lap("draft")
-        logits = (yield Pass(target, context, tree.tokens, tree.parents)).logits
+        logits, hidden = yield Pass(target, context, tree.tokens, tree.parents, layers=layers)
         watch.lap("verify")
         verdict = verification.judge(tree, logits, context, sampling, random)
         kept, reason = stops.cut(verdict.tokens)
         watch.lap("accept")
         context += verdict.tokens[:kept]
         finished = reason or request.end_at(len(context))
+        if hidden is not None:
+            drafter.take_states(context, _along(verdict.path[: kept - 1], hidden, len(tree.tokens)))
         drafter.learn(tree.tokens, logits)
         drafter.commit(context, kept, verdict.deciding(logits))
         watch.lap("other")
@@ -162,6 +169,14 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         index += 1
     if step is not None:
         rule.observe(step)
+
+
+def _along(path: Sequence[int], hidden: torch.Tensor, drafted: int) -> torch.Tensor:
+    """The hidden states of a pass without those of drafts that are off the path, [positions, layers, width]."""
+    before = len(hidden) - drafted
+    if [*path] == [*range(len(path))]:
+        return hidden[: before + len(path)]
+    return hidden[[*range(before), *(before + node for node in path)]]
 
 
 def _interrupted() -> UsageError:

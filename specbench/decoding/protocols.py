@@ -328,6 +328,11 @@ class Drafter(Protocol):
         """Whether what it proposes are the chains of several drafters."""
         ...
 
+    @property
+    def layers(self) -> Sequence[int]:
+        """Of which of the target's layers it takes the hidden states, see ``Pass``."""
+        ...
+
     def begin(self, prompt: Sequence[int]) -> None:
         """Start on a new prompt: forget the last one (unless told to keep something) and read this one lazily."""
         ...
@@ -361,6 +366,16 @@ class Drafter(Protocol):
             context, room, sampling, random: See ``propose``.
             policy: Decides its shape.
             drawing: Draws the candidates of a node from the drafter's distribution there.
+        """
+        ...
+
+    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
+        """Take in the target's hidden states, if there are ``layers``; ``commit`` comes next.
+
+        Args:
+            context: All tokens including the new ones at its end.
+            states: [positions, layers, width]. They end with those of the last token but one, which the target has not
+                read, and begin no later than behind those of the step before.
         """
         ...
 

@@ -44,6 +44,10 @@ class BaseDrafter:
     def draftable(self) -> frozenset[int] | None:
         return None
 
+    @property
+    def layers(self) -> Sequence[int]:
+        return ()
+
     def begin(self, prompt: Sequence[int]) -> None:
         """There is nothing to forget."""
 
@@ -57,6 +61,9 @@ class BaseDrafter:
         random: Randomness,
     ) -> Asking[Draft]:
         raise NotImplementedError
+
+    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
+        """There is nothing to take in."""
 
     def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
         """There is nothing to learn."""

@@ -51,6 +51,10 @@ class CascadeDrafter(BaseDrafter):
         return self.model.draftable
 
     @property
+    def layers(self) -> Sequence[int]:
+        return self.model.layers
+
+    @property
     def epoch(self) -> tuple[object, object]:
         return self.free.epoch, self.model.epoch
 
@@ -90,6 +94,9 @@ class CascadeDrafter(BaseDrafter):
     def _may_draw(self, context: Sequence[int], draft: Draft) -> bool:
         allowed = self.max_passes is None or (draft.passes or 0) < self.max_passes
         return allowed and self.model.can_read(context, draft.tokens)
+
+    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
+        self.model.take_states(context, states)
 
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         self.free.commit(context, emitted, logits)

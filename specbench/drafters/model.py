@@ -213,7 +213,7 @@ class ModelDrafter(BaseDrafter):
         """Logits behind context and draft, [1, vocab]."""
         draft.passes = (draft.passes or 0) + 1
         asked = self._asked(context, draft.tokens)
-        held = self.scorer.cache.length
+        held = self.scorer.held
         catching_up = held > 0 and len(asked.context) + len(asked.tokens) - held > _FEW
         if (self._has_read or held > 0) and not catching_up:
             return (yield asked).logits
@@ -229,7 +229,7 @@ class ModelDrafter(BaseDrafter):
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         """Whether the model can draft a token behind ``context + drafted``."""
-        fresh = (*context[self.scorer.cache.length :], *drafted)
+        fresh = (*context[self.scorer.held :], *drafted)
         limit = self.scorer.context_limit
         # A padding id of the target's wider vocabulary has no embedding here.
         known = all(token < self.scorer.embeddings for token in fresh)
@@ -274,9 +274,9 @@ class SelfDrafter(ModelDrafter):
     @contextmanager
     def drafting(self) -> Iterator[None]:
         """Give the cache back as it was."""
-        verified = self.scorer.cache.length
+        verified = self.scorer.held
         yield
-        if self.scorer.cache.length > verified:
+        if self.scorer.held > verified:
             self.scorer.keep(verified)
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:

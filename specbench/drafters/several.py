@@ -36,6 +36,10 @@ class SeveralDrafters(BaseDrafter):
         self._chains: list[list[int]] = []  # of the last tree, each one's nodes
 
     @property
+    def layers(self) -> Sequence[int]:
+        return sorted({layer for drafter in self.drafters for layer in drafter.layers})
+
+    @property
     def epoch(self) -> tuple[object, ...]:
         return tuple(drafter.epoch for drafter in self.drafters)
 
@@ -72,6 +76,11 @@ class SeveralDrafters(BaseDrafter):
         merged = tree.draft()
         merged.prefill_s, merged.passes = prefill_s, passes
         return merged
+
+    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
+        place = {layer: i for i, layer in enumerate(self.layers)}
+        for drafter in self.drafters:
+            drafter.take_states(context, states[:, [place[layer] for layer in drafter.layers]])
 
     def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
         for drafter in self.drafters:
