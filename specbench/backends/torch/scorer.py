@@ -26,7 +26,7 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DeviceTokens", "Scorer"]
+__all__ = ["DeviceTokens", "FittedLogits", "Scorer"]
 
 _SPREAD_ROWS = 16
 """Rows of logits that are spread out in memory taken at once: those of most steps."""
@@ -72,20 +72,58 @@ class DeviceTokens(Sequence[int]):
         return self._read
 
 
+class FittedLogits:
+    """Makes a drafter's logits those of the target's tokens.
+
+    Args:
+        vocab_size: Width of the result; logits are cut or padded with -inf to it. ``None`` for their own width. (Two
+            models of one tokenizer may pad their vocabularies differently.)
+        places: By logit, the places of ``vocab_size`` they belong to, int64; all others are -inf. Such rows hold until
+            they are released, and lie in memory that is used again: it is -inf already. ``None``: the first is the
+            first.
+    """
+
+    def __init__(self, vocab_size: int | None, places: torch.Tensor | None = None) -> None:
+        self.vocab_size, self.places = vocab_size, places
+        self._rows = torch.empty(0, 0)
+        self._taken = 0
+
+    def release(self) -> None:
+        """Rows that were handed out are not needed any more."""
+        self._taken = 0
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, own tokens] -> [rows, vocab_size]."""
+        if self.places is not None:
+            return self._spread_out(logits, self.places)
+        width = logits.shape[-1]
+        if self.vocab_size is None or width == self.vocab_size:
+            return logits
+        if width > self.vocab_size:
+            return logits[..., : self.vocab_size]
+        return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
+
+    def _spread_out(self, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        rows = len(logits)
+        if self._taken + rows > len(self._rows) or self._rows.dtype != logits.dtype:
+            shape = max(rows, _SPREAD_ROWS), self.vocab_size or int(places.max()) + 1
+            self._rows = logits.new_full(shape, float("-inf"))
+            self._taken = 0
+        out = self._rows[self._taken : self._taken + rows]
+        self._taken += rows
+        return out.index_copy_(-1, places, logits)
+
+
 class Scorer:
     """Reads contexts with one causal language model, batch size 1.
 
     Args:
         model: A ``transformers`` causal language model in eval mode.
         cache: A cache kind, or a cache to share with another scorer over the same keys and values.
-        vocab_size: Width of the logits to return; the model's own are cut or padded with -inf to it. ``None`` for the
-            model's own width. (Two models of one tokenizer may pad their vocabularies differently.)
+        vocab_size, places: See ``FittedLogits``; such rows hold until ``begin`` or ``keep`` is called.
         context_limit: The longest context the model can read, in tokens; ``None`` for no limit.
         output_device: Where the logits go; ``None`` for the device of the input embeddings. (A drafter's distributions
             have to lie beside the target's, and a model spread over devices ends on another one than it began on.)
-        places: By the model's logits, the places of ``vocab_size`` they belong to, int64; all others are -inf. Such
-            rows hold until ``begin`` or ``keep`` is called, and lie in memory that is used again: it is -inf already.
-            ``None``: the first is the first.
 
     Attributes:
         epoch: Contexts begun so far.
@@ -111,8 +149,7 @@ class Scorer:
         self.output_device = output_device or self.device
         self.vocab_size = vocab_size
         self.places = None if places is None else places.to(self.output_device)
-        self._spread_rows = torch.empty(0, 0)
-        self._spread = 0  # of these rows so many are taken
+        self._fitted = FittedLogits(vocab_size, self.places)
         self.embeddings = weight.shape[0]
         self._change = change_of_rotation(model.config)
         self._pass = choose_pass(model, self.cache, shared=not isinstance(cache, str))
@@ -133,7 +170,7 @@ class Scorer:
     def begin(self) -> None:
         """Start on a new context. Whoever changed the model did so before."""
         self.epoch += 1
-        self._spread = 0
+        self._fitted.release()
         self.cache.reset()
 
     @cached_property
@@ -272,7 +309,7 @@ class Scorer:
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back, see ``decoding.protocols.Scorer``: what is kept of the last draft closes up behind its context."""
-        self._spread = 0
+        self._fitted.release()
         root = self._root
         held = bisect_left(path, self.cache.length - root)
         if held < len(path):  # a drafter has not read its last draft, nor what was verified beside its drafts
@@ -296,27 +333,7 @@ class Scorer:
     ) -> Rows:
         ids = tokens[None] if isinstance(tokens, torch.Tensor) else torch.tensor([tokens], device=self.device)
         logits, hidden = (self._pass if cached else self._uncached_pass).rows(ids, rows, layers, **extra)
-        return Rows(self._fit(logits.to(self.output_device)), hidden)
-
-    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.places is not None:
-            return self._spread_out(logits, self.places)
-        width = logits.shape[-1]
-        if self.vocab_size is None or width == self.vocab_size:
-            return logits
-        if width > self.vocab_size:
-            return logits[..., : self.vocab_size]
-        return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
-
-    def _spread_out(self, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        rows = len(logits)
-        if self._spread + rows > len(self._spread_rows) or self._spread_rows.dtype != logits.dtype:
-            shape = max(rows, _SPREAD_ROWS), self.vocab_size or int(places.max()) + 1
-            self._spread_rows = logits.new_full(shape, float("-inf"))
-            self._spread = 0
-        out = self._spread_rows[self._spread : self._spread + rows]
-        self._spread += rows
-        return out.index_copy_(-1, places, logits)
+        return Rows(self._fitted(logits.to(self.output_device)), hidden)
 
 
 def _joined(parts: Sequence[Rows], rows: int) -> Rows:

@@ -1,0 +1,253 @@
+"""Heads at work: what they have read of a context, with the target's hidden states or their own, and their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from specbench.backends.torch.caches import PreallocatedLayer
+from specbench.backends.torch.heads import EagleHead, MedusaHeads, causal_attention
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
+from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
+from specbench.decoding.protocols import Pass, Rows
+from specbench.decoding.tree import tree_mask, tree_positions
+
+__all__ = ["EagleScorer", "HeadScorer", "MedusaScorer"]
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+"""From token ids to their embeddings."""
+
+
+class HeadScorer:
+    """Gives a head's rows as if it were a model that reads the context.
+
+    Args:
+        layers: Of which of the target's layers it takes the hidden states, see ``Pass``.
+        device: The head's.
+        fitted: Makes its logits those of the target's tokens.
+        context_limit: The longest context it can read, in tokens; ``None`` for no limit.
+        embeddings: How many tokens it can read.
+
+    Attributes:
+        epoch: Contexts begun so far.
+        longest: The most tokens of a branch of its drafts; ``None`` for any number.
+    """
+
+    gives_hidden = False
+    takes_trees = reads_trees = True
+    batch = None
+    longest: int | None = None
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        device: torch.device,
+        fitted: FittedLogits,
+        context_limit: int | None,
+        embeddings: int,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.device, self.context_limit, self.embeddings = device, context_limit, embeddings
+        self.places, self.vocab_size = fitted.places, fitted.vocab_size
+        self.epoch = 0
+        self._fitted = fitted
+        self._known = 0  # positions at which the target's states are known, or were read
+
+    @property
+    def held(self) -> int:
+        """How many of the first tokens of the context it has read."""
+        raise NotImplementedError
+
+    def reserve(self, asked: Pass) -> bool:  # noqa: ARG002
+        """There is always room."""
+        return True
+
+    def begin(self) -> None:
+        """Start on a new context."""
+        self.epoch += 1
+        self._known = 0
+        self._fitted.release()
+
+    def take_states(self, length: int, states: torch.Tensor) -> None:
+        """Take in the target's states.
+
+        Args:
+            length: They end with those of position ``length - 1``.
+            states: [positions, layers, width], all that are new among them.
+        """
+        raise NotImplementedError
+
+    def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
+        """Whether there are logits behind ``context + drafted``."""
+        within = self.context_limit is None or len(context) + len(drafted) <= self.context_limit
+        short = self.longest is None or len(drafted) < self.longest
+        return within and short and 1 < len(context) == self._known + 1
+
+    @torch.inference_mode()
+    def score(self, asked: Pass) -> Rows:
+        """The rows behind the context and a draft, of whose first nodes some may have been read before."""
+        rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
+        return Rows(self._fitted(self._logits(asked, rows)))
+
+    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
+        """The last rows over the tokens that it drafts, [rows, vocab]."""
+        raise NotImplementedError
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+        """Drop what was read of drafts: what was kept of them is read again, with the target's states."""
+        self._fitted.release()
+
+
+class EagleScorer(HeadScorer):
+    """EAGLE-3 with keys and values of its own.
+
+    It holds an entry for every token of the context but the first one: token t + 1 with the target's state at t. Drafts
+    stand behind these, with its own outputs in place of the states.
+
+    Args:
+        head: The head.
+        embed: The target's embeddings, unless it has its own.
+        layers, fitted, context_limit: See ``HeadScorer``.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        embed: Embed,
+        layers: Sequence[int],
+        fitted: FittedLogits,
+        context_limit: int | None,
+    ) -> None:
+        config = head.shape.layer
+        device = head.norm.weight.device
+        super().__init__(layers, device, fitted, context_limit, config.vocab_size)
+        self.head, self._embed = head, head.embed_tokens or embed
+        self._groups = config.num_attention_heads // config.num_key_value_heads
+        self._cache: Any = PreallocatedLayer()
+        self._states: list[torch.Tensor] = []  # that are known and not read
+        self._read = 0  # tokens that were read with them
+        self._features: list[torch.Tensor] = []  # behind the context, and behind each node of the draft
+        self._outputs: list[torch.Tensor] = []
+
+    @property
+    def held(self) -> int:
+        return self._read + 1 if self._read else 0
+
+    def begin(self) -> None:
+        super().begin()
+        self._cache.reset()
+        self._read = 0
+        self._states, self._features, self._outputs = [], [], []
+
+    def take_states(self, length: int, states: torch.Tensor) -> None:
+        fresh = length - self._known
+        self._states.append(states[-fresh:].to(self.device))
+        self._known = length
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        super().keep(length, path)
+        self._drop_drafts()
+
+    def _drop_drafts(self) -> None:
+        self._cache.keep(self._read)
+        self._features, self._outputs = self._features[:1], self._outputs[:1]
+
+    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
+        if self._read < len(asked.context) - 1:
+            self._read_context(asked.context)
+        parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
+        self._read_draft(asked.tokens, parents, chain=asked.parents is None)
+        return self.head.logits(torch.stack(self._outputs[-rows:]))
+
+    def _read_context(self, context: Sequence[int]) -> None:
+        """Read what is new, each token with the target's state at the one before it."""
+        self._drop_drafts()
+        states = self._states[0] if len(self._states) == 1 else torch.cat(self._states)
+        self._states = []
+        past, self._read = self._read, len(context) - 1
+        ids = torch.tensor(context[past + 1 :], device=self.device)
+        positions = torch.arange(past, self._read, device=self.device)
+        out = self._forward(ids, self.head.fuse(states), positions, None)
+        self._outputs = [out[-1]]
+        self._features = [self.head.recurring(out[-1])]
+
+    def _read_draft(self, tokens: Sequence[int], parents: Sequence[int], *, chain: bool) -> None:
+        """Read the nodes that were not read yet, those of one depth together."""
+        while (first := len(self._outputs) - 1) < len(tokens):
+            end = next((i for i in range(first, len(tokens)) if parents[i] >= first), len(tokens))
+            nodes = tokens[first:end]
+            ids = nodes.tensor if isinstance(nodes, DeviceTokens) else torch.tensor([*nodes])
+            features = torch.stack([self._features[parents[node] + 1] for node in range(first, end)])
+            last = self._read - 1
+            positions = tree_positions(last, parents[:end], self.device)[0, first + 1 :]
+            mask = None if chain else tree_mask(last, parents[:end], self._read + end, self.device)
+            out = self._forward(
+                ids.to(self.device), features, positions, None if mask is None else mask[..., first + 1 :, :]
+            )
+            self._outputs += out
+            self._features += self.head.recurring(out)
+
+    def _forward(
+        self, ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The layer's output, [tokens, hidden]; without a mask tokens attend to what comes before, and themselves."""
+
+        def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            past, tokens = self._cache.used, query.shape[2]
+            keys, values = self._cache.update(key, value)
+            if past == 0 and mask is None and tokens > 1:
+                return causal_attention(query, keys, values)
+            allowed = mask
+            if allowed is None and tokens > 1:
+                allowed = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=self.device).tril_(
+                    past
+                )
+            if query.device.type == "cpu" and tokens <= LONGEST_PASS:
+                folded = None if allowed is None else fold_mask(allowed, self._groups, query.dtype)
+                return attend(query, keys, values, folded, None)
+            out = scaled_dot_product_attention(query, keys, values, attn_mask=allowed, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        return self.head.read(self._embed(ids)[None], features[None], positions[None], attended)[0]
+
+
+class MedusaScorer(HeadScorer):
+    """Medusa heads: of a draft they see how long it is.
+
+    Args:
+        heads: The heads.
+        layer: The target's last one.
+        device, fitted, embeddings: See ``HeadScorer``.
+    """
+
+    def __init__(
+        self, heads: MedusaHeads, layer: int, device: torch.device, fitted: FittedLogits, embeddings: int
+    ) -> None:
+        super().__init__((layer,), device, fitted, None, embeddings)
+        self.heads, self.longest = heads, heads.heads
+        self._state: torch.Tensor | None = None
+        self._rows: list[torch.Tensor] = []
+
+    @property
+    def held(self) -> int:
+        return self._known
+
+    def begin(self) -> None:
+        super().begin()
+        self._state, self._rows = None, []
+
+    def take_states(self, length: int, states: torch.Tensor) -> None:
+        self._state, self._rows = states[-1:, 0].to(self.device), []
+        self._known = length
+
+    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
+        depths = [0]
+        for parent in range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents:
+            depths.append(depths[parent + 1] + 1)
+        assert self._state is not None
+        while len(self._rows) <= max(depths[-rows:]):
+            self._rows.append(self.heads.logits(self._state, len(self._rows)))
+        return torch.cat([self._rows[depth] for depth in depths[-rows:]])

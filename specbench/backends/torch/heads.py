@@ -1,0 +1,261 @@
+"""Trained heads: small modules that guess what a target writes next from its hidden states.
+
+They are plain modules, differentiable over any number of positions: whoever decodes says how to attend to what was read
+before (``head_scorers.py``), and whoever trains says it in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+__all__ = ["Attend", "EagleHead", "EagleShape", "MedusaHeads", "causal_attention"]
+
+Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From queries, [batch, heads, tokens, size], keys and values, [batch, key/value heads, tokens, size], of these tokens
+to what they attend to, [batch, tokens, heads, size]."""
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Every token attends to those before it and itself; see ``Attend``."""
+    out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """What an EAGLE-3 head is made of.
+
+    Attributes:
+        states: Hidden states of the target at each position.
+        width: Of each of them.
+        vocab: Tokens it drafts.
+        layer: Its decoder layer, one of Llama's.
+        embeds: Whether it has embeddings of its own, and does not take the target's.
+        biases: Names of the linear layers that have one, such as ``fc`` and ``q_proj``.
+        head_norms: Whether queries and keys are normalised by head, as Qwen3's are.
+        norm_before_residual: Whether what the layer adds to is the feature behind its norm, and not before it.
+        norm_before_fc: Whether all states together are normalised first (EAGLE-3.1).
+        fc_norm: Whether each state is normalised first (EAGLE-3.1).
+        norm_output: Whether what recurs is the layer's output behind the final norm (EAGLE-3.1).
+    """
+
+    states: int
+    width: int
+    vocab: int
+    layer: LlamaConfig
+    embeds: bool = False
+    biases: frozenset[str] = frozenset()
+    head_norms: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def linear(self, name: str, inputs: int, outputs: int) -> nn.Linear:
+        """A linear layer, with a bias if there is one of its name."""
+        return nn.Linear(inputs, outputs, name in self.biases)
+
+    def norm(self, size: int) -> nn.RMSNorm:
+        """A norm with the layer's epsilon."""
+        return nn.RMSNorm(size, self.layer.rms_norm_eps)
+
+
+class EagleHead(nn.Module):
+    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one decoder layer over tokens and the target's hidden states.
+
+    A token goes with the feature of the position before it, ``fuse(states)``; where the target has not been there yet,
+    with what the head itself put out there, ``recurring(out)``. The logits behind the token are ``logits(out)``.
+
+    Parameters are named as in files of ``speculators``, but for ``layer``, which is ``layers.0`` there.
+
+    Args:
+        shape: What it is made of.
+    """
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        self.shape, config = shape, shape.layer
+        hidden, wide = config.hidden_size, shape.states * shape.width
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if shape.embeds else None
+        self.input_norm = shape.norm(wide) if shape.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(shape.norm(shape.width) for _ in range(shape.states)) if shape.fc_norm else None
+        )
+        self.fc = shape.linear("fc", wide, hidden)
+        self.layer = _EagleLayer(shape)
+        self.norm = shape.norm(hidden)
+        self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """The features of positions.
+
+        Args:
+            states: Of the target, lower layers first, [..., states, width].
+
+        Returns:
+            [..., hidden].
+        """
+        if self.fc_norm is not None:
+            parts = zip(self.fc_norm, states.unbind(-2), strict=True)
+            states = torch.stack([norm(part) for norm, part in parts], dim=-2)
+        wide = states.flatten(-2)
+        if self.input_norm is not None:
+            wide = self.input_norm(wide)
+        fused: torch.Tensor = self.fc(wide)
+        return fused
+
+    def read(
+        self, embedded: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """The layer's output at tokens.
+
+        Args:
+            embedded: The tokens' embeddings, [batch, tokens, hidden].
+            features: That go with them, [batch, tokens, hidden].
+            positions: Theirs, [batch, tokens].
+            attend: How they attend.
+
+        Returns:
+            [batch, tokens, hidden], before the final norm.
+        """
+        out: torch.Tensor = self.layer(embedded, features, self.rotary_emb(embedded, positions), attend)
+        return out
+
+    def recurring(self, out: torch.Tensor) -> torch.Tensor:
+        """The feature that an output stands for, in the same shape."""
+        normed: torch.Tensor = self.norm(out) if self.shape.norm_output else out
+        return normed
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """Over the tokens it drafts, [..., vocab], behind tokens with these outputs."""
+        logits: torch.Tensor = self.lm_head(self.norm(out))
+        return logits
+
+    def forward(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Texts from their beginning on, each token with the target's own states at the position before it.
+
+        Args:
+            embedded: See ``read``.
+            states: [batch, tokens, states, width].
+
+        Returns:
+            Output, see ``read``, and logits.
+        """
+        positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
+        out = self.read(embedded, self.fuse(states), positions, causal_attention)
+        return out, self.logits(out)
+
+
+class _EagleLayer(nn.Module):
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        hidden, inner = shape.layer.hidden_size, shape.layer.intermediate_size
+        self._norm_before_residual = shape.norm_before_residual
+        self.input_layernorm, self.hidden_norm = shape.norm(hidden), shape.norm(hidden)
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = shape.norm(hidden)
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": shape.linear("gate_proj", hidden, inner),
+                "up_proj": shape.linear("up_proj", hidden, inner),
+                "down_proj": shape.linear("down_proj", inner, hidden),
+            }
+        )
+
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        features: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        normed = self.hidden_norm(features)
+        residual = normed if self._norm_before_residual else features
+        x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        residual = residual + self.self_attn(x, rotation, attend)
+        x = self.post_attention_layernorm(residual)
+        out: torch.Tensor = residual + self.mlp["down_proj"](
+            silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x)
+        )
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        config = shape.layer
+        hidden, self._size = config.hidden_size, config.head_dim
+        queries, keys = config.num_attention_heads * self._size, config.num_key_value_heads * self._size
+        self.q_proj = shape.linear("q_proj", 2 * hidden, queries)
+        self.k_proj = shape.linear("k_proj", 2 * hidden, keys)
+        self.v_proj = shape.linear("v_proj", 2 * hidden, keys)
+        self.o_proj = shape.linear("o_proj", queries, hidden)
+        self.q_norm = shape.norm(self._size) if shape.head_norms else nn.Identity()
+        self.k_norm = shape.norm(self._size) if shape.head_norms else nn.Identity()
+
+    def forward(
+        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:
+        query, key, value = (
+            projected.unflatten(-1, (-1, self._size)).transpose(1, 2)
+            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        query, key = _rotated(self.q_norm(query), rotation), _rotated(self.k_norm(key), rotation)
+        out: torch.Tensor = self.o_proj(attend(query, key, value).flatten(-2))
+        return out
+
+
+def _rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotary embedding (Su et al. 2021) of [batch, heads, tokens, size], by cosines and sines [batch, tokens, size]."""
+    cosines, sines = (each.unsqueeze(1) for each in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+class MedusaHeads(nn.Module):
+    """Medusa (Cai et al. 2024, arXiv 2401.10774): head i guesses the token i + 2 places behind a position.
+
+    Parameters are named as in the files that vLLM reads.
+
+    Args:
+        heads: How many.
+        blocks: Residual blocks of each.
+        width: Of the target's hidden states.
+        vocab: Tokens they draft.
+        biased: Whether the blocks have biases.
+        shared: Whether all have the same projection to the vocabulary.
+    """
+
+    def __init__(
+        self, heads: int, blocks: int, width: int, vocab: int, *, biased: bool = False, shared: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(width, width, biased) for _ in range(blocks))})
+            for _ in range(heads)
+        )
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(width, vocab, bias=False) for _ in range(1 if shared else heads)
+        )
+
+    def logits(self, state: torch.Tensor, head: int) -> torch.Tensor:
+        """Of one head, [..., vocab], from the target's last hidden states behind its final norm, [..., width]."""
+        block: Any = self.blocks[head]
+        for layer in block["layers"]:
+            state = state + silu(layer(state))
+        logits: torch.Tensor = self.lm_heads[min(head, len(self.lm_heads) - 1)](state)
+        return logits
+
+    def forward(self, states: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Of every head."""
+        return [self.logits(states, head) for head in range(self.heads)]

@@ -1,0 +1,49 @@
+"""Trained heads as drafters, on the target's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specbench.drafters.model import ModelDrafter
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbench.backends.torch.head_scorers import HeadScorer
+    from specbench.decoding.clocks import Clock
+
+__all__ = ["HeadDrafter"]
+
+
+class HeadDrafter(ModelDrafter):
+    """Drafts with a head of the target, chains and trees; nothing before the target has made a pass.
+
+    Args:
+        scorer: The head at work.
+        name: How the command line names it.
+        clock: See ``ModelDrafter``.
+    """
+
+    scorer: HeadScorer
+
+    def __init__(self, scorer: HeadScorer, name: str, clock: Clock | None = None) -> None:
+        super().__init__(scorer, name, clock)
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return self.scorer.layers
+
+    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
+        self.scorer.take_states(len(context) - 1, states)
+
+    def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
+        return self.scorer.can_read(context, drafted)
+
+    def _room(self, context: Sequence[int]) -> int:
+        room, longest = super()._room(context), self.scorer.longest
+        return room if longest is None else min(room, longest)
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        """What was read of drafts is dropped: what is kept of them is read again, with the target's states."""
+        self.scorer.keep(length, path)
