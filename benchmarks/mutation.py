@@ -64,6 +64,7 @@ CACHES = ("tests/test_caches.py", "-k", "mistral or llama or gemma3")
 STORE = ("tests/test_store.py",)
 SIBLINGS = ("tests/test_siblings.py",)
 THEORY = ("tests/test_theory.py", "-k", "tree")
+SCHEDULE = ("tests/test_schedule.py",)
 TREES = ("tests/test_trees.py", "-k", "targets and not specinfer or keeps_what_it_has_read")
 CONTROL = Mutant(
     "(nothing changed)",
@@ -746,6 +747,35 @@ MUTANTS = (
         "if allow_pickle else []",
         "if True else []",
         ("tests/test_models.py", "-k", "pickled"),
+    ),
+    # -- many requests ------------------------------------------------------------------------------
+    Mutant(
+        "a request that was put back drafts on without the target's keys",
+        "decoding/schedule.py",
+        "        if self.asked.scorer is not target and target.held < self.verified:\n",
+        "        if False:\n",
+        SCHEDULE,
+    ),
+    Mutant(
+        "passes do not wait for those who draft",
+        "decoding/schedule.py",
+        "[job for job in self._active if job.drafts] or candidates",
+        "candidates",
+        SCHEDULE,
+    ),
+    Mutant(
+        "a drafter that reads a long prompt holds the others up",
+        "decoding/schedule.py",
+        "job.since, job.reading = self._passes, True",
+        "job.since = self._passes",
+        SCHEDULE,
+    ),
+    Mutant(
+        "memory of a request that has ended stays taken",
+        "decoding/schedule.py",
+        "            with suppress(Exception):\n                scorer.keep(0)\n",
+        "            pass\n",
+        SCHEDULE,
     ),
 )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from specbench.decoding.records import StepTimes
 
-__all__ = ["Clock", "DeviceClock", "Stopwatch", "WallClock", "clock_for", "peak_memory"]
+__all__ = ["Clock", "DeviceClock", "PausedClock", "Stopwatch", "WallClock", "clock_for", "peak_memory"]
 
 
 class Clock(Protocol):
@@ -41,6 +43,30 @@ class DeviceClock:
     def now(self) -> float:
         self._synchronize()
         return time.perf_counter()
+
+
+class PausedClock:
+    """A clock that can be stopped for a while.
+
+    Args:
+        clock: Tells the time; ``None`` for the machine's.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._now = (clock or WallClock()).now
+        self._lost = 0.0
+
+    def now(self) -> float:
+        return self._now() - self._lost
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It stands still meanwhile."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._lost += self._now() - began
 
 
 class Stopwatch:

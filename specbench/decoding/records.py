@@ -109,6 +109,7 @@ class Prefill:
         time_s: Seconds it took; 0 without a first-target pass.
         finish_reason: Set when the output ends right here.
         probability: The target's probability of ``token`` when a trace was asked for, else ``None``.
+        queued_s: Seconds that the request waited before that for others to end.
     """
 
     prompt_tokens: int
@@ -116,6 +117,7 @@ class Prefill:
     time_s: float
     finish_reason: FinishReason | None = None
     probability: float | None = None
+    queued_s: float = 0.0
 
     @property
     def origins(self) -> tuple[Origin, ...]:

@@ -1,0 +1,514 @@
+"""Requests side by side, on scripted models: outputs as alone, full passes, bounded memory, ends and failures."""
+
+from __future__ import annotations
+
+import random as standard_random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+from scripted import Logits, ScriptedCache, ScriptedScorer, Ticking, random_table
+
+from specbench.decoding.clocks import Stopwatch
+from specbench.decoding.loop import decode, driven
+from specbench.decoding.protocols import Drafter, Pass, Rows
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import Request
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.schedule import Event, Scheduler
+from specbench.decoding.stops import StopRules
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.plain import NoDraft
+from specbench.drafters.recycle import RecycleDrafter
+from specbench.drafters.several import SeveralDrafters
+from specbench.drafters.suffix import SuffixDrafter
+from specbench.errors import UsageError
+from specbench.lengths import build_policy
+from specbench.specs.drafters import NGram
+
+VOCAB = 6
+GREEDY = Greedy()
+TARGET, DRAFT, OTHER = (random_table(seed, VOCAB, spread=2.0) for seed in (1, 2, 3))
+
+
+class Room:
+    """Memory for so many tokens, of which every cache reserves some."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.reserved: dict[ScriptedCache, int] = {}
+
+    @property
+    def taken(self) -> int:
+        return sum(self.reserved.values())
+
+
+class Together:
+    """Makes passes of several scorers in one, and keeps the tokens that each has read in it."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+
+    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+        assert len({each.scorer for each in asked}) == len(asked)
+        for each in asked:
+            each.scorer.refuse()
+        self.passes.append([len(each.context) + len(each.tokens) - each.scorer.held for each in asked])
+        return [each.scorer.score(each) for each in asked]
+
+
+class Member(ScriptedScorer):
+    """A scorer with a place in a room; its passes are made with those of others."""
+
+    def __init__(
+        self, logits: Logits, room: Room | None = None, batch: Together | None = None, **options: Any
+    ) -> None:
+        super().__init__(logits, VOCAB, **options)
+        self.room, self.batch = room or Room(10**6), batch
+
+    places = None
+
+    def refuse(self) -> None:
+        """Raise what speaks against a pass, before any is made."""
+
+    def reserve(self, asked: Pass) -> bool:
+        wanted = len(asked.context) + len(asked.tokens)
+        if wanted > self.room.tokens:
+            raise UsageError(f"The pool holds {self.room.tokens} tokens.", "Give it more.")
+        others = self.room.taken - self.room.reserved.get(self.cache, 0)
+        if others + wanted > self.room.tokens:
+            return False
+        self.room.reserved[self.cache] = wanted
+        return True
+
+    def begin(self) -> None:
+        super().begin()
+        self.room.reserved.pop(self.cache, None)
+
+    def score(self, asked: Pass) -> Rows:
+        self.refuse()
+        if self.room.tokens < 10**6:
+            assert self.room.reserved[self.cache] >= len(asked.context) + len(asked.tokens), (
+                "nothing was reserved"
+            )
+        return super().score(asked)
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        super().keep(length, path)
+        self.room.reserved.pop(self.cache, None)
+        if self.cache.length:
+            self.room.reserved[self.cache] = self.cache.length
+
+
+@dataclass
+class House:
+    """Models that requests share, with the memory of each."""
+
+    room: Room = field(default_factory=lambda: Room(10**6))
+    drafters_room: Room = field(default_factory=lambda: Room(10**6))
+    target: Together | None = field(default_factory=Together)
+    model: Together | None = field(default_factory=Together)
+    form: Together | None = field(default_factory=Together)
+
+    def member(self) -> Member:
+        return Member(TARGET, self.room, self.target)
+
+    def drafter(self, kind: str, target: Member) -> Drafter:
+        model = partial(Member, DRAFT, self.drafters_room, self.model)
+        form = partial(Member, OTHER, self.room, self.form, cache=target.cache, own_entries_only=False)
+        made: dict[str, Callable[[], Any]] = {
+            "none": NoDraft,
+            "lookup": LookupDrafter,
+            "ngram": NGramDrafter,
+            "drawn": lambda: NGramDrafter(NGram(sample=True)),
+            "suffix": SuffixDrafter,
+            "recycle": RecycleDrafter,
+            "model": lambda: ModelDrafter(model(), "model"),
+            "self": lambda: SelfDrafter(form(), "self"),
+            "lookup+model": lambda: CascadeDrafter(LookupDrafter(), ModelDrafter(model(), "model")),
+            "lookup+self": lambda: CascadeDrafter(LookupDrafter(), SelfDrafter(form(), "self"), 2),
+            "lookup|self": lambda: SeveralDrafters([LookupDrafter(), SelfDrafter(form(), "self")]),
+        }
+        return made[kind]()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request with all its settings."""
+
+    prompt: tuple[int, ...]
+    drafter: str = "none"
+    rule: str = "fixed"
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    tokens: int = 8
+    end_ids: tuple[int, ...] = ()
+    first_target: bool = True
+
+    def request(self, house: House) -> Request:
+        target = house.member()
+        return Request(
+            prompt=list(self.prompt),
+            target=target,
+            drafter=house.drafter(self.drafter, target),
+            policy=build_policy(self.rule),
+            sampling=self.sampling,
+            random=Randomness(self.seed),
+            max_new_tokens=self.tokens,
+            stops=StopRules(self.end_ids),
+            first_target=self.first_target,
+        )
+
+    def alone(self) -> list[Any]:
+        return [told(record) for record in driven(decode(self.request(House()), Stopwatch(Ticking())))]
+
+
+CHAINS = ("fixed:gamma=1", "fixed:gamma=3", "fixed:gamma=7", "egag", "svip", "heuristic", "fixed:siblings=2")
+TREES = ("dynamic-tree:nodes=5", "static-tree")
+ANY = (
+    "none",
+    "lookup",
+    "ngram",
+    "drawn",
+    "suffix",
+    "recycle",
+    "model",
+    "self",
+    "lookup+model",
+    "lookup+self",
+)
+
+
+def mixture(count: int, seed: int, longest: int = 30) -> list[Case]:
+    """So many requests, every kind of drafter in turn, all else at random."""
+    choice = standard_random.Random(seed)
+    cases = []
+    for number in range(count):
+        drafter = [*ANY, "lookup|self"][number % (len(ANY) + 1)]
+        rules = (
+            CHAINS[:3]
+            if "|" in drafter
+            else [*CHAINS, *TREES]
+            if drafter in ("model", "self", "suffix")
+            else CHAINS
+        )
+        cases.append(
+            Case(
+                tuple(choice.randrange(VOCAB) for _ in range(choice.randint(1, longest))),
+                drafter,
+                choice.choice(rules),
+                choice.choice([GREEDY, Multinomial(0.8), Multinomial(1.3)]),
+                number,
+                choice.randint(1, 14),
+                choice.choice([(), (), (4,)]),
+                choice.random() < 0.8,
+            )
+        )
+    return cases
+
+
+def told(record: Event) -> Any:
+    """What a record says but for times."""
+    if isinstance(record, Step):
+        return (
+            record.index,
+            record.position,
+            record.drafted,
+            record.tokens,
+            record.finish_reason,
+            record.siblings,
+        )
+    return (record.token, record.finish_reason) if isinstance(record, Prefill) else record
+
+
+def run(scheduler: Scheduler, cases: Iterable[Case], house: House) -> dict[int, list[Any]]:
+    for case in cases:
+        scheduler.add(partial(case.request, house))
+    return told_by_number(scheduler)
+
+
+def told_by_number(scheduler: Scheduler) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for number, event in scheduler:
+        found.setdefault(number, []).append(told(event))
+    return found
+
+
+MIXED = mixture(44, 0)
+ALONE = [case.alone() for case in MIXED]
+
+
+@pytest.mark.parametrize(("batch", "most"), [(1, 512), (3, 5), (8, 1), (16, 40)])
+def test_every_request_gets_what_it_gets_alone(batch: int, most: int) -> None:
+    house = House()
+    found = run(Scheduler(max_batch=batch, max_tokens_per_pass=most), MIXED, house)
+    assert [found[number] for number in range(len(MIXED))] == ALONE
+    assert house.room.taken == house.drafters_room.taken == 0
+
+
+def test_models_that_batch_nothing_are_asked_one_by_one() -> None:
+    found = run(Scheduler(max_batch=8), MIXED[:22], House(target=None, model=None, form=None))
+    assert [found[number] for number in range(22)] == ALONE[:22]
+
+
+@pytest.mark.parametrize(("room", "drafters_room"), [(48, 50), (60, 10**6), (200, 60)])
+def test_nothing_is_lost_where_memory_is_short(
+    room: int, drafters_room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house, put_back = House(Room(room), Room(drafters_room)), []
+    honest = Scheduler._put_back
+
+    def counting(scheduler: Scheduler, job: Any) -> None:
+        assert job is not min(scheduler._active, key=lambda other: other.number)
+        put_back.append(job.asked.scorer is job.request.target)
+        honest(scheduler, job)
+
+    monkeypatch.setattr(Scheduler, "_put_back", counting)
+    found = run(Scheduler(max_batch=8, max_tokens_per_pass=20), MIXED, house)
+    assert [found[number] for number in range(len(MIXED))] == ALONE
+    assert house.room.taken == house.drafters_room.taken == 0
+    assert True in put_back
+    assert room > 100 or False in put_back  # one in the middle of its draft as well
+
+
+def test_requests_join_and_leave_at_any_step() -> None:
+    house, choice = House(Room(150)), standard_random.Random(5)
+    scheduler = Scheduler(max_batch=5, max_tokens_per_pass=12)
+    found: dict[int, list[Any]] = {}
+    cancelled, added = set(), 0
+    while added < len(MIXED) or len(scheduler):
+        while added < len(MIXED) and choice.random() < 0.3:
+            assert scheduler.add(partial(MIXED[added].request, house)) == added
+            added += 1
+        if added and choice.random() < 0.05:
+            cancelled.add(number := choice.randrange(added))
+            scheduler.cancel(number)
+        for number, event in scheduler.step():
+            found.setdefault(number, []).append(told(event))
+        assert scheduler.active <= 5
+    assert cancelled
+    for number, alone in enumerate(ALONE):
+        records = found.get(number, [])
+        assert records == alone or (number in cancelled and records == alone[: len(records)])
+    assert house.room.taken == house.drafters_room.taken == 0
+
+
+def drafting(count: int, gammas: Sequence[int] = (3,), drafters: Sequence[str] = ("model",)) -> list[Case]:
+    return [
+        Case((1, 2, number % VOCAB), drafters[number % len(drafters)], f"fixed:gamma={gammas[number % len(gammas)]}",
+             tokens=30)
+        for number in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", [drafting(6), drafting(6, (1, 5, 2)), drafting(6, (3,), ANY)])
+def test_a_target_s_pass_takes_all_along_and_everybody_steps_alike(cases: list[Case]) -> None:
+    house = House()
+    scheduler = Scheduler(max_batch=6)
+    for case in cases:
+        scheduler.add(partial(case.request, house))
+    steps = [0] * 6
+    while scheduler.active in (0, 6):
+        if scheduler.active:
+            assert max(steps) - min(steps) <= 1
+        for number, event in scheduler.step():
+            steps[number] += isinstance(event, Step)
+    assert house.target is not None
+    assert max(steps) > 5
+    assert {len(each) for each in house.target.passes} == {6}
+
+
+def test_drafts_share_passes_token_by_token() -> None:
+    house = House()
+    run(Scheduler(max_batch=4), drafting(4, (4,)), house)
+    assert house.model is not None
+    assert [len(each) for each in house.model.passes[:8]] == [4] * 8
+
+
+def emitted(scheduler: Scheduler) -> list[int]:
+    """Whose tokens come, in that order."""
+    return [number for number, event in scheduler for _ in getattr(event, "tokens", (0,))]
+
+
+@pytest.mark.parametrize("kind", ["none", "model"])
+def test_a_long_prompt_is_read_between_the_steps_of_others(kind: str) -> None:
+    house = House()
+    scheduler = Scheduler(max_batch=3, max_tokens_per_pass=20)
+    long = Case(tuple(i * i % VOCAB for i in range(200)), kind, tokens=3)
+    for case in (long, *drafting(2, (2,), (kind,))):
+        scheduler.add(partial(case.request, house))
+    order = emitted(scheduler)
+    assert house.target is not None
+    assert house.model is not None
+    passes = [*house.target.passes, *house.model.passes]
+    assert max(map(sum, passes)) <= 20
+    assert max(map(max, passes)) > 10
+    # 200 tokens in parts of at most 19 take 11 passes of the target, and others emit in each of them.
+    assert order.index(0) >= 20
+    if kind == "model":  # its drafter then reads as many in parts, and nobody waits for it either
+        first, second = [place for place, number in enumerate(order) if number == 0][:2]
+        assert second - first > 5
+
+
+def test_whoever_found_no_room_in_a_pass_comes_first_in_the_next() -> None:
+    house = House()
+    scheduler = Scheduler(max_batch=4, max_tokens_per_pass=3)
+    for case in drafting(3, (1,), ("none",)):
+        scheduler.add(partial(case.request, house))
+    scheduler.add(partial(Case(tuple(range(VOCAB)) * 3, tokens=2).request, house))
+    order = emitted(scheduler)
+    assert order.index(3) < 60
+
+
+def test_a_context_that_nobody_keeps_is_read_whole() -> None:
+    class Forgetful(Member):
+        def keep(self, length: int, path: Sequence[int] = ()) -> None:
+            super().keep(0)
+
+    house = House()
+    house.member = lambda: Forgetful(TARGET, house.room, house.target)  # type: ignore[method-assign]
+    cases = [Case((1, 2, 3, 4) * 4, tokens=4), Case((2, 2), tokens=4)]
+    found = run(Scheduler(max_tokens_per_pass=6), cases, house)
+    assert [found[0], found[1]] == [case.alone() for case in cases]
+
+
+class Failing(Member):
+    """Refuses its third pass."""
+
+    def refuse(self) -> None:
+        if len(self.passes) == 2:
+            raise UsageError("This model reads no more.")
+
+
+class Breaking(Member):
+    """Breaks in its third pass."""
+
+    def score(self, asked: Pass) -> Rows:
+        if len(self.passes) == 2:
+            raise RuntimeError("broken")
+        return super().score(asked)
+
+
+def with_target(kind: type[Member], case: Case, house: House) -> Request:
+    """A request whose target is of that kind."""
+    odd = House(house.room, house.drafters_room, house.target, house.model, house.form)
+    odd.member = lambda: kind(TARGET, house.room, house.target)  # type: ignore[method-assign]
+    return case.request(odd)
+
+
+def no_request() -> Request:
+    raise UsageError("The prompt is empty.")
+
+
+@pytest.mark.parametrize("target", [None, Together()], ids=["one by one", "together"])
+def test_one_that_fails_ends_alone(target: Together | None) -> None:
+    house = House(target=target)
+    scheduler = Scheduler(max_batch=4)
+    scheduler.add(no_request)
+    scheduler.add(partial(MIXED[0].request, house))
+    scheduler.add(partial(with_target, Failing, MIXED[1], house))
+    scheduler.add(partial(MIXED[2].request, house))
+    found = told_by_number(scheduler)
+    assert [str(event) for event in found[0]] == ["The prompt is empty."]
+    assert found[1] == ALONE[0]
+    assert found[3] == ALONE[2]
+    assert found[2][:-1] == ALONE[1][: len(found[2]) - 1]
+    assert str(found[2][-1]) == "This model reads no more."
+    assert house.room.taken == 0
+
+
+def test_a_pass_that_breaks_ends_those_who_took_part() -> None:
+    house = House()
+    scheduler = Scheduler(max_batch=2)
+    scheduler.add(partial(with_target, Breaking, Case((1, 2)), house))
+    scheduler.add(partial(Case((2, 2)).request, house))
+    scheduler.add(partial(MIXED[0].request, house))
+    found = told_by_number(scheduler)
+    assert [repr(found[number][-1]) for number in (0, 1)] == ["RuntimeError('broken')"] * 2
+    assert found[2] == ALONE[0]
+
+
+def test_one_that_never_fits_says_so() -> None:
+    house = House(Room(40))
+    cases = [MIXED[0], Case((1,) * 50), Case((2,) * 38, tokens=9), MIXED[1]]
+    found = run(Scheduler(), cases, house)
+    assert [found[0], found[3]] == ALONE[:2]
+    assert [type(found[number][-1]) for number in (1, 2)] == [UsageError] * 2
+    assert len(found[1]) == 1 < len(found[2])
+    assert house.room.taken == 0
+
+
+def test_memory_that_others_hold_is_a_reason_too() -> None:
+    house = House(Room(40))
+    house.room.reserved[ScriptedCache()] = 30
+    found = run(Scheduler(), [Case((1,) * 20)], house)
+    assert "no room" in str(found[0][0])
+
+
+def test_cancelling_frees_the_place() -> None:
+    house = House()
+    scheduler = Scheduler(max_batch=1)
+    for case in drafting(3):
+        scheduler.add(partial(case.request, house))
+    seen = set()
+    for number, event in scheduler:
+        seen.add(number)
+        if isinstance(event, Step):
+            scheduler.cancel(number)
+            scheduler.cancel(1)
+    assert seen == {0, 2}
+    assert len(scheduler) == house.room.taken == house.drafters_room.taken == 0
+
+
+def test_whoever_leaves_off_ends_them_all() -> None:
+    house = House()
+    scheduler = Scheduler(max_batch=2)
+    for case in drafting(3):
+        scheduler.add(partial(case.request, house))
+    for _ in scheduler:
+        break
+    assert len(scheduler) == house.room.taken == house.drafters_room.taken == 0
+
+
+class Set:
+    """A clock that somebody sets."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+def test_times_are_those_of_the_batch_without_the_consumer_s() -> None:
+    clock, house = Set(), House()
+    honest = house.target.score
+
+    def slow(asked: Sequence[Pass]) -> list[Rows]:
+        clock.time += 1
+        return honest(asked)
+
+    house.target.score = slow  # type: ignore[method-assign]
+    scheduler = Scheduler(max_batch=2, clock=clock)
+    for case in [*drafting(2, (1,), ("none",)), Case((1, 2), tokens=2)]:
+        scheduler.add(partial(case.request, house))
+    records: dict[int, list[Any]] = {}
+    for number, event in scheduler:
+        clock.time += 100
+        records.setdefault(number, []).append(event)
+    for number in (0, 1):
+        first, *steps = records[number]
+        assert (first.time_s, first.queued_s) == (1, 0)
+        assert {step.times.verify_s for step in steps} == {1}
+        assert {step.times.total_s for step in steps} == {1}
+    assert records[2][0].queued_s == 30
+
+
+@pytest.mark.parametrize("options", [{"max_batch": 0}, {"max_tokens_per_pass": 0}])
+def test_limits_are_at_least_one(options: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="Give at least 1"):
+        Scheduler(**options)
