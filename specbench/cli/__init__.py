@@ -21,6 +21,7 @@ from specbench.cli.calibrate import calibrate
 from specbench.cli.check import check
 from specbench.cli.compare import compare
 from specbench.cli.drafters import drafters
+from specbench.cli.export import export
 from specbench.cli.generate import generate
 from specbench.cli.options import GroupedCommand, unfolded
 from specbench.cli.plot import plot
@@ -66,7 +67,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, drafters, calibrate, sweep, plot, report, compare, check, trace):
+for _command in (generate, drafters, calibrate, sweep, plot, report, compare, export, check, trace):
     app.command(cls=GroupedCommand)(unfolded(_command))
 
 

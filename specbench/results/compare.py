@@ -27,6 +27,7 @@ __all__ = [
     "Row",
     "compare_configs",
     "compare_runs",
+    "named_config",
     "side_by_side",
     "to_json",
 ]
@@ -122,7 +123,7 @@ def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
         UsageError: There is no such configuration, both are the same, or they have no generation in common.
     """
     run = df.attrs["run"]
-    first, second = _config(run, a, "this run"), _config(run, b, "this run")
+    first, second = named_config(run, a, "this run"), named_config(run, b, "this run")
     if first["id"] == second["id"]:
         raise UsageError(
             "A configuration is compared with itself.", "Name two configurations with --a and --b."
@@ -316,8 +317,12 @@ def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]
 # --- What can be compared -------------------------------------------------------------------------
 
 
-def _config(run: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    """The configuration of that id or label."""
+def named_config(run: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """The configuration of that id or label.
+
+    Raises:
+        UsageError: There is none.
+    """
     for field in ("id", "label"):
         for config in run["configs"]:
             if config.get(field) == name:
@@ -330,7 +335,7 @@ def _matched(
     run_a: Mapping[str, Any], run_b: Mapping[str, Any], a: str | None, b: str | None, measure: Measure
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     if a is not None or b is not None:
-        pair = _config(run_a, str(a or b), "run A"), _config(run_b, str(b or a), "run B")
+        pair = named_config(run_a, str(a or b), "run A"), named_config(run_b, str(b or a), "run B")
         if measure == "speedup" and any(config["id"] == config["baseline"] for config in pair):
             raise UsageError(
                 "Plain decoding is what speedups are over, so it has none of its own.",

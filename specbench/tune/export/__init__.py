@@ -1,0 +1,1 @@
+"""A setting in the words of other engines: how what was measured here is switched on where it is deployed."""

@@ -1,0 +1,141 @@
+"""What every engine answers, and what all of them have to say about a setting."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from specbench.errors import UsageError
+from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel
+from specbench.tune.export.setting import Model, Setting
+
+__all__ = [
+    "GREEDY_DRAFTS",
+    "OLDEST_MATCH",
+    "Engine",
+    "Export",
+    "command",
+    "floating",
+    "kinds",
+    "model_needs",
+    "refuse",
+    "revision",
+    "without_counterpart",
+]
+
+GREEDY_DRAFTS = (
+    "Above temperature 0 a draft is the drafter's top token, kept with the target's probability of it; in specbench it"
+    " is drawn, and kept with the chance of Σ min(p, q). Outputs keep their distribution, acceptance changes."
+)
+OLDEST_MATCH = (
+    "Of several equally long matches it copies behind the oldest, specbench behind the most recent."
+)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A setting in an engine's words.
+
+    Attributes:
+        text: What to run: commands for a shell, or a Python program.
+        options: The engine's own names in it, each with its value; groups of them are mappings.
+        needs: What has to be there first.
+        missing: What the engine has no counterpart of, and what stands in its place.
+        differs: What means something else there.
+        check: How to see that it is on.
+    """
+
+    text: str
+    options: Mapping[str, Any]
+    needs: Sequence[str]
+    missing: Sequence[str]
+    differs: Sequence[str]
+    check: str
+
+
+class Engine(Protocol):
+    """One way to deploy.
+
+    Attributes:
+        name: What ``--to`` takes.
+        title: What it calls itself.
+        version: That its names were read in.
+        drafters: Kinds that it can express at least some of.
+        rules: Draft-length rules that it has beside a fixed γ.
+    """
+
+    name: str
+    title: str
+    version: str
+    drafters: tuple[type[DrafterSpec], ...]
+    rules: tuple[str, ...]
+
+    def export(self, setting: Setting) -> Export:
+        """The setting there.
+
+        Raises:
+            UsageError: It cannot be expressed.
+        """
+        ...
+
+
+def kinds(engine: Engine) -> str:
+    """The drafters that it has, in words."""
+    names = {SmallModel: "a model", Cascade: "lookup+MODEL"}
+    return ", ".join(names.get(kind, kind.word) for kind in engine.drafters)
+
+
+def refuse(engine: Engine, setting: Setting) -> UsageError:
+    """The error for a drafter that an engine does not have."""
+    return UsageError(
+        f"{engine.title} cannot express the drafter {setting.drafter}; it has {kinds(engine)}.",
+        "Export a setting with one of these (--setting), or to another engine.",
+    )
+
+
+def without_counterpart(engine: Engine, setting: Setting) -> Iterator[str]:
+    """What an engine lacks of rule, drafter and dtypes, whatever it is."""
+    rule = setting.rule
+    if setting.gamma_from and rule.word not in engine.rules:
+        yield f"The rule {rule}: a fixed γ of {setting.gamma} takes its place, {setting.gamma_from}."
+    if not rule.kind.tree and rule.siblings:
+        yield f"Siblings: specbench verified up to {rule.siblings} alternatives beside a draft."
+    if setting.temperature != 0 and "verification" in rule.options:
+        yield f"The verification {rule.options['verification']}."
+    model = setting.drafter.model_part
+    if isinstance(model, SmallModel):
+        if model.vocab is not None:
+            yield f"vocab={model.vocab}: the drafter computes its whole head."
+        if setting.drafter_dtype in ("int8", None):
+            default = "" if setting.drafter_dtype else ", specbench's default on a CPU"
+            yield (
+                f"The drafter's int8{default}: there it runs as its checkpoint is stored, so that drafts cost more than"
+                " measured unless you name a quantised one."
+            )
+    if setting.dtype == "int8":
+        yield "The target's int8, which is specbench's own: there it runs as its checkpoint is stored."
+
+
+def model_needs(setting: Setting) -> Iterator[str]:
+    """What has to be put in place of names that only one machine knows."""
+    for model in (setting.target, setting.assistant):
+        if model is not None and not model.is_hub_id:
+            yield f"{model.name} is what one machine calls a model: put its path or hub id there."
+
+
+def floating(dtype: str | None) -> str | None:
+    """A dtype, if other engines have it."""
+    return dtype if dtype in ("float32", "bfloat16", "float16") else None
+
+
+def revision(model: Model | None, name: str) -> dict[str, str]:
+    """The option for a model's revision, if one is named."""
+    return {} if model is None or model.revision is None else {name: model.revision}
+
+
+def command(words: Sequence[str], options: Mapping[str, Any]) -> str:
+    """A command line, with an option in each line behind the first."""
+    lines = [shlex.join(words), *(f"    {name} {shlex.quote(str(value))}" for name, value in options.items())]
+    return " \\\n".join(lines) + "\n"

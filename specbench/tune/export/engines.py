@@ -1,0 +1,100 @@
+"""The engines that settings are exported to, and an export as a file and as data."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specbench._version import __version__
+from specbench.textsafe import one_line
+from specbench.tune.export.engine import Engine, Export
+from specbench.tune.export.llama_cpp import LlamaCpp
+from specbench.tune.export.mlx_lm import MlxLm
+from specbench.tune.export.openvino import OpenVino
+from specbench.tune.export.setting import Setting
+from specbench.tune.export.sglang import SGLang
+from specbench.tune.export.tensorrt_llm import TensorRTLLM
+from specbench.tune.export.transformers import Transformers
+from specbench.tune.export.vllm import VLLM
+
+__all__ = ["ENGINES", "as_file", "as_json"]
+
+ENGINES: Mapping[str, Engine] = {
+    engine.name: engine
+    for engine in (Transformers(), VLLM(), SGLang(), LlamaCpp(), TensorRTLLM(), MlxLm(), OpenVino())
+}
+"""In the order in which listings have them."""
+
+
+def as_file(engine: Engine, setting: Setting, export: Export, source: str) -> str:
+    """What to run, with all that is to be known as comments before and behind it."""
+    head = [
+        f"Made for {engine.title} {engine.version} by specbench {__version__}, from {source}.",
+        *(_measured(setting)),
+        *(f"Before: {each}" for each in export.needs),
+    ]
+    foot = [
+        *(f"Not there: {each}" for each in export.missing),
+        *(f"Differs there: {each}" for each in export.differs),
+        f"Is it on? {export.check}",
+    ]
+    return f"{_comments(head)}\n{export.text}\n{_comments(foot)}"
+
+
+def _measured(setting: Setting) -> Iterator[str]:
+    measured = setting.measured
+    if measured is None:
+        return
+    best = "The best setting of the run" if measured.best else "Measured"
+    at = f" at temperature {setting.temperature:g}" if setting.temperature else ""
+    yield f"{best}{at}, {measured}, in specbench. Another engine on another machine has other costs: measure there too."
+    if measured.verdict != "faster":
+        yield (
+            "It was slower than plain decoding: better leave speculation off."
+            if measured.verdict == "slower"
+            else "It cannot be told from plain decoding: measure more before you deploy it."
+        )
+
+
+def _comments(notes: list[str]) -> str:
+    wrapped = textwrap.TextWrapper(
+        100, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    )
+    return "".join(f"{wrapped.fill(one_line(note))}\n" for note in notes)
+
+
+def as_json(engine: Engine, setting: Setting, export: Export, source: str) -> dict[str, Any]:
+    """The same as data; an interval is ``None`` where there is none."""
+    measured = setting.measured
+    return {
+        "engine": engine.name,
+        "version": engine.version,
+        "source": source,
+        "setting": {
+            "target": setting.target.name,
+            "drafter": str(setting.drafter),
+            "length_policy": str(setting.rule),
+            "gamma": setting.gamma,
+            "gamma_from": setting.gamma_from or None,
+            "dtype": setting.dtype,
+            "drafter_dtype": setting.drafter_dtype,
+            "temperature": setting.temperature,
+        },
+        "measured": None
+        if measured is None
+        else {
+            "config": measured.config,
+            "best": measured.best,
+            "speedup": measured.speedup.value,
+            "low": measured.speedup.low,
+            "high": measured.speedup.high,
+            "verdict": measured.verdict,
+        },
+        "options": export.options,
+        "text": export.text,
+        "needs": list(export.needs),
+        "missing": list(export.missing),
+        "differs": list(export.differs),
+        "check": export.check,
+    }

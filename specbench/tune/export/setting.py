@@ -1,0 +1,262 @@
+"""What is exported: the best setting of a run, one that is named, or that of a `specbench.toml`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specbench.errors import UsageError
+from specbench.results import frames, stats
+from specbench.results.compare import named_config
+from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel, parse_drafter
+from specbench.specs.models import ModelSpec
+from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.textsafe import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pandas as pd
+
+    from specbench.config import Config
+
+__all__ = ["Measured", "Model", "Setting", "setting_of_config", "setting_of_run"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by name.
+
+    Attributes:
+        name: A hub id, a built-in name, or the last name of a folder or file: runs keep no paths.
+        revision: On the hub; ``None`` for the default branch.
+    """
+
+    name: str
+    revision: str | None = None
+
+    @property
+    def is_hub_id(self) -> bool:
+        """Whether it names an organisation, so that an engine finds it by itself."""
+        return "/" in self.name
+
+    @property
+    def stem(self) -> str:
+        """Its last name, without the ending of a GGUF file."""
+        return re.sub(r"(?i)\.gguf$", "", self.name.rpartition("/")[2])
+
+    @classmethod
+    def named(cls, text: str) -> Model:
+        """Of a name as results and configurations have it."""
+        name, _, revision = text.partition("@")
+        return cls(name, revision or None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run says of a setting.
+
+    Attributes:
+        config: Its id there.
+        label: Its name in tables.
+        speedup: Over plain decoding.
+        verdict: Whether it is faster.
+        best: Whether it is the fastest of its run, and surely faster than plain decoding.
+    """
+
+    config: str
+    label: str
+    speedup: stats.Estimate
+    verdict: stats.Verdict | None
+    best: bool
+
+    def __str__(self) -> str:
+        return f"{one_line(self.label)}: {stats.ratio_text(self.speedup, ' ×')} over plain decoding"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to decode, as far as other engines may have it too.
+
+    Attributes:
+        target: The model whose output is kept.
+        drafter: What proposes.
+        rule: How much of it.
+        gamma: Tokens drafted in a step, without the bonus token, where an engine takes a fixed number only.
+        gamma_from: Where that number is from, if the rule is another one; empty for the rule's own.
+        dtype: Of the target; ``None`` where nobody says.
+        drafter_dtype: Of a drafter's model.
+        temperature: At which it was measured; ``None`` where it was not.
+        measured: What a run says of it.
+    """
+
+    target: Model
+    drafter: DrafterSpec
+    rule: RuleSpec
+    gamma: int
+    gamma_from: str = ""
+    dtype: str | None = None
+    drafter_dtype: str | None = None
+    temperature: float | None = None
+    measured: Measured | None = None
+
+    @property
+    def assistant(self) -> Model | None:
+        """The drafter's model of its own."""
+        model = self.drafter.own_model
+        return None if model is None else Model.named(model.name)
+
+
+# -- of a configuration ----------------------------------------------------------------------------
+
+
+def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
+    """The setting of a configuration that says target, drafter and rule.
+
+    Args:
+        config: Read or made.
+        gamma: Where the rule is not a fixed one, the γ in its place.
+
+    Raises:
+        UsageError: It is plain decoding, or has no fixed γ and none is given.
+    """
+    assert config.target is not None
+    assert config.drafter is not None
+    assert config.rule is not None
+    drafter, rule = parse_drafter(config.drafter), config.rule
+    _refuse_plain(drafter, "The configuration")
+    own, reason = rule.options.get("gamma", 5) if rule.word == "fixed" else None, ""
+    if own is None and gamma is None:
+        raise UsageError(
+            f"Other engines draft a fixed γ, the rule {rule} has none, and a configuration has no figures to choose"
+            " one by.",
+            "Give --gamma N, or export the run that was measured.",
+        )
+    if gamma is not None and gamma != own:
+        own, reason = gamma, "as --gamma says"
+    assert own is not None
+    return Setting(
+        Model.named(config.target), drafter, rule, int(own), reason, config.dtype, config.drafter_dtype
+    )
+
+
+# -- of a run --------------------------------------------------------------------------------------
+
+
+def setting_of_run(
+    df: pd.DataFrame, wanted: str | None = None, gamma: int | None = None, *, name: str = "the run"
+) -> Setting:
+    """A setting of a run: the one that is named, or the fastest at its first temperature.
+
+    Args:
+        df: The rows of a run, as ``load_results`` gives them.
+        wanted: Its name in tables, or its id.
+        gamma: Instead of the γ that the run's figures suggest.
+        name: Of the run, for messages.
+
+    Raises:
+        UsageError: There is no such setting, or it drafts nothing.
+    """
+    run = frames.run_of(df)
+    summary = frames.summary_frame(df)
+    rows = frames.records(summary)
+    row = _best(summary, rows, name) if wanted is None else _named(run, rows, wanted, name)
+    drafter = _drafter(row["drafter"])
+    rule = parse_rule(row["policy"])
+    own, reason = (gamma, "as --gamma says") if gamma else _fixed(df, rows, row, rule)
+    dtype = re.search(r" \((\w+)\)$", row["drafter"])
+    measured = Measured(
+        row["config"],
+        row["label"],
+        frames.estimate_of(row),
+        row["verdict"],
+        row["config"] in frames.winners(summary),
+    )
+    target = run["target"]
+    return Setting(
+        Model.named(one_line(target["name"])),
+        drafter,
+        rule,
+        own,
+        reason,
+        target.get("dtype"),
+        None if dtype is None else dtype[1],
+        float(row["temperature"]),
+        measured,
+    )
+
+
+def _best(summary: pd.DataFrame, rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    measured = [row for row in rows if row["kind"] == "speculative" and row["speedup"] == row["speedup"]]
+    if not measured:
+        raise UsageError(
+            f"In {name} no speculative decoding was measured to its end.", "Measure some, or resume it."
+        )
+    first = [row for row in measured if row["temperature"] == measured[0]["temperature"]]
+    faster = [row for row in first if row["config"] in frames.winners(summary)]
+    return max(faster or first, key=lambda row: float(row["speedup"]))
+
+
+def _named(run: Mapping[str, Any], rows: Sequence[dict[str, Any]], wanted: str, name: str) -> dict[str, Any]:
+    config = named_config(run, wanted, name)
+    if config["kind"] != "speculative":
+        raise UsageError(
+            f"The setting {wanted!r} is no speculative decoding of specbench.",
+            "Name one that drafts by its own loop.",
+        )
+    found = next((row for row in rows if row["config"] == config["id"]), None)
+    if found is None:
+        raise UsageError(f"Of the setting {wanted!r} nothing is measured in {name}.", "Name another one.")
+    return found
+
+
+def _drafter(name: str) -> DrafterSpec:
+    """The drafter of a result, whose models are names and need not be here."""
+    bare = re.sub(r" \([^()]*\)", "", one_line(name))
+    try:
+        return parse_drafter(bare)
+    except UsageError:
+        front, plus, model = bare.rpartition("+")
+        if not model.lower().endswith(".gguf"):
+            raise
+        back = SmallModel(ModelSpec("gguf", model))
+        if not plus:
+            return back
+        cascade = parse_drafter(f"{front}+self:int8")
+        assert isinstance(cascade, Cascade)
+        return replace(cascade, back=back)
+
+
+def _refuse_plain(drafter: DrafterSpec, what: str) -> None:
+    if drafter.is_plain:
+        raise UsageError(
+            f"{what} decodes plainly: there is nothing to switch on.", "Name a setting that drafts."
+        )
+
+
+def _fixed(
+    df: pd.DataFrame, rows: Sequence[dict[str, Any]], row: Mapping[str, Any], rule: RuleSpec
+) -> tuple[int, str]:
+    """The γ of a fixed rule; of others the best one measured beside it, or what its steps accepted."""
+    if rule.word == "fixed" and row["gamma"] == row["gamma"]:
+        return int(row["gamma"]), ""
+    beside = [
+        other
+        for other in rows
+        if other["gamma"] == other["gamma"]
+        and other["speedup"] == other["speedup"]
+        and other["kind"] == "speculative"
+        and (other["drafter"], other["temperature"]) == (row["drafter"], row["temperature"])
+    ]
+    if beside:
+        best = max(beside, key=lambda other: float(other["speedup"]))
+        ratio = stats.ratio_text(frames.estimate_of(best), " ×")
+        return int(best["gamma"]), f"the best of the {len(beside)} fixed γ measured with it, {ratio}"
+    steps = frames.step_arrays(df[df["config"] == row["config"]].reset_index(drop=True))
+    accepted = steps["accepted"][steps["drafted"] > 0]
+    mean = float(np.mean(accepted)) if len(accepted) else 1.0
+    return max(1, round(mean)), f"no fixed γ was measured with it; a step that drafted kept {mean:.1f} tokens"

@@ -1,0 +1,78 @@
+"""SGLang: `python -m sglang.launch_server --speculative-algorithm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel, Suffix
+from specbench.tune.export import engine
+from specbench.tune.export.setting import Setting
+
+__all__ = ["SGLang"]
+
+
+class SGLang:
+    """See ``Engine``."""
+
+    name = "sglang"
+    title = "SGLang"
+    version = "0.5.23"
+    drafters: tuple[type[DrafterSpec], ...] = (Lookup, Suffix, SmallModel)
+    rules: tuple[str, ...] = ()
+
+    def export(self, setting: Setting) -> engine.Export:
+        """See ``Engine``."""
+        drafter, width = setting.drafter, setting.gamma + 1
+        missing, differs = list(engine.without_counterpart(self, setting)), []
+        options: dict[str, Any] = {
+            **engine.revision(setting.target, "--revision"),
+            **({"--dtype": dtype} if (dtype := engine.floating(setting.dtype)) else {}),
+        }
+        if isinstance(drafter, SmallModel):
+            assert setting.assistant is not None
+            options |= {
+                "--speculative-algorithm": "STANDALONE",
+                "--speculative-draft-model-path": setting.assistant.name,
+                **engine.revision(setting.assistant, "--speculative-draft-model-revision"),
+                "--speculative-num-steps": setting.gamma,
+                "--speculative-eagle-topk": 1,
+                "--speculative-num-draft-tokens": width,
+                "--speculative-draft-model-quantization": "unquant",
+            }
+            differs += [
+                "Without --speculative-draft-model-quantization the drafter inherits the target's quantisation; with"
+                " unquant it is as its checkpoint is.",
+                engine.GREEDY_DRAFTS,
+            ]
+        elif isinstance(drafter, Lookup | Suffix):
+            options |= {
+                "--speculative-algorithm": "NGRAM",
+                "--speculative-num-draft-tokens": width,
+                "--speculative-ngram-min-bfs-breadth": 1,
+                "--speculative-ngram-max-bfs-breadth": 1,  # a chain
+                "--speculative-ngram-match-type": "BFS" if isinstance(drafter, Lookup) else "PROB",
+            }
+            missing.append(
+                f"n={drafter.n or 'any'} and min={drafter.min}, the lengths of a match: its trie takes the longest that"
+                " it holds (--speculative-ngram-max-trie-depth)."
+            )
+            differs.append(
+                "Its trie is one for all requests, so that answers of others are copied too, and it gets better as it"
+                " warms up."
+            )
+        else:
+            raise engine.refuse(self, setting)
+        differs.append(
+            f"--speculative-num-draft-tokens counts what is verified: γ = {setting.gamma} and the token before it."
+        )
+        return engine.Export(
+            engine.command(
+                ["python", "-m", "sglang.launch_server", "--model-path", setting.target.name], options
+            ),
+            {"--model-path": setting.target.name, **options},
+            list(engine.model_needs(setting)),
+            missing,
+            differs,
+            "An answer of /generate has meta_info.spec_verify_ct and spec_accept_length, the tokens of a step with the"
+            " bonus token; 1.0 means that no draft was kept. /server_info has the server's average.",
+        )

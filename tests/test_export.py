@@ -1,0 +1,557 @@
+"""Settings in the words of other engines: their names, what cannot be said there, and `transformers` run for real."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import transformers
+import yaml
+from synthetic_runs import Drafter, write_run
+from test_builtin import write_gguf
+from tiny import save_tiny
+from told import Result, refusal
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specbench.cli import run
+from specbench.cli.export import EngineName
+from specbench.config import Config
+from specbench.errors import UsageError
+from specbench.results.store import load_results
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.rules import parse_rule
+from specbench.tune.export.engine import kinds
+from specbench.tune.export.engines import ENGINES, as_file, as_json
+from specbench.tune.export.setting import Model, Setting, setting_of_config, setting_of_run
+
+ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "results"
+KNOWN = json.loads(Path(__file__).with_name("engine_options.json").read_text(encoding="utf-8"))
+HUB = Model("Qwen/Qwen2.5-Coder-1.5B-Instruct")
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def setting(drafter: str, rule: str = "fixed:gamma=4", **changes: Any) -> Setting:
+    return replace(
+        Setting(HUB, parse_drafter(drafter), parse_rule(rule), 4, dtype="bfloat16", temperature=0.0),
+        **changes,
+    )
+
+
+# -- names -------------------------------------------------------------------------------------------
+
+DRAFTERS = (
+    "lookup",
+    "lookup:n=any,min=2",
+    "suffix",
+    "suffix:keep",
+    "self:layers=3",
+    "org/small",
+    "org/small@v1",
+    "org/small:vocab=100",
+    "lookup+org/small",
+    "lookup:n=4,passes=2+org/small",
+)
+FIXED = {"gamma_from": "as --gamma says"}
+SETTINGS = [
+    setting(drafter, rule, **(FIXED if rule != "fixed:gamma=4" else {}), **changes)
+    for drafter in DRAFTERS
+    for rule in (
+        "fixed:gamma=4",
+        "auto",
+        "confidence:threshold=0.6,max=9",
+        "heuristic:gamma=3",
+        "dynamic-tree",
+    )
+    for changes in (
+        {},
+        {"temperature": 0.7, "dtype": "int8", "drafter_dtype": "int8", "target": Model("org/big", "v2")},
+    )
+    if parse_rule(rule).applies(parse_drafter(drafter))
+]
+
+
+def flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values, those in groups too."""
+    for name, value in options.items():
+        yield name, value
+        if isinstance(value, Mapping):
+            yield from flat(value)
+
+
+def test_the_engines_are_those_that_are_pinned() -> None:
+    assert list(ENGINES) == list(KNOWN) == list(get_args(EngineName))
+    assert {name: engine.version for name, engine in ENGINES.items()} == {
+        name: known["version"] for name, known in KNOWN.items()
+    }
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_name_is_one_of_that_version(name: str) -> None:
+    engine, known = ENGINES[name], KNOWN[name]
+    groups = {"generate", "generation_config"}
+    assert not set(known["names"]) & set(known.get("removed", ()))
+    tried, used = set(), set()
+    for each in SETTINGS:
+        if not isinstance(each.drafter, engine.drafters):
+            continue
+        options = dict(flat(engine.export(each).options))
+        assert set(options) - groups <= set(known["names"]), each
+        for option, words in known.get("values", {}).items():
+            assert set(str(options.get(option, words[0])).split(",")) <= set(words)
+        tried.add(type(each.drafter))
+        used |= set(options) - groups
+    assert tried == set(engine.drafters)
+    assert len(used) >= 4
+
+
+def test_transformers_has_these_names() -> None:
+    assert transformers.__version__ == ENGINES["transformers"].version
+    of_config = set(KNOWN["transformers"]["names"]) - {"assistant_model", "assistant_tokenizer", "tokenizer"}
+    assert of_config <= set(transformers.GenerationConfig().to_dict()) | set(
+        vars(transformers.GenerationConfig())
+    )
+
+
+# -- what stands where -------------------------------------------------------------------------------
+
+
+def exported(engine: str, *arguments: Any, **changes: Any) -> Any:
+    return ENGINES[engine].export(setting(*arguments, **changes))
+
+
+def words(text: str) -> list[str]:
+    """A command line as a shell reads it."""
+    return shlex.split(text.replace("\\\n", " "))
+
+
+def test_a_model_on_every_engine() -> None:
+    (line,) = [words(exported("vllm", "org/small").text)]
+    assert line[:5] == ["vllm", "serve", HUB.name, "--dtype", "bfloat16"]
+    assert json.loads(line[-1]) == {
+        "method": "draft_model",
+        "model": "org/small",
+        "num_speculative_tokens": 4,
+    }
+    line = words(exported("sglang", "org/small").text)
+    assert line[:5] == ["python", "-m", "sglang.launch_server", "--model-path", HUB.name]
+    given = dict(zip(line[3::2], line[4::2], strict=True))
+    assert given["--speculative-algorithm"] == "STANDALONE"
+    assert (given["--speculative-num-steps"], given["--speculative-num-draft-tokens"]) == ("4", "5")
+    line = words(exported("llama.cpp", "org/small").text)
+    assert line[:5] == [
+        "llama-server",
+        "--model",
+        "Qwen2.5-Coder-1.5B-Instruct.gguf",
+        "--spec-type",
+        "draft-simple",
+    ]
+    assert line[line.index("--spec-draft-n-max") + 1] == "4"
+    text = exported("tensorrt-llm", "org/small").text
+    assert yaml.safe_load(text.partition("<<'YAML'\n")[2].partition("YAML\n")[0]) == {
+        "dtype": "bfloat16",
+        "disable_overlap_scheduler": True,
+        "speculative_config": {
+            "decoding_type": "Draft_Target",
+            "max_draft_len": 4,
+            "speculative_model": "org/small",
+        },
+    }
+    assert text.endswith(f"trtllm-serve {HUB.name} --config speculation.yaml\n")
+    line = words(exported("mlx-lm", "org/small").text)
+    assert line[:7] == [
+        "mlx_lm.server",
+        "--model",
+        HUB.name,
+        "--draft-model",
+        "org/small",
+        "--num-draft-tokens",
+        "4",
+    ]
+    text = exported("openvino", "org/small").text
+    assert "config.num_assistant_tokens = 4\n" in text
+    assert "draft_model=openvino_genai.draft_model('small-openvino', \"CPU\")" in text
+    for name in ("openvino", "transformers"):
+        compile(exported(name, "org/small").text, name, "exec")
+
+
+def test_lookups() -> None:
+    assert exported("vllm", "lookup:n=5,min=2").options["--speculative-config"] == {
+        "method": "ngram",
+        "prompt_lookup_max": 5,
+        "prompt_lookup_min": 2,
+        "num_speculative_tokens": 4,
+    }
+    suffix = exported("vllm", "suffix:n=10").options["--speculative-config"]
+    assert (suffix["suffix_decoding_max_tree_depth"], suffix["suffix_decoding_max_cached_requests"]) == (
+        14,
+        0,
+    )
+    assert "suffix_decoding_max_cached_requests" not in dict(flat(exported("vllm", "suffix:keep").options))
+    assert exported("sglang", "lookup").options["--speculative-ngram-match-type"] == "BFS"
+    assert exported("sglang", "suffix").options["--speculative-ngram-match-type"] == "PROB"
+    simple = exported("llama.cpp", "lookup")
+    assert simple.options["--spec-type"] == "ngram-simple"
+    assert (simple.options["--spec-ngram-simple-size-n"], simple.options["--spec-ngram-simple-size-m"]) == (
+        3,
+        4,
+    )
+    assert any("only those of 3 are looked for" in each for each in simple.missing)
+    both = exported("llama.cpp", "lookup+org/small")
+    assert both.options["--spec-type"] == "ngram-simple,draft-simple"
+    assert both.options["--spec-ngram-simple-size-n"] == 2
+    looked = exported("tensorrt-llm", "lookup").options["speculative_config"]
+    assert (looked["is_use_oldest"], looked["is_public_pool"], looked["max_matching_ngram_size"]) == (
+        False,
+        False,
+        3,
+    )
+
+
+def test_rules_that_an_engine_has_stay_and_others_become_a_length() -> None:
+    rule = "confidence:threshold=0.6,max=9"
+    for name, option, value in (
+        ("transformers", "assistant_confidence_threshold", 0.6),
+        ("openvino", "assistant_confidence_threshold", 0.6),
+        ("llama.cpp", "--spec-draft-p-min", "0.6"),
+    ):
+        made = exported(name, "org/small", rule, gamma_from="guessed")
+        assert dict(flat(made.options))[option] == value
+        assert not any("guessed" in each for each in made.missing)
+    assert exported("llama.cpp", "org/small", rule).options["--spec-draft-n-max"] == 9
+    heuristic = dict(
+        flat(exported("transformers", "org/small", "heuristic:gamma=3", gamma_from="guessed").options)
+    )
+    assert heuristic["num_assistant_tokens_schedule"] == "heuristic_transient"
+    assert heuristic["num_assistant_tokens"] == 3
+    for name, engine in ENGINES.items():
+        made = exported(name, "org/small", "auto", gamma_from="guessed")
+        assert "The rule auto: a fixed γ of 4 takes its place, guessed." in made.missing
+        assert any("Siblings" in each for each in made.missing)
+        assert any(
+            "takes its place" in each for each in exported(name, "org/small", "dynamic-tree", **FIXED).missing
+        )
+        assert any("vocab=9" in each for each in exported(name, "org/small:vocab=9").missing)
+        assert any("int8" in each for each in exported(name, "org/small", dtype="int8").missing)
+        assert any("bonus" in each or "num-draft-tokens counts" in each for each in made.differs), engine.name
+
+
+def test_above_temperature_0_drafts_are_drawn_where_that_can_be_asked_for() -> None:
+    hot = {"temperature": 0.7}
+    assert dict(flat(exported("vllm", "org/small", **hot).options))["draft_sample_method"] == "probabilistic"
+    assert exported("llama.cpp", "org/small", **hot).options["--spec-draft-sampling"] == "probabilistic"
+    assert exported("llama.cpp", "org/small", **hot).options["--temp"] == "0.7"
+    assert "temperature=0.7" in exported("transformers", "org/small", **hot).text
+    assert "config.temperature = 0.7" in exported("openvino", "org/small", **hot).text
+    for name in ("sglang", "tensorrt-llm"):
+        assert any("Σ min(p, q)" in each for each in exported(name, "org/small", **hot).differs)
+    assert any("sampling need not be" in each for each in exported("openvino", "org/small", **hot).differs)
+    assert any("Σ p·q" in each for each in exported("mlx-lm", "org/small", **hot).differs)
+
+
+def test_revisions_and_names_without_an_organisation() -> None:
+    changes = {"target": Model("org/big", "v2")}
+    assert exported("vllm", "org/small@v1", **changes).options["--revision"] == "v2"
+    assert exported("vllm", "org/small@v1").options["--speculative-config"]["revision"] == "v1"
+    assert exported("sglang", "org/small@v1").options["--speculative-draft-model-revision"] == "v1"
+    assert "from_pretrained('org/small', revision='v1'" in exported("transformers", "org/small@v1").text
+    for name in ("tensorrt-llm", "mlx-lm"):
+        assert any("evision" in each for each in exported(name, "org/small@v1").missing)
+    needs = exported("vllm", "lookup", target=Model("qwen")).needs
+    assert needs == ["qwen is what one machine calls a model: put its path or hub id there."]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_cannot_be_said_is_refused_in_a_sentence(name: str) -> None:
+    engine = ENGINES[name]
+    refused = ["ngram", "recycle", "self:int8", "self:calibrated", "ngram+org/small", "lookup+self:int8"]
+    refused += ["self:layers=2,int8"] + ["lookup|org/small"] + ["self:layers=2"] * (name != "transformers")
+    for drafter in refused:
+        message = refusal(engine.export, setting(drafter), kind=UsageError)
+        assert message.startswith(
+            f"{engine.title} cannot express the drafter {parse_drafter(drafter)}; it has "
+        )
+
+
+def test_names_of_strangers_stay_words() -> None:
+    """A shell, YAML and Python read them as one name each."""
+    odd = Model("a b'; touch x #\"$(y)")
+    for name in ("vllm", "sglang", "tensorrt-llm"):
+        text = exported(name, "lookup", target=odd).text
+        assert odd.name in words(text.rpartition("YAML\n")[2])
+    text = exported("transformers", "lookup", target=odd).text
+    assert f"from_pretrained({odd.name!r})" in text
+    compile(text, "x", "exec")
+
+
+# -- which setting -----------------------------------------------------------------------------------
+
+
+def test_the_best_of_a_run_with_its_interval() -> None:
+    found = setting_of_run(load_results(RUNS / "qwen2.5-coder-rules"))
+    assert str(found.drafter) == "qwen2.5-coder-0.5b"
+    assert (found.drafter_dtype, found.dtype, found.temperature) == ("int8", "bfloat16", 0.0)
+    assert found.measured is not None
+    assert found.measured.best
+    assert str(found.measured) == "qwen2.5-coder-0.5b (int8) auto: 2.11 × [1.93, 2.32] over plain decoding"
+    assert (str(found.rule), found.gamma) == ("auto", 4)
+    assert found.gamma_from == "the best of the 7 fixed γ measured with it, 1.79 × [1.62, 1.95]"
+
+
+def test_one_that_is_named() -> None:
+    df = load_results(RUNS / "qwen2.5-coder-pair")
+    for name in ("qwen2.5-coder-0.5b (int8)@8", "qwen2.5-coder-0.5b (int8) γ=8"):
+        found = setting_of_run(df, name)
+        assert (found.gamma, found.gamma_from) == (8, "")
+        assert found.measured is not None
+        assert not found.measured.best
+    assert setting_of_run(df, "self:int8@auto", 3).gamma == 3
+    assert "It has 'plain'," in refusal(setting_of_run, df, "lookup@2", kind=UsageError)
+    assert "no speculative decoding" in refusal(setting_of_run, df, "plain", kind=UsageError)
+
+
+def test_without_a_fixed_length_beside_it_steps_say_how_long(tmp_path: Path) -> None:
+    drafter = (Drafter("org/small", 0.8, 0.2, spread=0.0),)
+    write_run(
+        tmp_path / "run", drafters=drafter, gammas=(), policies=("auto",), prompts_per_category=1, repeats=1
+    )
+    df = load_results(tmp_path / "run")
+    found = setting_of_run(df)
+    drafted = [
+        kept
+        for steps, kepts in zip(df["steps_drafted"], df["steps_accepted"], strict=True)
+        for long, kept in zip(steps, kepts, strict=True)
+        if long
+    ]
+    assert found.gamma == max(1, round(sum(drafted) / len(drafted)))
+    assert "no fixed γ was measured with it" in found.gamma_from
+
+
+def test_gguf_files_need_not_be_here(tmp_path: Path) -> None:
+    drafters = (Drafter("small.gguf (int8)", 0.8, 0.2), Drafter("lookup:n=4+small.gguf (int8)", 0.8, 0.2))
+    write_run(
+        tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1, target="big.gguf"
+    )
+    df = load_results(tmp_path / "run")
+    for name, drafter in (("small.gguf (int8)-g2", "small.gguf"), ("lookup:n=4+small.gguf (int8)-g2", None)):
+        found = setting_of_run(df, name)
+        assert str(found.drafter) == (drafter or "lookup:n=4+small.gguf")
+        options = ENGINES["llama.cpp"].export(found).options
+        assert (options["--model"], options["--spec-draft-model"]) == ("big.gguf", "small.gguf")
+
+
+def test_a_configuration() -> None:
+    config = Config(target="org/big@v1", drafter="org/small", length_policy="fixed:gamma=7", dtype="bfloat16")
+    found = setting_of_config(config)
+    assert (found.target, found.gamma, found.gamma_from) == (Model("org/big", "v1"), 7, "")
+    assert setting_of_config(config, 3).gamma_from == "as --gamma says"
+    auto = Config(target="org/big", drafter="lookup", length_policy="auto")
+    assert "Give --gamma N" in refusal(setting_of_config, auto, kind=UsageError)
+    assert setting_of_config(auto, 3).gamma == 3
+    plain = Config(target="org/big", drafter="none", length_policy="fixed")
+    assert "nothing to switch on" in refusal(setting_of_config, plain, kind=UsageError)
+
+
+# -- the command -------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_is_from(cli: Cli) -> None:
+    result = cli("export", RUNS / "qwen2.5-coder-rules", "--to", "vllm")
+    assert (result.code, result.err) == (0, "")
+    assert "# Made for vLLM 0.33.0 by specbench" in result.out
+    assert "# The best setting of the run, qwen2.5-coder-0.5b (int8) auto: 2.11 × [1.93, 2.32]" in result.out
+    assert "# Not there: The rule auto: a fixed γ of 4 takes its place" in result.out
+    assert "# Is it on? " in result.out
+    code = [line for line in result.out.splitlines() if line and not line.startswith("#")]
+    assert words("\n".join(code))[:2] == ["vllm", "serve"]
+    assert all(len(line) <= 100 for line in result.out.splitlines() if line.startswith("#"))
+
+
+def test_as_data(cli: Cli) -> None:
+    found = cli("export", RUNS / "smollm2-135m", "--to", "transformers", "--json").json()
+    assert (found["engine"], found["version"]) == ("transformers", "5.23.0")
+    assert found["options"]["generate"] == {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 3}
+    assert found["measured"]["config"] == "lookup@6"
+    assert found["measured"]["low"] < found["measured"]["speedup"] < found["measured"]["high"]
+    assert found["setting"]["gamma"] == 6
+    assert found["missing"] == []
+    assert found["differs"]
+    assert found["check"]
+
+
+def test_a_setting_that_is_not_faster_says_so(tmp_path: Path) -> None:
+    slow = (Drafter("lookup", 0.05, 0.9, spread=0.0),)
+    write_run(tmp_path / "run", drafters=slow, gammas=(8,), repeats=1)
+    found = setting_of_run(load_results(tmp_path / "run"))
+    engine = ENGINES["vllm"]
+    text = as_file(engine, found, engine.export(found), "run")
+    assert "# It was slower than plain decoding: better leave speculation off.\n" in text
+    assert as_json(engine, found, engine.export(found), "run")["measured"]["verdict"] == "slower"
+
+
+def test_the_command_takes_a_configuration(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "specbench.toml"
+    file.write_text(
+        'version = 1\ntarget = "org/big"\ndrafter = "org/small"\nlength-policy = "fixed:gamma=3"\n'
+    )
+    found = cli("export", "specbench.toml", "--to", "mlx-lm", "--json").json()
+    assert found["options"]["--num-draft-tokens"] == 3
+    assert (found["source"], found["measured"]) == ("specbench.toml", None)
+    file.write_text("version = 1\n")
+    cli("export", file, "--to", "vllm").refused(2, "the rule auto", "Give --gamma N")
+    assert cli("export", file, "--to", "vllm", "--gamma", 4).code == 0
+    cli("export", file, "--to", "vllm", "--setting", "x").refused(2, "A configuration holds one setting")
+    file.write_text("version = 2\n")
+    cli("export", file, "--to", "vllm").refused(2, "this specbench reads version 1")
+    cli("export", tmp_path / "none.toml", "--to", "vllm").refused(2, "cannot be read")
+
+
+def test_what_the_command_refuses(cli: Cli, tmp_path: Path) -> None:
+    cli("export", RUNS / "smollm2-135m-self-rules", "--to", "vllm").refused(
+        2, "vLLM cannot express the drafter self:int8"
+    )
+    cli("export", tmp_path / "none", "--to", "vllm").refused(2, "does not exist")
+    cli("export", tmp_path, "--to", "vllm").refused(2, "There are no results")
+    assert cli("export", RUNS, "--to", "ollama").code == 2
+    write_run(tmp_path / "plain", drafters=(), prompts_per_category=1, repeats=1)
+    cli("export", tmp_path / "plain", "--to", "vllm").refused(2, "no speculative decoding was measured")
+
+
+def test_the_documented_table_is_the_code() -> None:
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w[\w.-]+)` \| (.+?) \| (.+?) \| (.+?) \|$", page, flags=re.MULTILINE)
+    assert rows == [
+        (name, f"{engine.title} {engine.version}", kinds(engine), ", ".join(("fixed", *engine.rules)))
+        for name, engine in ENGINES.items()
+    ]
+
+
+# -- run for real ------------------------------------------------------------------------------------
+
+PROMPT = "the cat and the dog and the cat and the dog and"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny target and a tiny drafter of one tokenizer."""
+    folder = tmp_path_factory.mktemp("pair")
+    save_tiny(folder / "big", layers=3)
+    save_tiny(folder / "small", layers=1)
+    return folder
+
+
+def performed(text: str, folder: Path) -> tuple[list[int], int, int]:
+    """The tokens that an exported program makes, and how many it counts in how many passes."""
+    printed: list[str] = []
+    text = text.replace("max_new_tokens=256", "max_new_tokens=40").replace("Why is the sky blue?", PROMPT)
+    names: dict[str, Any] = {"print": lambda *said: printed.append(" ".join(map(str, said)))}
+    exec(compile(text, "export", "exec"), names)  # noqa: S102
+    counted = re.fullmatch(r"(\d+) tokens in (\d+) passes of the target", printed[-1])
+    new = names["output"][0, names["inputs"]["input_ids"].shape[1] :].tolist()
+    return (new, int(counted[1]), int(counted[2])) if counted else (new, 0, 0)
+
+
+def plainly(folder: Path) -> list[int]:
+    """What `generate` says without any drafts."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "big")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "big", dtype=torch.float32)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=40)
+    return list(output[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        ("lookup", "fixed:gamma=4"),
+        ("small", "fixed:gamma=4"),
+        ("small", "confidence:threshold=0.01,max=5"),
+        ("small", "heuristic:gamma=3"),
+        ("big", "fixed:gamma=4"),
+        ("self:layers=2", "fixed:gamma=4"),
+    ],
+)
+def test_transformers_gives_the_same_tokens(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, rule: str
+) -> None:
+    monkeypatch.chdir(pair)
+    here = setting(drafter, rule, target=Model("big"), dtype="float32")
+    tokens, new, passes = performed(ENGINES["transformers"].export(here).text, pair)
+    assert tokens == plainly(pair)
+    if drafter == "big":  # every draft is right: 40 tokens in eight times four and one, and the prompt's pass
+        assert (new, passes) == (40, 8)
+    elif not drafter.startswith("self"):
+        assert 0 < passes <= new == len(tokens)
+
+
+@pytest.mark.slow
+def test_llama_cpp_drafts_with_what_is_exported(tmp_path: Path) -> None:
+    """llama.cpp's own server in this process, as the wheel xllamacpp brings it."""
+    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp (pip install xllamacpp) is not installed")
+    write_gguf(tmp_path / "big.gguf")
+    tried = {}
+    for drafter in ("big.gguf", "lookup"):
+        here = setting("lookup", target=Model("big.gguf"))
+        if drafter != "lookup":
+            here = replace(here, drafter=parse_drafter(str(tmp_path / drafter)))
+        options = ENGINES["llama.cpp"].export(here).options
+        tried[drafter] = timings(xllamacpp, options, tmp_path)
+    assert tried["big.gguf"]["draft_n_accepted"] == tried["big.gguf"]["draft_n"] > 0
+    assert tried["lookup"]["draft_n"] > 0
+
+
+def timings(xllamacpp: Any, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What the server says of an answer, with its parameters set as its command line would."""
+    types = xllamacpp.common_speculative_type
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(folder / options["--model"])
+    parameters.n_ctx, parameters.n_parallel, parameters.warmup = 512, 1, False
+    parameters.sampling.temp = float(options["--temp"])
+    speculative = parameters.speculative
+    speculative.types = [
+        getattr(types, f"COMMON_SPECULATIVE_TYPE_{word.replace('-', '_').upper()}")
+        for word in options["--spec-type"].split(",")
+    ]
+    if "--spec-draft-model" in options:
+        speculative.draft.mparams.path = str(folder / options["--spec-draft-model"])
+        speculative.draft.n_max, speculative.draft.n_min = (
+            options["--spec-draft-n-max"],
+            options["--spec-draft-n-min"],
+        )
+        speculative.draft.p_min = float(options["--spec-draft-p-min"])
+    else:
+        simple = speculative.ngram_simple
+        simple.size_n, simple.size_m = (options[f"--spec-ngram-simple-size-{end}"] for end in "nm")
+        simple.min_hits = options["--spec-ngram-simple-min-hits"]
+    server = xllamacpp.Server(parameters)
+    body = json.dumps({"prompt": PROMPT, "n_predict": 60, "cache_prompt": False, "ignore_eos": True})
+    request = urllib.request.Request(  # noqa: S310 - the address is the server's own
+        f"{server.listening_address}/completion", body.encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
+        return dict(json.loads(answer.read())["timings"])
