@@ -65,6 +65,7 @@ STORE = ("tests/test_store.py",)
 SIBLINGS = ("tests/test_siblings.py",)
 THEORY = ("tests/test_theory.py", "-k", "tree")
 SCHEDULE = ("tests/test_schedule.py",)
+CALIBRATED = ("tests/test_tree_calibration.py", "-k", "holds_for or rule_takes or faster")
 TREES = ("tests/test_trees.py", "-k", "targets and not specinfer or keeps_what_it_has_read")
 CONTROL = Mutant(
     "(nothing changed)",
@@ -112,6 +113,27 @@ MUTANTS = (
         "reached.append(before * rates[rank] if",
         "reached.append(rates[rank] if",
         THEORY,
+    ),
+    Mutant(
+        "a tree calibrated for other weights of a drafter is taken up",
+        "models/tree_choices.py",
+        "[self.dtype, self.device, self.drafter, self.weights,",
+        "[self.dtype, self.device, self.drafter,",
+        CALIBRATED,
+    ),
+    Mutant(
+        "ranks of the command line give way to calibrated ones",
+        "models/tree_choices.py",
+        'if rule.word != "static-tree" or "ranks" in rule.options:',
+        'if rule.word != "static-tree":',
+        CALIBRATED,
+    ),
+    Mutant(
+        "a tree is chosen as if a drafter read all nodes of a depth for the price of one",
+        "tune/ranks.py",
+        "for rows in (1, *read_by_depth(parents)))",
+        "for _ in (1, *read_by_depth(parents)) for rows in (1,))",
+        CALIBRATED,
     ),
     Mutant(
         "leaves of a tree count as nodes that a drafter reads",

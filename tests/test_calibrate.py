@@ -28,6 +28,7 @@ from specbench.drafters.model import SelfDrafter
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
+from specbench.models.builtin import cache_folder
 from specbench.models.choices import Choice, ChoiceKey, any_choice, read_choice, write_choice
 from specbench.models.prepare import Target, check_drafter, choice_key, load_drafter, wrap_target
 from specbench.specs.drafters import SelfForm
@@ -377,6 +378,12 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
 # -- the choice is kept --------------------------------------------------------------------------------
 
 KEY = ChoiceKey("0123456789abcdef", "bfloat16", "cpu")
+
+
+def choice_file() -> Path:
+    return cache_folder() / "calibrations" / f"{KEY.name}.json"
+
+
 CHOICE = Choice("a model", 8, True, (2, 5), 0.8, 30, 0.5, 3, 1.25)
 
 
@@ -388,7 +395,7 @@ def test_a_choice_is_read_as_it_was_written() -> None:
     assert str(CHOICE.form) == "self:int8,skip=2-5"
     write_choice(KEY, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
     assert read_choice(KEY).skip == (1,)
-    assert [path.name for path in KEY.path.parent.iterdir()] == ["0123456789abcdef-bfloat16-cpu.json"]
+    assert [path.name for path in choice_file().parent.iterdir()] == ["0123456789abcdef-bfloat16-cpu.json"]
 
 
 @pytest.mark.parametrize(
@@ -418,8 +425,8 @@ def test_a_choice_holds_for_one_target_dtype_and_device(other: ChoiceKey) -> Non
 )  # fmt: skip
 def test_a_damaged_choice_is_refused(change: dict[str, Any]) -> None:
     write_choice(KEY, CHOICE)
-    data = json.loads(KEY.path.read_text())
-    KEY.path.write_text(json.dumps(data | change))
+    data = json.loads(choice_file().read_text())
+    choice_file().write_text(json.dumps(data | change))
     with pytest.raises(UsageError, match="damaged"):
         read_choice(KEY)
 
@@ -427,7 +434,7 @@ def test_a_damaged_choice_is_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "[" * 100_000])
 def test_what_is_no_choice_at_all(text: str) -> None:
     write_choice(KEY, CHOICE)
-    KEY.path.write_text(text)
+    choice_file().write_text(text)
     with pytest.raises(UsageError, match="damaged"):
         read_choice(KEY)
 
@@ -442,7 +449,7 @@ def test_a_write_that_fails_leaves_the_earlier_choice(monkeypatch: pytest.Monkey
     with pytest.raises(RunError, match="No space left"):
         write_choice(KEY, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
     assert read_choice(KEY) == CHOICE
-    assert len(list(KEY.path.parent.iterdir())) == 1
+    assert len(list(choice_file().parent.iterdir())) == 1
 
 
 def test_the_calibrated_form_is_what_drafts() -> None:

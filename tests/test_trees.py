@@ -34,7 +34,7 @@ from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
 from specbench.lengths.costs import parse_costs
-from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree, best_shape
+from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree, best_shapes
 from specbench.specs.drafters import Several, parse_drafter
 from specbench.specs.verification import VerificationName
 
@@ -397,7 +397,7 @@ def test_the_best_shape_is_the_best_of_all() -> None:
     shapes = list(itertools.product(*(range(-1, node) for node in range(4))))
     for deepest in (2, 3, 4):
         best = max(expected(shape) for shape in shapes if depth(shape) <= deepest)
-        found = best_shape(acceptance, 4, deepest)
+        found = best_shapes(acceptance)(4, deepest)
         assert expected(found) == pytest.approx(best)
         assert depth(found) <= deepest
 

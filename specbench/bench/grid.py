@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -205,6 +205,7 @@ def build_configs(
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str] | None = None,
+    fitted: Callable[[RuleSpec, str, float], RuleSpec] = lambda rule, *_: rule,
 ) -> list[Config]:
     """The grid: plain decoding at every temperature, and drafters × rules × draft lengths beside it.
 
@@ -214,12 +215,13 @@ def build_configs(
         options: Their grid.
         drafters: By their names; plain ones are left out, for plain decoding is always there.
         fingerprints: Of the weights of those that are models with weights of their own.
+        fitted: What a rule becomes with a drafter, by its name, at a temperature.
     """
     drafting = {name: spec for name, spec in drafters.items() if not spec.is_plain}
     return [
         config
         for temperature in options.temperatures
-        for config in _configs_at(temperature, options, drafting, fingerprints or {})
+        for config in _configs_at(temperature, options, drafting, fingerprints or {}, fitted)
     ]
 
 
@@ -228,13 +230,15 @@ def _configs_at(
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str],
+    fitted: Callable[[RuleSpec, str, float], RuleSpec],
 ) -> Iterator[Config]:
     """The configurations of one temperature, plain decoding first."""
     grid: list[tuple[Kind, str, str, str, int | None, str]] = [
         ("plain", "plain", "plain", "none", None, "none")
     ]
     for name, spec in drafters.items():
-        for rule in options.rules:
+        for each in options.rules:
+            rule = fitted(each, name, temperature)
             policy = str(rule)
             if rule.word == "fixed":
                 end = f",siblings={rule.siblings}" if rule.siblings else ""

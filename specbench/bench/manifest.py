@@ -150,6 +150,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     pairs += [(name, old["environment"].get(name), new["environment"].get(name)) for name in _SAME_MACHINE]
     pairs.append(("device", old["target"].get("device"), new["target"].get("device")))
     pairs += _options(old, new)
+    if not option_changes(old, new):  # what is calibrated is no option
+        asked = [config["id"] for config in new["configs"]]
+        pairs.append(("configurations", asked if known.keys() >= set(asked) else list(known), asked))
     ids = [[prompt["id"] for prompt in run["prompts"]] for run in (old, new)]
     pairs.append(("prompts", ids[0], ids[1]))
     return _differing(pairs)

@@ -1,4 +1,4 @@
-"""`specbench calibrate`: find the form of itself that a target drafts with fastest, or count the tokens it writes."""
+"""`specbench calibrate`: find the form of itself that a target drafts with fastest, or a tree, or count its tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbench.cli import options as opt
-from specbench.options import DECODING, PROMPT, ModelOptions
+from specbench.options import DECODING, PROMPT, LengthOptions, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.models.prepare import Target
     from specbench.tune.calibrate import Calibration
+    from specbench.tune.ranks import TreeCalibration
 
 __all__ = ["calibrate"]
 
 _PROMPTS, _TOKENS = 9, 24
 _PROMPTS_TO_COUNT, _TOKENS_TO_COUNT = 30, 64
+_PROMPTS_OF_TREES, _TOKENS_OF_TREES = 12, 64
 _WORTH = 1.05
 """A smaller speedup than this is within what the prediction is off by."""
 
@@ -31,9 +33,13 @@ _decoding = partial(typer.Option, rich_help_panel=DECODING)
 
 
 def calibrate(
+    ctx: typer.Context,
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    models: Annotated[ModelOptions, opt.Fields("dtype", "device", "allow_pickle")],
+    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
+    models: Annotated[
+        ModelOptions, opt.Fields("dtype", "device", "drafter_dtype", "drafter_device", "allow_pickle")
+    ],
     prompts: Annotated[list[str] | None, opt.prompt_sets(rich_help_panel=PROMPT)] = None,
     limit: Annotated[
         int | None,
@@ -42,7 +48,7 @@ def calibrate(
             min=2,
             metavar="N",
             help="Prompts in all, taken in turn from the categories; every third one only checks the choice."
-            f" Default: {_PROMPTS}, with --vocab {_PROMPTS_TO_COUNT}.",
+            f" Default: {_PROMPTS}, with --vocab {_PROMPTS_TO_COUNT}, with --tree {_PROMPTS_OF_TREES}.",
             rich_help_panel=PROMPT,
         ),
     ] = None,
@@ -53,7 +59,7 @@ def calibrate(
             min=2,
             metavar="N",
             help="Tokens of each answer to try the drafters on, or to count."
-            f" Default: {_TOKENS}, with --vocab {_TOKENS_TO_COUNT}.",
+            f" Default: {_TOKENS}, with --vocab or --tree {_TOKENS_TO_COUNT}.",
         ),
     ] = None,
     vocab: Annotated[
@@ -66,6 +72,16 @@ def calibrate(
             " frequent cover. Counts serve every N.",
         ),
     ] = None,
+    tree: Annotated[
+        bool,
+        _decoding(
+            "--tree",
+            help="Find the tree that is best for --drafter at --temperature instead, for --tree static: count how often"
+            " its candidates are kept, by rank.",
+        ),
+    ] = False,
+    sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
+    length: Annotated[LengthOptions, opt.Fields("verification")],
     int8: Annotated[
         bool | None, _decoding("--int8/--no-int8", help="Consider int8 layers. Default: on a CPU.")
     ] = None,
@@ -82,12 +98,32 @@ def calibrate(
     """Choose which of its layers a target skips, in which precision, to draft for itself: --drafter self:calibrated.
 
     The choice is kept for this target, dtype and device. An interrupt leaves an earlier one as it was. With --vocab,
-    count the tokens that the target writes instead.
+    count the tokens that the target writes instead; with --tree, find the best tree for a drafter.
     """
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
     from specbench.cli.watchers import write_out
+    from specbench.errors import UsageError
 
+    if tree and vocab is not None:
+        raise UsageError("--tree and --vocab are both given.", "Give one of them.")
+    of_trees = ("drafter", "temperature", "verification", "drafter_dtype", "drafter_device")
+    if not tree and (given := opt.given(ctx, *of_trees)):
+        raise UsageError(f"{given[0]} is given without --tree.", "Add --tree, or leave it out.")
+    if tree:
+        _find_tree(
+            target,
+            drafter,
+            models,
+            load_prompts(prompts or ["all"], limit=limit or _PROMPTS_OF_TREES),
+            tokens or _TOKENS_OF_TREES,
+            60 * minutes,
+            sampling,
+            length,
+            json_output=json_output,
+            quiet=quiet,
+        )
+        return
     if vocab is not None:
         most = limit or _PROMPTS_TO_COUNT
         _count(
@@ -169,6 +205,101 @@ def _count(
         )
     lines.append(f"Kept for {found.target}: --drafter MODEL:vocab={vocab}")
     write_out(terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8"))
+
+
+def _find_tree(
+    target: str,
+    drafter: str,
+    models: ModelOptions,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    seconds: float,
+    sampling: SamplingOptions,
+    length: LengthOptions,
+    *,
+    json_output: bool,
+    quiet: bool,
+) -> None:
+    """Count what is kept of a drafter's candidates by rank, choose a tree and keep it."""
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.watchers import write_out
+    from specbench.errors import UsageError
+    from specbench.specs.drafters import parse_drafter
+    from specbench.specs.rules import parse_rule
+
+    if not seconds > 0:
+        raise UsageError(f"The time for decoding is {seconds:g} s.", "Give more than 0.")
+    spec = parse_drafter(drafter)
+    rule = parse_rule("static-tree").with_options({"verification": length.verification})
+    rule.check(spec)
+    with StageProgress(quiet) as progress:
+        progress.update("starting", 0, None)
+        from specbench.decoding.sampling import Sampling
+        from specbench.models.prepare import prepare, refuse_keep
+        from specbench.models.tree_choices import tree_key, write_tree
+        from specbench.progress import quiet_transformers
+        from specbench.specs.models import parse_model
+        from specbench.tune.ranks import calibrate_tree
+
+        refuse_keep(spec)
+        transforms = Sampling(temperature=sampling.temperature)
+        with quiet_transformers():
+            loaded, (proposer,) = prepare(parse_model(target), [spec], models, progress=progress)
+            encoded = _encoded(loaded, prompts)
+    with StageProgress(quiet, animated=False) as progress:
+        key = tree_key(loaded, proposer.drafter, proposer.weights, transforms, rule)
+        found = calibrate_tree(
+            loaded,
+            proposer.drafter,
+            encoded,
+            key,
+            sampling=transforms,
+            tokens=tokens,
+            seconds=seconds,
+            progress=progress,
+        )
+    write_tree(key, found.choice)
+    write_out(_tree_as_json(found) if json_output else _tree_as_text(found, loaded))
+
+
+def _tree_as_json(found: TreeCalibration) -> str:
+    from dataclasses import asdict
+
+    counts = [
+        {"depth": depth, "rank": rank, "tested": tested, "kept": kept}
+        for (depth, rank), (tested, kept) in sorted(found.counts.items())
+    ]
+    figures = {
+        "choice": {"tree": str(found.choice.rule), **asdict(found.choice)},
+        "tokens_per_step": found.tree.tokens,
+        "chain": {"gamma": found.chain.nodes, "speedup": found.chain.speedup},
+        "counts": counts,
+        "complete": found.complete,
+    }
+    return json.dumps(figures) + "\n"
+
+
+def _tree_as_text(found: TreeCalibration, target: Target) -> str:
+    from specbench.decoding.metrics import kept_by_rank
+    from specbench.textsafe import terminal_safe
+
+    choice = found.choice
+    lines = ["rank  tested   kept"]
+    for rank, rate in enumerate(kept_by_rank(found.counts)):
+        tested = sum(each for (_, other), (each, _) in found.counts.items() if other == rank)
+        lines.append(f"{rank + 1:4}  {tested:6}  {rate:5.1%}")
+    lines += [
+        "",
+        f"{choice.rule}: predicted {choice.speedup:.2f} × plain decoding with {found.tree.tokens:.2f} tokens per step;"
+        f" the best chain, γ = {found.chain.nodes}, {found.chain.speedup:.2f} ×.",
+    ]
+    if not found.complete:
+        lines.append("The time was up before all prompts were decoded; --minutes gives it more.")
+    lines.append(
+        f"Kept for {choice.target} in {target.dtype} on {target.scorer.device.type} and {choice.circumstances}:"
+        " --tree static"
+    )
+    return terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8")
 
 
 def _encoded(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:

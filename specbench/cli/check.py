@@ -399,10 +399,13 @@ class _DecodingJob:
         plain_runs: dict[tuple[int, ...], PlainRun] = {}
         chosen = [(each, rule) for each in proposers for rule in self._rules_for(each.spec)]
         for proposer, rule in chosen:
+            policy, calibrated = rule.build(target, proposer, request.sampling)
+            if calibrated:
+                request.note(calibrated)
             setup = DecodingSetup(
                 target=target.scorer,
                 drafter=proposer.drafter,
-                policy=rule.build(proposer.name),
+                policy=policy,
                 sampling=request.sampling,
                 max_new_tokens=decode.max_new_tokens,
                 end_ids=() if decode.ignore_eos else tuple(target.end_ids),

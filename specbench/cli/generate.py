@@ -159,13 +159,14 @@ def generate(
             )
             if decode.model_defaults:
                 transforms = transforms.with_defaults(loaded.language_model.defaults, loaded.vocab_size)
+            policy, calibrated = rule.build(loaded, proposer, transforms)
             job = _Job(
                 target=loaded,
                 drafter=proposer.drafter,
                 prompt=_encode(loaded, text, chat, system),
                 prompt_text=text,
                 sampling=transforms,
-                policy=rule.build(proposer.name),  # costs may be those of several drafters
+                policy=policy,
                 given_costs=length.costs is not None,
                 decode=decode,
                 seed=sampling.seed,
@@ -176,6 +177,7 @@ def generate(
                 job.warm_up(None if kind in ("static", "compiled") else _WARM_UP_TOKENS)
         if not show.quiet:
             notes = [*_without_effect(ctx, spec, transforms), *_facts(job, asked_raw=chat is False)]
+            notes += [calibrated] if calibrated else []
             show_notes(notes, apart=sys.stdout.isatty())
             if paint is not None:
                 show_legend(paint)

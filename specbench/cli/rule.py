@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from specbench.decoding.request import DraftPolicy
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.prepare import Proposer, Target
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
 
@@ -40,12 +43,17 @@ class LengthRule:
             self._costs = load_costs(costs)
             check_costs(self._costs)
 
-    def build(self, drafter: str) -> Any:
-        """The rule for a drafter by its name."""
-        from specbench.lengths import build_policy, parse_costs
+    def build(self, target: Target, proposer: Proposer, sampling: Sampling) -> tuple[DraftPolicy, str | None]:
+        """The rule for a drafter, with what was calibrated for it, and a sentence if there is anything to say of that.
 
-        costs = None if self._costs is None else parse_costs(self._costs, drafter)
-        return build_policy(self.spec, costs=costs)
+        Costs may be those of several drafters.
+        """
+        from specbench.lengths import build_policy, parse_costs
+        from specbench.models.tree_choices import calibrated_tree
+
+        costs = None if self._costs is None else parse_costs(self._costs, proposer.name)
+        spec, note = calibrated_tree(self.spec, target, proposer.drafter, proposer.weights, sampling)
+        return build_policy(spec, costs=costs), note
 
 
 def with_trees(

@@ -284,7 +284,7 @@ def sweep(
     notes += engine.target.language_model.defaults.notes(applied=decode.model_defaults)
     if engine.target.widths_differ is not None:
         notes.append(opt.widths_differ(engine.target.widths_differ))
-    configs = build_configs(options, engine.specs, engine.fingerprints)
+    configs = build_configs(options, engine.specs, engine.fingerprints, partial(_calibrated, engine, notes))
     _check_costs(options, engine)
     job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)
     with job.open_store(sources, accept_changes=results.accept_changes) as store:
@@ -338,6 +338,24 @@ def _check_costs(options: SweepOptions, engine: ModelEngine) -> None:
     if options.costs is not None:
         for name in engine.drafters:
             parse_costs(options.costs, name)
+
+
+def _calibrated(
+    engine: ModelEngine, notes: list[str], rule: RuleSpec, drafter: str, temperature: float
+) -> RuleSpec:
+    """A rule with what was calibrated for a drafter; what there is to say of it is added to the notes."""
+    from specbench.decoding.sampling import Sampling
+    from specbench.errors import SpecbenchError
+    from specbench.models.tree_choices import calibrated_tree
+
+    loaded = engine.drafters[drafter]
+    if isinstance(loaded, SpecbenchError) or not rule.applies(engine.specs[drafter]):
+        return rule
+    weights = engine.fingerprints.get(drafter, "")
+    fitted, note = calibrated_tree(rule, engine.target, loaded, weights, Sampling(temperature=temperature))
+    if note:
+        notes.append(note)
+    return fitted
 
 
 def _checked_temperatures(temperatures: Sequence[float]) -> Sequence[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -14,6 +14,8 @@ __all__ = [
     "TimeSplit",
     "acceptance_by_position",
     "acceptance_rate",
+    "count_ranks",
+    "kept_by_rank",
     "mean_expected_acceptance",
     "summary",
     "time_split",
@@ -71,6 +73,35 @@ def acceptance_by_position(steps: Sequence[Step]) -> list[PositionRate]:
         )
         for i in range(longest)
     ]
+
+
+def count_ranks(steps: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple[int, int], list[int]]:
+    """By depth, from 1, and rank, from 0: of how many nodes of trees it was tested which is kept, and how many were.
+
+    Args:
+        steps: Of each its ``widths`` and ``ranks``, see ``Step``.
+    """
+    counts: dict[tuple[int, int], list[int]] = {}
+    for stood, kept in steps:
+        for depth, width in enumerate(stood, start=1):
+            for rank in range(width):
+                counts.setdefault((depth, rank), [0, 0])[0] += 1
+        for depth, rank in enumerate(kept, start=1):
+            counts.setdefault((depth, rank), [0, 0])[1] += 1
+    return counts
+
+
+def kept_by_rank(counts: Mapping[tuple[int, int], Sequence[int]]) -> list[float]:
+    """By rank, whatever the depth: at how large a share of the nodes with such a candidate it was the one kept.
+
+    Args:
+        counts: As ``count_ranks`` gives them.
+    """
+    both: dict[int, tuple[int, int]] = {}
+    for (_, rank), (tested, kept) in counts.items():
+        before = both.get(rank, (0, 0))
+        both[rank] = before[0] + tested, before[1] + kept
+    return [both[rank][1] / both[rank][0] for rank in sorted(both)]
 
 
 def mean_expected_acceptance(steps: Sequence[Step]) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
 
-__all__ = ["MOST_NODES", "DynamicTree", "IndependentChains", "StaticTree", "Tree", "best_shape"]
+__all__ = ["MOST_NODES", "DynamicTree", "IndependentChains", "StaticTree", "Tree", "best_shapes", "falling"]
 
 MOST_NODES = 64
 """Nodes that a tree may have. Every node that is read keeps a distribution over the vocabulary: 39 MB with 152,000
@@ -67,7 +67,7 @@ class Tree:
 
 
 class StaticTree(Tree):
-    """One shape in every step, see ``best_shape``.
+    """One shape in every step, see ``best_shapes``.
 
     Args:
         nodes: How many.
@@ -85,8 +85,7 @@ class StaticTree(Tree):
         if depth < 1:
             raise UsageError(f"The depth of the static tree is {depth}.", "Give at least 1.")
         self.depth, self.ranks = depth, RankShares(ranks)
-        shares = [min(ranks[: rank + 1]) / 100 for rank in range(len(ranks))]
-        self._lay_out(best_shape(shares, nodes, depth))
+        self._lay_out(best_shapes(falling(ranks))(nodes, depth))
 
     @classmethod
     def shaped(cls, parents: Sequence[int]) -> StaticTree:
@@ -209,8 +208,13 @@ class DynamicTree(Tree):
         return sorted(sorted(range(len(tree)), key=lambda node: (-self._scores[node], node))[: self.nodes])
 
 
-def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[int, ...]:
-    """The tree with most expected tokens (Chen et al. 2024, Sequoia, section 4.1).
+def falling(ranks: Sequence[int]) -> list[float]:
+    """Chances by rank from percentages, none of them higher than one before it."""
+    return [min(ranks[: rank + 1]) / 100 for rank in range(len(ranks))]
+
+
+def best_shapes(acceptance: Sequence[float]) -> Callable[[int, int], tuple[int, ...]]:
+    """The trees with most expected tokens (Chen et al. 2024, Sequoia, section 4.1).
 
     With T[m][l][b] the most that m nodes, l deep and with up to b candidates at their root, are expected to keep, the
     root among them: T[1] = 1, and a tree has either fewer candidates at its root, or a b-th one that is the root of a
@@ -218,11 +222,10 @@ def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[int
 
     Args:
         acceptance: P: the chance that the candidate of rank b, from 0, is the one that is kept.
-        nodes: How many, without the context.
-        depth: How deep at most.
 
     Returns:
-        By node the one it stands behind, -1 for the context; in the order of their depths.
+        For the most nodes there may be, without the context, and how deep at most: by node the one it stands behind, -1
+        for the context; in the order of their depths.
     """
     most = len(acceptance)
 
@@ -238,18 +241,21 @@ def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[int
                 found = (tokens, y)
         return found
 
-    parents: list[int] = []
-    waiting = [(-1, nodes + 1, depth)]
-    for parent, m, left in waiting:
-        sizes: list[int] = []
-        b = most if m > 1 and left else 0
-        while b and m > 1:
-            y = best(m, left, b)[1]
-            if y:
-                sizes.append(y)
-                m -= y
-            b -= 1
-        for size in reversed(sizes):
-            waiting.append((len(parents), size, left - 1))
-            parents.append(parent)
-    return tuple(parents)
+    def shape(nodes: int, depth: int) -> tuple[int, ...]:
+        parents: list[int] = []
+        waiting = [(-1, nodes + 1, depth)]
+        for parent, m, left in waiting:
+            sizes: list[int] = []
+            b = most if m > 1 and left else 0
+            while b and m > 1:
+                y = best(m, left, b)[1]
+                if y:
+                    sizes.append(y)
+                    m -= y
+                b -= 1
+            for size in reversed(sizes):
+                waiting.append((len(parents), size, left - 1))
+                parents.append(parent)
+        return tuple(parents)
+
+    return shape

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from specbench.errors import RunError, UsageError
-from specbench.files import explained, reason, write_text
-from specbench.models.builtin import CACHE_VARIABLE, cache_folder
+from specbench.errors import UsageError
+from specbench.models.shelf import Shelf
 from specbench.specs.drafters import SelfForm
 
 __all__ = ["Choice", "ChoiceKey", "any_choice", "read_choice", "write_choice"]
-
-_FORMAT = 1
-"""Version of the files. 1: first release."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +22,9 @@ class ChoiceKey:
     device: str
 
     @property
-    def path(self) -> Path:
-        return _folder() / f"{self.fingerprint}-{self.dtype}-{self.device}.json"
+    def name(self) -> str:
+        """Of the file."""
+        return f"{self.fingerprint}-{self.dtype}-{self.device}"
 
 
 @dataclass(frozen=True)
@@ -64,42 +60,7 @@ class Choice:
         return SelfForm(int8=self.int8, skip=self.skip)
 
 
-def _folder() -> Path:
-    return cache_folder() / "calibrations"
-
-
-def any_choice() -> bool:
-    """Whether anything was ever calibrated here."""
-    return any(_folder().glob("*.json"))
-
-
-def read_choice(key: ChoiceKey) -> Choice:
-    """What was chosen for a target.
-
-    Raises:
-        UsageError: Nothing was, or the file is damaged.
-    """
-    hint = "Run `specbench calibrate` with this target, dtype and device."
-    try:
-        data = json.loads(key.path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(
-            f"No calibration is stored for this target in {key.dtype} on {key.device}.", hint
-        ) from None
-    except OSError as error:
-        raise RunError(f"The stored calibration cannot be read ({reason(error)}).") from error
-    except (ValueError, RecursionError):
-        raise UsageError("The stored calibration is damaged.", hint) from None
-    choice = _parse(data)
-    if choice is None:
-        raise UsageError("The stored calibration is damaged, or of another version of specbench.", hint)
-    return choice
-
-
-def _parse(data: Any) -> Choice | None:
-    """The choice in a file's JSON; ``None`` if it is none."""
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        return None
+def _parse(data: Mapping[str, Any]) -> Choice | None:
     values: dict[str, Any] = {field.name: data.get(field.name) for field in fields(Choice)}
     whole = [values["layers"], values["tested"], values["gamma"]]
     figures = [values["accepted"], values["cost"], values["speedup"]]
@@ -119,16 +80,27 @@ def _parse(data: Any) -> Choice | None:
     return choice
 
 
-def write_choice(key: ChoiceKey, choice: Choice) -> None:
-    """Store a choice, in the place of an earlier one; a crash leaves either the old or the new one.
+_HINT = "Run `specbench calibrate` with this target, dtype and device."
+_SHELF = Shelf("calibrations", "The stored calibration is", _HINT, _parse)
+
+
+def any_choice() -> bool:
+    """Whether anything was ever calibrated here."""
+    return bool(_SHELF.names())
+
+
+def read_choice(key: ChoiceKey) -> Choice:
+    """What was chosen for a target.
 
     Raises:
-        RunError: The cache folder cannot be written. UsageError: A link stands in the file's place.
+        UsageError: Nothing was, or the file is damaged. RunError: It cannot be read.
     """
-    text = json.dumps({"format": _FORMAT, **asdict(choice)}, indent=1) + "\n"
-    with explained(
-        f"The cache folder {str(cache_folder())!r} cannot be written",
-        f"Set {CACHE_VARIABLE} to a folder that can.",
-    ):
-        _folder().mkdir(parents=True, exist_ok=True)
-        write_text(key.path, text)
+    choice = _SHELF.read(key.name)
+    if choice is None:
+        raise UsageError(f"No calibration is stored for this target in {key.dtype} on {key.device}.", _HINT)
+    return choice
+
+
+def write_choice(key: ChoiceKey, choice: Choice) -> None:
+    """Store a choice, see ``Shelf.write``."""
+    _SHELF.write(key.name, choice)

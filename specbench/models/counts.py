@@ -6,22 +6,14 @@ A drafter's head may be cut to the tokens that the target writes most often (FR-
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from specbench.errors import RunError, UsageError
-from specbench.files import explained, reason, write_text
-from specbench.models.builtin import CACHE_VARIABLE, cache_folder
+from specbench.errors import UsageError
+from specbench.models.shelf import Shelf
 
 __all__ = ["TokenCounts", "any_counts", "nothing_counted", "read_counts", "write_counts"]
-
-_FORMAT = 1
-"""Version of the files. 1: first release."""
-
-_HINT = "Run `specbench calibrate --vocab 16000` with this target."
 
 
 @dataclass(frozen=True)
@@ -57,17 +49,24 @@ class TokenCounts:
         return sum(token in kept for token in self.held_out) / len(self.held_out)
 
 
-def _folder() -> Path:
-    return cache_folder() / "vocabularies"
+def _parse(data: Mapping[str, Any]) -> TokenCounts | None:
+    ranked, held_out = data.get("ranked"), data.get("held_out")
+    if not isinstance(ranked, list) or not isinstance(held_out, list):
+        return None
+    if not isinstance(data.get("target"), str) or type(data.get("counted")) is not int:
+        return None
+    if not held_out or any(type(token) is not int or token < 0 for token in [*ranked, *held_out]):
+        return None
+    return TokenCounts(data["target"], tuple(dict.fromkeys(ranked)), data["counted"], tuple(held_out))
 
 
-def _path(fingerprint: str) -> Path:
-    return _folder() / f"{fingerprint}.json"
+_HINT = "Run `specbench calibrate --vocab 16000` with this target."
+_SHELF = Shelf("vocabularies", "The stored counts are", _HINT, _parse)
 
 
 def any_counts() -> bool:
     """Whether any target's tokens were ever counted here."""
-    return any(_folder().glob("*.json"))
+    return bool(_SHELF.names())
 
 
 def nothing_counted(target: str) -> UsageError:
@@ -83,45 +82,14 @@ def read_counts(fingerprint: str, target: str) -> TokenCounts:
         target: What it is called in messages.
 
     Raises:
-        UsageError: Nothing was, or the file is damaged.
+        UsageError: Nothing was, or the file is damaged. RunError: It cannot be read.
     """
-    try:
-        data = json.loads(_path(fingerprint).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise nothing_counted(target) from None
-    except OSError as error:
-        raise RunError(f"The stored counts cannot be read ({reason(error)}).") from error
-    except (ValueError, RecursionError):
-        data = None
-    counts = _parse(data)
+    counts = _SHELF.read(fingerprint)
     if counts is None:
-        raise UsageError("The stored counts are damaged, or of another version of specbench.", _HINT)
+        raise nothing_counted(target)
     return counts
 
 
-def _parse(data: Any) -> TokenCounts | None:
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        return None
-    ranked, held_out = data.get("ranked"), data.get("held_out")
-    if not isinstance(ranked, list) or not isinstance(held_out, list):
-        return None
-    if not isinstance(data.get("target"), str) or type(data.get("counted")) is not int:
-        return None
-    if not held_out or any(type(token) is not int or token < 0 for token in [*ranked, *held_out]):
-        return None
-    return TokenCounts(data["target"], tuple(dict.fromkeys(ranked)), data["counted"], tuple(held_out))
-
-
 def write_counts(fingerprint: str, counts: TokenCounts) -> None:
-    """Store counts, in the place of earlier ones; a crash leaves either the old or the new ones.
-
-    Raises:
-        RunError: The cache folder cannot be written. UsageError: A link stands in the file's place.
-    """
-    text = json.dumps({"format": _FORMAT, **asdict(counts)}) + "\n"
-    with explained(
-        f"The cache folder {str(cache_folder())!r} cannot be written",
-        f"Set {CACHE_VARIABLE} to a folder that can.",
-    ):
-        _folder().mkdir(parents=True, exist_ok=True)
-        write_text(_path(fingerprint), text)
+    """Store counts, see ``Shelf.write``."""
+    _SHELF.write(fingerprint, counts)

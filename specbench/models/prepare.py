@@ -456,6 +456,11 @@ class Proposer:
             raise self.outcome
         return self.outcome
 
+    @property
+    def weights(self) -> str:
+        """Fingerprints of its models; empty without any."""
+        return "+".join(model.fingerprint for model in self.models)
+
 
 def check_models(
     target: ModelSpec,

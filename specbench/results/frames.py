@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from specbench.decoding.metrics import count_ranks, kept_by_rank
 from specbench.decoding.records import PARTS
 from specbench.decoding.theory import (
     PassCosts,
@@ -638,7 +639,7 @@ def _predictions(
         by_length_iid = [1.0, *(expected_tokens(alpha, gamma) for gamma in range(1, longest + 1))]
         tokens_iid = np.array(by_length_iid)[mine["drafted"]]
         if grown := np.unique(mine.tree[mine.tree >= 0]).tolist():
-            rates = _by_rank(_count_ranks(df.iloc[np.unique(mine.row)]))
+            rates = kept_by_rank(_count_ranks(df.iloc[np.unique(mine.row)]))
             for tree in grown:
                 tokens_iid[mine.tree == tree] = expected_tokens_of_tree(steps.trees[tree], rates)
         # Of siblings no acceptance tells.
@@ -659,25 +660,9 @@ def _predictions(
 
 
 def _count_ranks(rows: pd.DataFrame) -> dict[tuple[int, int], list[int]]:
-    """Of generations: by depth, from 1, and rank, from 0, how many nodes were tested there, and how many were kept."""
-    counts: dict[tuple[int, int], list[int]] = {}
-    for widths, ranks in zip(rows["steps_widths"], rows["steps_ranks"], strict=True):
-        for stood, kept in zip(widths, ranks, strict=True):
-            for depth, width in enumerate(stood, start=1):
-                for rank in range(width):
-                    counts.setdefault((depth, rank), [0, 0])[0] += 1
-            for depth, rank in enumerate(kept, start=1):
-                counts.setdefault((depth, rank), [0, 0])[1] += 1
-    return counts
-
-
-def _by_rank(counts: Mapping[tuple[int, int], Sequence[int]]) -> list[float]:
-    """The share of the nodes with a candidate of each rank at which it was the one kept, at whatever depth."""
-    both: dict[int, tuple[int, int]] = {}
-    for (_, rank), (tested, kept) in counts.items():
-        before = both.get(rank, (0, 0))
-        both[rank] = before[0] + tested, before[1] + kept
-    return [both[rank][1] / both[rank][0] for rank in sorted(both)]
+    """``count_ranks`` of all steps of some generations."""
+    widths, ranks = (chain.from_iterable(rows[f"steps_{name}"]) for name in ("widths", "ranks"))
+    return count_ranks(zip(widths, ranks, strict=True))
 
 
 def winners(frame: pd.DataFrame) -> set[str]:

@@ -516,11 +516,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         {each.name: each.spec for each in proposers},
         reference=reference,
         assistants=assistants,
-        fingerprints={
-            each.name: "+".join(model.fingerprint for model in each.models)
-            for each in proposers
-            if each.models
-        },
+        fingerprints={each.name: each.weights for each in proposers if each.models},
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
         model_defaults=options.model_defaults,
