@@ -24,7 +24,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from specbench.backends.torch.caches import make_cache
-from specbench.backends.torch.kernels.attention import FOLDED
+from specbench.backends.torch.kernels.attention import FOLDED, RAGGED
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.passes import time_passes
 from specbench.decoding.clocks import Clock, clock_for
@@ -52,7 +52,7 @@ _HELD_OUT = 3  # every third prompt has no part in the search
 _PATIENCE = 2  # removals in a row that may lower the predicted speedup
 _TRIED = 8  # removals tried in later rounds, the best of earlier ones
 _SHORTEST_ANSWER = 2
-_MASKED_ATTENTION = ("sdpa", "eager", FOLDED)
+_MASKED_ATTENTION = ("sdpa", "eager", FOLDED, RAGGED)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,15 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["CACHE_KINDS", "CacheKind", "KVCache", "change_of_rotation", "make_cache", "prune_legacy"]
+__all__ = [
+    "CACHE_KINDS",
+    "CacheKind",
+    "KVCache",
+    "change_of_rotation",
+    "make_cache",
+    "prune_legacy",
+    "rotates_by_length",
+]
 
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
 CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none")
@@ -120,11 +128,22 @@ def change_of_rotation(config: PretrainedConfig) -> int | None:
     Returns:
         ``None`` for models whose positions are rotated alike in contexts of any length.
     """
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    for kind in [rope, *rope.values()]:  # of all layers, or by their type
-        if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
+    for kind in _rotations(config):
+        if kind.get("rope_type") == "longrope":
             return int(kind["original_max_position_embeddings"])
     return None
+
+
+def rotates_by_length(config: PretrainedConfig) -> bool:
+    """Whether how a position is rotated depends on the last position of the pass."""
+    return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in _rotations(config))
+
+
+def _rotations(config: PretrainedConfig) -> list[dict[str, Any]]:
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [
+        kind for kind in (rope, *rope.values()) if isinstance(kind, dict)
+    ]  # of all layers, or by their type
 
 
 class NoKVCache:

@@ -1,6 +1,7 @@
 """The ways through a model: the one of ``transformers``, one in few operators, and one of fixed shapes.
 
 Each is a ``Forward``, bound to a model and its cache; ``trials.choose_pass`` tells which one a loaded model may take.
+Only a ``RaggedPass`` is not: it reads several contexts at once, and is handed their keys and values every time.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
 from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
 from specbench.backends.torch.kernels.llama_layers import ShortLayer, short_layers, spread_rotation
 from specbench.backends.torch.kernels.surgery import Hooks
+from specbench.backends.torch.pools import Joined
 from specbench.decoding.protocols import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Forward", "GraphPass", "OrdinaryPass", "ShortPass"]
+__all__ = ["Forward", "GraphPass", "OrdinaryPass", "RaggedPass", "ShortPass"]
 
 
 class Forward:
@@ -128,7 +130,7 @@ class ShortPass(Forward):
     def __init__(self, model: Any, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self._ordinary = OrdinaryPass(model, cache)
-        self._found: _Found | None = None
+        self._layers = _FoundLayers(model)
 
     def is_open(self) -> bool:
         """Whether the model is one that is known, and has no hooks now, some of which would be passed by."""
@@ -146,18 +148,12 @@ class ShortPass(Forward):
         own = self._layers(held) if tokens <= LONGEST_PASS else None
         if own is None:
             return self._ordinary.rows(ids, rows, layers, position_ids, attention_mask)
-        inner = self._model.model
         past, groups, dtype = held.get_seq_length(), own[0].groups, own[0].dtype
-        x = inner.embed_tokens(ids)
         if position_ids is None:
             position_ids = torch.arange(past, past + tokens)[None]
-        rotation = spread_rotation(*inner.rotary_emb(x, position_ids))
         masks: dict[int | None, list[torch.Tensor] | None] = {}
-        states: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(own):
-            if index in layers:
-                states[index] = x[0].to(dtype)
-            kept = held.layers[layer.place]
+
+        def masks_of(kept: Any) -> list[torch.Tensor] | None:
             window = kept.sliding_window if kept.is_sliding else None
             if window not in masks:
                 mask = attention_mask
@@ -165,31 +161,117 @@ class ShortPass(Forward):
                     keys, first = kept.get_mask_sizes(tokens)
                     mask = _causal_mask(past, tokens, keys, first, window, dtype)
                 masks[window] = None if mask is None else fold_mask(mask, groups, dtype)
-            x = layer(x, rotation, masks[window], kept)
-        last = inner.norm(x if len(own) in layers else x[:, -rows:])
-        states[len(own)] = last[0]
-        logits: torch.Tensor = self._model.lm_head(last[:, -rows:])[0]
+            return masks[window]
+
+        found = _through(self._model, own, ids, position_ids, held, masks_of, slice(-rows, None), layers)
         self._cache.after_pass()
-        return Rows(logits, torch.stack([states[layer] for layer in layers], dim=1) if layers else None)
+        return found
 
     def _held(self) -> Any:
         return self._cache.model_arguments()["past_key_values"]
 
-    def _layers(self, held: Any) -> tuple[ShortLayer, ...] | None:
-        """The layers, for keys and values that are another object in every context; ``None`` for an ordinary pass."""
+
+class _FoundLayers:
+    """The layers of a model in few operators, looked up again when a context begins."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._found: _Found | None = None
+
+    def __call__(self, mark: object) -> tuple[ShortLayer, ...] | None:
+        """The layers, by what is another object in every context; ``None`` for an ordinary pass."""
         found = self._found
-        if found is None or found.held() is not held:
+        if found is None or found.mark() is not mark:
             layers = short_layers(self._model) if _is_bare(self._model) else None
-            found = self._found = _Found(ref(held), Hooks(self._model.modules()), layers)
+            found = self._found = _Found(ref(mark), Hooks(self._model.modules()), layers)
         return None if found.hooks.there() else found.layers
 
 
 class _Found(NamedTuple):
     """What a model was made of when a context began."""
 
-    held: ReferenceType[Any]
+    mark: ReferenceType[Any]
     hooks: Hooks
     layers: tuple[ShortLayer, ...] | None
+
+
+class RaggedPass:
+    """A pass over the rows of several requests, one behind the other; every request attends to its own positions.
+
+    Args:
+        model: One that ``trials.why_not_ragged`` has tried.
+        short: Whether it may be made in few operators, where it can.
+    """
+
+    def __init__(self, model: Any, *, short: bool) -> None:
+        self._model = model
+        self._keeps_logits = _keeps_logits(model)
+        self._layers = _FoundLayers(model) if short else None
+
+    def __call__(
+        self, ids: torch.Tensor, joined: Joined, wanted: torch.Tensor, layers: Sequence[int] = ()
+    ) -> Rows:
+        """One pass, with the hidden states of these layers at all tokens.
+
+        Args:
+            ids: [1, tokens].
+            joined: What the requests hold; it holds these tokens afterwards.
+            wanted: Which tokens' logits are wanted: their places, ascending.
+            layers: See ``Pass``.
+        """
+        own = None if self._layers is None else self._layers(joined.mark)
+        if own is not None:
+            return _through(self._model, own, ids, joined.position_ids, joined, _no_masks, wanted, layers)
+        arguments = joined.model_arguments()
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = wanted
+        if layers:
+            arguments["output_hidden_states"] = [*layers]
+        output = self._model(input_ids=ids, **arguments)
+        found = _rows_of(output, 0, layers)
+        return found if self._keeps_logits else found._replace(logits=found.logits[wanted])
+
+
+def _no_masks(kept: Any) -> None:
+    """What a layer has to be told where that of the cache knows who attends to what."""
+
+
+def _through(
+    model: Any,
+    own: Sequence[ShortLayer],
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    held: Any,
+    masks_of: Callable[[Any], list[torch.Tensor] | None],
+    wanted: slice | torch.Tensor,
+    layers: Sequence[int],
+) -> Rows:
+    """A pass in few operators.
+
+    Args:
+        model, ids, position_ids, layers: See ``Forward.rows``.
+        own: The model's layers.
+        held: The cache, with its layers.
+        masks_of: By a layer of the cache, see ``ShortLayer``.
+        wanted: Which tokens' logits are.
+    """
+    inner = model.model
+    x = inner.embed_tokens(ids)
+    rotation = spread_rotation(*inner.rotary_emb(x, position_ids))
+    states: dict[int, torch.Tensor] = {}
+    for index, layer in enumerate(own):
+        if index in layers:
+            states[index] = x[0].to(layer.dtype)
+        kept = held.layers[layer.place]
+        x = layer(x, rotation, masks_of(kept), kept)
+    if len(own) in layers:
+        x = inner.norm(x)
+        states[len(own)] = x[0]
+        x = x[:, wanted]
+    else:
+        x = inner.norm(x[:, wanted])
+    logits: torch.Tensor = model.lm_head(x)[0]
+    return Rows(logits, torch.stack([states[layer] for layer in layers], dim=1) if layers else None)
 
 
 def _is_bare(model: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -17,9 +18,10 @@ from specbench.backends.torch.caches import (
     make_cache,
 )
 from specbench.backends.torch.kernels.surgery import rounds_to_int8
-from specbench.backends.torch.passes import OrdinaryPass
+from specbench.backends.torch.passes import OrdinaryPass, ShortPass
+from specbench.backends.torch.pools import Slot
 from specbench.backends.torch.trials import choose_pass, trees_are_right, why_widths_differ
-from specbench.decoding.protocols import Pass, Rows
+from specbench.decoding.protocols import Batch, Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
 
@@ -127,7 +129,12 @@ class Scorer:
 
     Attributes:
         epoch: Contexts begun so far.
+        batch: See ``decoding.protocols.Scorer``.
     """
+
+    batch: Batch | None = None
+    _loaded: Scorer | None = None  # whose twin it is
+    _owns_slot = True
 
     def __init__(
         self,
@@ -156,22 +163,72 @@ class Scorer:
         self._uncached_pass = OrdinaryPass(model, NoKVCache())
 
     gives_hidden = True
-    batch = None
+
+    def twin(self, cache: KVCache, batch: Batch | None = None, *, shares: bool = False) -> Scorer:
+        """Another scorer of this model, with its settings; what was tried out for one holds for the other.
+
+        Args:
+            cache: The twin's; of no fixed shapes.
+            batch: Who makes its passes together with those of others.
+            shares: Whether the cache is one of another model's, of which this one is a cheaper form.
+        """
+        twin = copy.copy(self)
+        vars(twin).pop("takes_trees", None)
+        twin.cache, twin.batch, twin.epoch = cache, batch, 0
+        twin._loaded, twin._owns_slot = self, not shares
+        twin._root, twin._fitted = 0, FittedLogits(self.vocab_size, self.places)
+        twin._pass = (ShortPass if self.short else OrdinaryPass)(self.model, cache)
+        return twin
 
     @property
     def held(self) -> int:
         """How many of the first tokens of the context it holds."""
-        return self.cache.length
+        length = self.cache.length
+        return min(self.cache.own, length) if isinstance(self.cache, Slot) and self._owns_slot else length
 
-    def reserve(self, asked: Pass) -> bool:  # noqa: ARG002
-        """Make room for a pass: its cache grows by itself."""
-        return True
+    def reserve(self, asked: Pass) -> bool:
+        """Make room for a pass, see ``decoding.protocols.Scorer``: in a pool; other caches grow by themselves."""
+        slot = self.cache
+        if not isinstance(slot, Slot):
+            return True
+        end = len(asked.context) + len(asked.tokens)
+        if not self._owns_slot:
+            return slot.reserve(end)
+        if slot.own < slot.length:
+            slot.rollback(slot.own)
+        if asked.layers:  # wanted of every token
+            return slot.reserve(end)
+        fed = len(asked.tokens) + 1 if asked.rows is None else asked.rows  # at the least
+        return slot.reserve(end, asked.context[: min(len(asked.context) - 1, end - fed)])
+
+    def require(self, asked: Pass) -> None:
+        """Make room for a pass.
+
+        Raises:
+            UsageError: There is none.
+        """
+        if not self.reserve(asked):
+            raise UsageError(
+                "The memory for keys and values is full.", "Give it more, or fewer requests at a time."
+            )
+
+    def was_fed(self, asked: Pass) -> None:
+        """The pass has been made."""
+        self._root = len(asked.context)
+        if isinstance(self.cache, Slot) and self._owns_slot:
+            self.cache.own = self.cache.length
+            self.cache.publish(asked.context)
 
     def begin(self) -> None:
         """Start on a new context. Whoever changed the model did so before."""
         self.epoch += 1
         self._fitted.release()
         self.cache.reset()
+
+    @property
+    def short(self) -> bool:
+        """Whether short passes are made in few operators."""
+        return isinstance(self._pass, ShortPass)
 
     @cached_property
     def rounding(self) -> torch.dtype:
@@ -193,6 +250,8 @@ class Scorer:
         """
         if not self.reads_trees or self.rounding == torch.int8:
             return False
+        if self._loaded is not None:
+            return self._loaded.takes_trees
         try:
             return trees_are_right(self.model, self.cache, self._pass)
         finally:
@@ -220,10 +279,15 @@ class Scorer:
 
     def score(self, asked: Pass) -> Rows:
         """Make a pass, see ``decoding.protocols.Scorer``."""
-        self._root = len(asked.context)
+        if self.batch is not None:
+            return self.batch.score([asked])[0]
+        self.require(asked)
         if asked.parents is not None:
-            return self._feed_tree(asked.context, asked.tokens, asked.parents, asked.rows, asked.layers)
-        return self._feed_chain(asked.context, asked.tokens, asked.rows, asked.layers)
+            rows = self._feed_tree(asked.context, asked.tokens, asked.parents, asked.rows, asked.layers)
+        else:
+            rows = self._feed_chain(asked.context, asked.tokens, asked.rows, asked.layers)
+        self.was_fed(asked)
+        return rows
 
     def logits(
         self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
@@ -333,7 +397,11 @@ class Scorer:
     ) -> Rows:
         ids = tokens[None] if isinstance(tokens, torch.Tensor) else torch.tensor([tokens], device=self.device)
         logits, hidden = (self._pass if cached else self._uncached_pass).rows(ids, rows, layers, **extra)
-        return Rows(self._fitted(logits.to(self.output_device)), hidden)
+        return Rows(self.fit(logits), hidden)
+
+    def fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """The model's logits, [rows, own width], as a pass gives them."""
+        return self._fitted(logits.to(self.output_device))
 
 
 def _joined(parts: Sequence[Rows], rows: int) -> Rows:

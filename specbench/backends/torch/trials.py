@@ -1,12 +1,13 @@
 """What a loaded model may do, tried out on it: after all that is done to its layers, and on its own kernels.
 
-A pass in few operators, one of fixed shapes and one over a tree have to give what ordinary passes give; and some models
-give the same bits in a pass of any width, so that greedy outputs cannot part at ties.
+A pass in few operators, one of fixed shapes, one over a tree and one over several requests have to give what ordinary
+passes give; and some models give the same bits in a pass of any width, so that greedy outputs cannot part at ties.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -16,18 +17,20 @@ from specbench.backends.torch.caches import (
     NoKVCache,
     PreallocatedKVCache,
     StaticKVCache,
+    rotates_by_length,
 )
-from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded
+from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded, takes_ragged
 from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
 from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, rounds_to_int8
-from specbench.backends.torch.passes import Forward, GraphPass, OrdinaryPass, ShortPass
+from specbench.backends.torch.passes import Forward, GraphPass, OrdinaryPass, RaggedPass, ShortPass
+from specbench.backends.torch.pools import Joined, KVPool, Part, PoolKind
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["choose_pass", "trees_are_right", "why_widths_differ"]
+__all__ = ["choose_pass", "trees_are_right", "why_not_ragged", "why_widths_differ"]
 
 _TOKENS = (1, 2, 3, 5, 8, 13)
 """What is read in trials of fixed shapes and trees, as far as the vocabulary reaches."""
@@ -41,7 +44,7 @@ _CLOSE = 0.05
 _CLOSE_SHORT = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02, torch.int8: 0.3}
 """The same for a short pass by what it rounds to: tiny models, the worst, leave a third to a half of it."""
 
-_NOT_POSSIBLE = (RuntimeError, TypeError, ValueError, IndexError)
+_NOT_POSSIBLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """What models raise that cannot take a pass of this kind."""
 
 
@@ -164,6 +167,94 @@ def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) ->
     finally:
         cache.reset()
     return _close(found, torch.stack([apart[node] for node in range(len(parents))]))
+
+
+# -- several requests --------------------------------------------------------------------------------
+
+
+def why_not_ragged(model: PreTrainedModel, kind: PoolKind, *, short: bool) -> str | None:
+    """Why a model cannot make one pass of several requests', in a sentence; ``None`` if it can.
+
+    Its attention is one that takes them from now on.
+
+    Args:
+        model: See ``choose_pass``.
+        kind: Of the pool.
+        short: Whether passes in few operators come out right.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if rotates_by_length(model.config):
+        return "How it rotates positions depends on the longest context of a pass."
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "Some of its layers attend within chunks of the context."
+    if not takes_ragged(model):
+        return "Its attention is not the scaled dot-product attention of transformers."
+    # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
+    right = _ragged_is_right(float32_sample(model) or model, kind, _CLOSE, short=False)
+    if right and short:
+        rounding = torch.int8 if rounds_to_int8(model) else model.dtype
+        few = first_layers(model, min(2, config.num_hidden_layers))
+        right = _ragged_is_right(few, kind, _CLOSE_SHORT.get(rounding, 0.0), short=True)
+    return None if right else "A pass over several requests gives other logits than a pass over each."
+
+
+_CONTEXTS = ((1, 2, 3, 5, 8, 3, 4), (13, 21), (34,))
+"""Of three requests."""
+
+_LATE = (3, 1, 1)
+"""So many of their last tokens are read together; what is before them in another pass, as far as there is anything."""
+
+
+@torch.inference_mode()
+def _ragged_is_right(model: PreTrainedModel, kind: PoolKind, limit: float, *, short: bool) -> bool:
+    """Whether passes over three requests, a tree among them, give what passes over each without a cache give."""
+    size, cpu = len(_embeddings(model)), torch.device("cpu")
+    contexts = [[token % size for token in context] for context in _CONTEXTS]
+    nodes = [token % size for token in (3, 4, 6, 7, 5)]
+    parents: Sequence[int] = (-1, 0, 0, -1, 3)
+    branches: Sequence[Sequence[int]] = ((0, 1), (0, 2), (3, 4))
+    pool = KVPool(model.config, kind, 96, slots=3)
+    slots = [pool.slot() for _ in contexts]
+    if not slots[0].takes_trees:
+        nodes, parents, branches = nodes[:2], parents[:2], branches[:1]
+    forward, alone = RaggedPass(model, short=short), OrdinaryPass(model, NoKVCache())
+    device = _embeddings(model).device
+
+    def read(fed: Sequence[Sequence[int]], parts: Sequence[Part]) -> torch.Tensor:
+        for part in parts:
+            part.slot.require(part.end)
+        order = sorted(range(len(parts)), key=lambda i: parts[i].slot.place)
+        ids = torch.tensor([[token for i in order for token in fed[i]]], device=device)
+        joined = Joined(pool, [parts[i] for i in order], device)
+        found = forward(ids, joined, torch.arange(ids.shape[1], device=device)).logits
+        rows = dict(zip(order, found.split([len(fed[i]) for i in order]), strict=True))
+        return torch.cat([rows[i] for i in range(len(parts))])
+
+    def expected(tokens: Sequence[int], rows: int) -> torch.Tensor:
+        return alone(torch.tensor([tokens], device=device), rows)
+
+    early = [context[:-late] for context, late in zip(contexts, _LATE, strict=True)]
+    fed = [context[-late:] for context, late in zip(contexts, _LATE, strict=True)]
+    fed[2] += nodes
+    seen = tree_mask(0, parents, len(fed[2]), cpu)[0, 0].numpy()
+    try:
+        read(early[:2], [Part(slot, range(len(part))) for slot, part in zip(slots, early[:2], strict=False)])
+        parts = [
+            Part(slot, range(slot.length, slot.length + late))
+            for slot, late in zip(slots, _LATE, strict=True)
+        ]
+        parts[2] = Part(slots[2], tree_positions(0, parents, cpu)[0].tolist(), seen)
+        found = read(fed, parts)
+        rows = [expected(context, late) for context, late in zip(contexts, _LATE, strict=True)]
+        by_node: dict[int, torch.Tensor] = {}
+        for branch in branches:
+            behind = expected([*contexts[2], *(nodes[node] for node in branch)], len(branch))
+            by_node.update(zip(branch, behind, strict=True))
+        return _close(
+            found, torch.cat([*rows, torch.stack([by_node[node] for node in range(len(nodes))])]), limit
+        )
+    except _NOT_POSSIBLE:
+        return False
 
 
 # -- passes of any width -----------------------------------------------------------------------------

@@ -4,6 +4,9 @@ With grouped-query attention (Ainslie et al. 2023) several query heads share one
 ``transformers`` copies the shared heads out to full width for every pass of more than one token, which costs more than
 the attention itself. Folding the query heads of a group into the query length needs no copy and computes the same sums.
 
+A pass may read several requests side by side (``Ragged``): to every other part of a model their rows are those of one
+sequence, and only here each request attends to its own keys.
+
 The sums come out *bitwise* the same for a position, whatever the length of the pass, if the kernel cuts keys and rows
 up in the same way every time: with keys padded to whole blocks (and masked), and rows to a multiple of a few. The
 preallocated cache hands out such blocks. Measured: docs/log.md.
@@ -28,17 +31,24 @@ __all__ = [
     "FOLDED",
     "KEY_BLOCK",
     "LONGEST_PASS",
+    "RAGGED",
+    "Ragged",
+    "Span",
     "attend",
     "fold_attention",
     "fold_mask",
     "folded_attention",
     "is_folded",
+    "takes_ragged",
 ]
 
 Made = TypeVar("Made")
 
 FOLDED = "specbench_folded"
 """Name under which ``transformers`` knows this attention."""
+
+RAGGED = "specbench_ragged"
+"""The same for ``transformers``' own scaled dot-product attention, but for passes of several requests."""
 
 LONGEST_PASS = 32
 """Tokens up to which a pass is one of drafting or verifying: longer ones go the way of a prefill, and linear layers on
@@ -55,8 +65,8 @@ _MOST_ROWS = 160  # from 192 on, the kernel cuts rows up differently
 def folded_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | Ragged,
+    value: torch.Tensor | Ragged,
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -65,7 +75,7 @@ def folded_attention(
     Args:
         module: The attention layer.
         query: [1, query heads, queries, head size].
-        key, value: [1, key/value heads, positions, head size].
+        key, value: [1, key/value heads, positions, head size], or those of several requests.
         attention_mask: [1, 1, queries, positions], or ``None`` where every query sees every position.
         arguments: As ``transformers`` passes them to an attention function.
 
@@ -73,6 +83,9 @@ def folded_attention(
         [1, queries, query heads, head size] and ``None`` for the weights. Whatever does not fit this shape (long or
         batched queries, biases, dropout) goes the way of ``transformers``' own function.
     """
+    if isinstance(key, Ragged):
+        return ragged_attention(module, query, key, value, attention_mask, **arguments)
+    assert not isinstance(value, Ragged)
     batch, heads, length, _ = query.shape
     groups = heads // key.shape[1]
     masked = attention_mask is not None and attention_mask.shape[1] == 1
@@ -88,34 +101,134 @@ def folded_attention(
     return attend(query, key, value, masks, arguments.get("scaling")), None
 
 
+def ragged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | Ragged,
+    value: torch.Tensor | Ragged,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """``transformers``' scaled dot-product attention, or that of several requests, each under its own mask.
+
+    Arguments and result are those of ``folded_attention``.
+
+    Raises:
+        ValueError: Several requests' scores are to be changed in ways that there are no means for here.
+    """
+    if not isinstance(key, Ragged):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]
+    if any(arguments.get(name) is not None for name in ("position_bias", "softcap", "s_aux")):
+        raise ValueError("scores are changed before the softmax")
+    return key.attend(query, arguments.get("scaling")), None
+
+
+class Span:
+    """Neighbouring rows of a pass that attend in one call: those of one request, or as many of each of several.
+
+    Args:
+        rows: Where they are among all rows of the pass.
+        requests: Whose they are.
+        mask: Bool [requests, 1, queries, positions], true where a query attends; ``None`` for single ones that see
+            all, and for a chain of one request that begins with its first position.
+        places: Where the rows of requests that bring fewer than ``queries`` are among [requests · queries]; ``None``
+            where all bring as many.
+    """
+
+    def __init__(
+        self, rows: slice, requests: int, mask: torch.Tensor | None, places: torch.Tensor | None = None
+    ) -> None:
+        self._rows, self._requests, self._mask, self._places = rows, requests, mask, places
+        self._folded: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Attention of these rows.
+
+        Args:
+            query: Of the whole pass, [1, query heads, rows, head size].
+            key, value: Of these requests, [requests, key/value heads, positions, head size].
+            scale: See ``attend``.
+
+        Returns:
+            [1, these rows, query heads, head size].
+        """
+        _, heads, _, size = query.shape
+        query = query[:, :, self._rows]
+        groups = heads // key.shape[1]
+        if self._mask is None:
+            if query.shape[2] == 1:
+                return attend(query, key, value, None, scale)
+            key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(
+                1, 2
+            )
+        if self._places is not None:
+            padded = query.new_zeros(1, heads, self._requests * self._mask.shape[2], size)
+            query = padded.index_copy_(2, self._places, query)
+        query = query.view(heads, self._requests, -1, size).transpose(0, 1)
+        kind = (groups, query.dtype)
+        if kind not in self._folded:
+            self._folded[kind] = fold_mask(self._mask, *kind)
+        out = attend(query, key, value, self._folded[kind], scale)
+        out = out.view(1, -1, heads, out.shape[-1])
+        return out if self._places is None else out[:, self._places]
+
+
+class Ragged:
+    """The keys and values of several requests, which take the place of one request's in a pass.
+
+    Args:
+        spans: Of all rows of the pass, in their order.
+        keys, values: Of each span, [requests, heads, positions, head size].
+    """
+
+    def __init__(
+        self, spans: Sequence[Span], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> None:
+        self._spans, self._keys, self._values = spans, keys, values
+
+    def attend(self, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Every request's rows attend to its own positions: [1, query heads, rows, size] -> [1, rows, heads, size]."""
+        parts = [
+            span.attend(query, keys, values, scale)
+            for span, keys, values in zip(self._spans, self._keys, self._values, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
 def attend(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | Ragged,
+    value: torch.Tensor | Ragged,
     masks: Sequence[torch.Tensor] | None,
     scale: float | None,
 ) -> torch.Tensor:
     """Attention of a short pass.
 
     Args:
-        query: [1, query heads, queries, head size].
-        key, value: [1, key/value heads, positions, head size].
-        masks: What ``fold_mask`` made; ``None`` for a single query that sees every position.
+        query: [batch, query heads, queries, head size].
+        key, value: [batch, key/value heads, positions, head size], or those of several requests.
+        masks: What ``fold_mask`` made; ``None`` for a single query that sees every position, and several requests.
         scale: What scores are multiplied by; ``None`` for 1/√(head size).
 
     Returns:
-        [1, queries, query heads, head size].
+        [batch, queries, query heads, head size].
     """
-    _, heads, length, size = query.shape
+    if isinstance(key, Ragged):
+        return key.attend(query, scale)
+    assert not isinstance(value, Ragged)
+    batch, heads, length, size = query.shape
     shared = key.shape[1]
     groups = heads // shared
     if masks is None and key.shape[2] % KEY_BLOCK == 0:
         # The last token of a block sees all of it, as no token beside others does: these have a mask.
         masks = fold_mask(query.new_zeros(1, 1, 1, key.shape[2]), groups, query.dtype)
     if masks is None:
-        folded = query.reshape(1, shared, groups, size)
+        folded = query.reshape(batch, shared, groups, size)
         out = scaled_dot_product_attention(folded, key, value, scale=scale)
-        return out.view(1, heads, 1, value.shape[-1]).transpose(1, 2).contiguous()
+        return out.view(batch, heads, 1, value.shape[-1]).transpose(1, 2).contiguous()
     if len(masks) == 1:
         return _folded_rows(query, key, value, masks[0], scale).transpose(1, 2).contiguous()
     most = _most_queries(groups)
@@ -133,19 +246,19 @@ def _most_queries(groups: int) -> int:
 def _folded_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Attention of a few queries; the mask is [1, 1, folded and padded rows, positions]."""
-    _, heads, length, size = query.shape
+    """Attention of a few queries; the mask is [batch, 1, folded and padded rows, positions]."""
+    batch, heads, length, size = query.shape
     shared = key.shape[1]
     rows = heads // shared * length
-    # Heads of one group stand side by side: [1, shared, groups, length, size] -> [1, shared, groups * length, size].
-    folded = query.reshape(1, shared, rows, size)
+    # Heads of one group stand side by side: [.., shared, groups, length, size] -> [.., shared, groups * length, size].
+    folded = query.reshape(batch, shared, rows, size)
     padding = mask.shape[-2] - rows
     if padding > 0:
         folded = pad(folded, (0, 0, 0, padding))
     out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     if padding > 0:
         out = out[:, :, :rows]
-    return out.reshape(1, heads, length, value.shape[-1])
+    return out.reshape(batch, heads, length, value.shape[-1])
 
 
 class OncePerPass(threading.local):
@@ -177,7 +290,7 @@ def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> list[torch
     """What is added to the scores of the folded rows, for every few queries.
 
     Args:
-        mask: [1, 1, queries, positions], true where a query attends, or what is added to its scores.
+        mask: [batch, 1, queries, positions], true where a query attends, or what is added to its scores.
         groups: Query heads to a key/value head.
         dtype: Of the queries.
     """
@@ -219,6 +332,20 @@ def fold_attention(model: PreTrainedModel) -> bool:
     AttentionInterface.register(FOLDED, folded_attention)
     model.set_attn_implementation(FOLDED)
     return is_folded(model.config)
+
+
+def takes_ragged(model: PreTrainedModel) -> bool:
+    """Let a model's attention take several requests in a pass.
+
+    Returns:
+        Whether it does; False where it is no scaled dot-product attention.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation == "sdpa":
+        AttentionMaskInterface.register(RAGGED, sdpa_mask)
+        AttentionInterface.register(RAGGED, ragged_attention)
+        model.set_attn_implementation(RAGGED)
+    return config._attn_implementation in (FOLDED, RAGGED)
 
 
 def is_folded(config: PretrainedConfig) -> bool:

@@ -72,7 +72,8 @@ class ShortLayer:
         Args:
             residual: [1, tokens, hidden size].
             rotation: What ``spread_rotation`` made.
-            masks: What ``attention.fold_mask`` made; ``None`` for a single token that sees all keys.
+            masks: What ``attention.fold_mask`` made; ``None`` for a single token that sees all keys, and for several
+                requests, whose layer of the cache has their masks.
             held: The layer of the cache at ``place``.
         """
         length, carried, heads, turned = residual.shape[1], self._carried, self._heads, self._turned

@@ -1,0 +1,133 @@
+"""One loaded model for many requests: a scorer for each, and passes over all that they ask for at once.
+
+The rows of all requests stand one behind the other, without padding: every linear layer reads its weights once for all
+of them, and only attention goes by request (``kernels.attention.Ragged``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+
+from specbench.backends.torch.caches import KVCache, make_cache
+from specbench.backends.torch.passes import RaggedPass
+from specbench.backends.torch.pools import Joined, KVPool, Part, Slot
+from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.trials import why_not_ragged
+from specbench.decoding.protocols import Pass, Rows
+from specbench.decoding.tree import tree_mask, tree_positions
+
+__all__ = ["BatchedModel"]
+
+
+class BatchedModel:
+    """Opens a scorer for every request, and makes their passes together where the model can.
+
+    Args:
+        scorer: Of the loaded model; its settings are those of all.
+        pool: Of its keys and values, or of those of the model it is a cheaper form of; ``None`` for a cache that grows
+            for each request: passes are then made one by one.
+        exact: Whether rows have to be those of a pass of one's own up to the rounding of the weights, as a target's
+            have, and a drafter's have not.
+
+    Attributes:
+        why_apart: Why passes are made one by one, in a sentence; ``None`` if they are not.
+    """
+
+    def __init__(self, scorer: Scorer, pool: KVPool | None, *, exact: bool = True) -> None:
+        self._scorer, self.pool = scorer, pool
+        self.why_apart: str | None
+        if pool is None:
+            self.why_apart = "Every request has a cache of its own, which grows."
+        elif exact and scorer.rounding == torch.int8:
+            self.why_apart = (
+                "Its layers round what they are given to bytes, which makes much of a sum's last bit."
+            )
+        else:
+            self.why_apart = why_not_ragged(scorer.model, pool.kind, short=scorer.short)
+            self._forward = RaggedPass(scorer.model, short=scorer.short)
+
+    def open(self, shared: KVCache | None = None) -> Scorer:
+        """A scorer for one more request.
+
+        Args:
+            shared: What the request's target holds, for a form of it that drafts on that; ``None`` for its own.
+        """
+        cache = shared
+        if cache is None:
+            cache = (
+                make_cache("dynamic", self._scorer.model.config) if self.pool is None else self.pool.slot()
+            )
+        batch = self if self.why_apart is None else None
+        return self._scorer.twin(cache, batch, shares=shared is not None)
+
+    @torch.inference_mode()
+    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+        """One pass of all that is asked, see ``decoding.protocols.Batch``."""
+        assert self.pool is not None
+        scorers = [cast("Scorer", each.scorer) for each in asked]
+        for scorer, each in zip(scorers, asked, strict=True):
+            scorer.require(each)
+        feeds = [_feed(scorer, each) for scorer, each in zip(scorers, asked, strict=True)]
+        order = sorted(range(len(feeds)), key=lambda i: feeds[i].part.slot.place)
+        tokens: list[int] = []
+        wanted: list[int] = []
+        fed: dict[int, slice] = {}
+        given: dict[int, slice] = {}
+        for i in order:
+            first, rows = len(tokens), feeds[i].rows
+            tokens += feeds[i].tokens
+            fed[i] = slice(first, len(tokens))
+            given[i] = slice(len(wanted), len(wanted) + rows)
+            wanted += range(len(tokens) - rows, len(tokens))
+        layers = sorted({layer for each in asked for layer in each.layers})
+        device = self._scorer.device
+        ids, places = torch.tensor([tokens], device=device), torch.tensor(wanted, device=device)
+        held = [feed.part.slot.length for feed in feeds]
+        try:
+            made = self._forward(
+                ids, Joined(self.pool, [feeds[i].part for i in order], device), places, layers
+            )
+        except BaseException:
+            for feed, length in zip(feeds, held, strict=True):
+                feed.part.slot.rollback(length)
+            raise
+        found = []
+        for i, (scorer, each) in enumerate(zip(scorers, asked, strict=True)):
+            scorer.was_fed(each)
+            hidden = None
+            if each.layers and made.hidden is not None:
+                hidden = made.hidden[fed[i]][:, [layers.index(layer) for layer in each.layers]]
+            found.append(Rows(scorer.fit(made.logits[given[i]]), hidden))
+        return found
+
+
+class _Feed(NamedTuple):
+    """What one request brings to a pass, and how many of its rows are wanted, counted from the end."""
+
+    tokens: list[int]
+    part: Part
+    rows: int
+
+
+def _feed(scorer: Scorer, asked: Pass) -> _Feed:
+    """What a pass feeds, by what the scorer holds."""
+    slot = cast("Slot", scorer.cache)
+    context, drafted, held = asked.context, asked.tokens, slot.length
+    lacking = list(context[held:])
+    left = list(drafted[max(0, held - len(context)) :])
+    tokens = lacking + left
+    if asked.parents is None:
+        rows = len(drafted) + 1 if asked.rows is None else asked.rows
+        return _Feed(tokens, Part(slot, range(held, held + len(tokens))), rows)
+    past, end = len(context) - 1, held + len(tokens)
+    before = range(held, past)  # of the context, in front of its last token
+    cpu = torch.device("cpu")
+    seen = np.tri(len(before), end, held, dtype=np.bool_)
+    tree = tree_mask(past, asked.parents, end, cpu)[0, 0].numpy()
+    positions = [*before, *tree_positions(past, asked.parents, cpu)[0].tolist()[max(0, held - past) :]]
+    rows = len(tokens) - len(before) if asked.rows is None else asked.rows
+    return _Feed(tokens, Part(slot, positions, np.concatenate([seen, tree[max(0, held - past) :]])), rows)
