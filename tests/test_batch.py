@@ -1,0 +1,362 @@
+"""Passes over several requests against passes over each, and outputs side by side against outputs alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from test_zoo import ZOO, build
+from tiny import tiny_llama
+
+from specbench.backends.torch.batch import BatchedModel
+from specbench.backends.torch.kernels import attention
+from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, quantise_linears
+from specbench.backends.torch.pools import KVPool, PoolKind
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Drafter, Pass
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import DraftPolicy, Request
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.schedule import Scheduler
+from specbench.decoding.tree import Siblings
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.plain import NoDraft
+from specbench.lengths import FixedLength, build_policy
+from specbench.models.prepare import wrap_target
+
+KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
+VOCAB = 64
+TOGETHER = ("llama", "qwen3", "gemma3", "mistral", "phi3", "mixtral", "gpt2", "gpt-neox")
+APART = ("gemma2", "gpt-oss", "deepseek-v3", "falcon", "bloom")
+
+
+@cache
+def loaded(name: str, pack: bool = True) -> Scorer:
+    """The scorer of a tiny model, in few operators where it is packed and known."""
+    class_name, config = ZOO[name]
+    return wrap_target(build(class_name, config()), name=name, pack=pack).scorer
+
+
+def pool_of(scorer: Scorer, kind: PoolKind, tokens: int = 1024, slots: int = 8) -> KVPool:
+    return KVPool(scorer.model.config, kind, tokens, slots)
+
+
+def tokens_of(choice: random.Random, count: int) -> list[int]:
+    return [choice.randrange(VOCAB) for _ in range(count)]
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_every_request_gets_the_rows_it_gets_alone(name: str, kind: PoolKind) -> None:
+    """Chains, trees and prompts of any length side by side, over several steps, each rolled back by its own count."""
+    scorer, choice = loaded(name), random.Random(0)
+    batch = BatchedModel(scorer, pool_of(scorer, kind))
+    assert batch.why_apart is None
+    seats = [batch.open() for _ in range(5)]
+    assert all(seat.batch is batch for seat in seats)
+    contexts = [tokens_of(choice, length) for length in (3, 40, 17, 1, 24)]
+    limit = 2e-3
+    for _ in range(4):
+        asked = []
+        for seat, context in zip(seats, contexts, strict=True):
+            drafted = tokens_of(choice, choice.randrange(5))
+            parents = None
+            if drafted and seat.takes_trees and choice.random() < 0.5:
+                parents = [choice.randrange(-1, node) for node in range(len(drafted))]
+            asked.append(Pass(seat, context, drafted, parents))
+        chosen = choice.sample(range(5), choice.randrange(2, 6))
+        for i, rows in zip(chosen, batch.score([asked[i] for i in chosen]), strict=True):
+            each = asked[i]
+            assert rows.logits.shape == (len(each.tokens) + 1, VOCAB)
+            path: list[int] = []
+            for node in range(-1, len(each.tokens)):
+                behind = branch(each, node)
+                expected = Scorer(scorer.model, "none").logits([*each.context, *behind])
+                assert (rows.logits[node + 1] - expected[0]).abs().max() < limit * expected.std()
+                path = [*path_to(each, node)] if choice.random() < 0.5 else path
+            contexts[i] = [*each.context, *(each.tokens[node] for node in path), choice.randrange(VOCAB)]
+            seats[i].keep(len(contexts[i]) - 1, path)
+            assert seats[i].held == len(contexts[i]) - 1
+
+
+def path_to(asked: Pass, node: int) -> list[int]:
+    if node < 0:
+        return []
+    parent = node - 1 if asked.parents is None else asked.parents[node]
+    return [*path_to(asked, parent), node]
+
+
+def branch(asked: Pass, node: int) -> list[int]:
+    return [asked.tokens[each] for each in path_to(asked, node)]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_hidden_states_places_and_widths_are_each_request_s_own(pack: bool) -> None:
+    scorer = loaded("llama", pack)
+    batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
+    assert scorer.short is pack
+    places = torch.arange(VOCAB).flip(0) + 3
+    wide = Scorer(scorer.model, vocab_size=VOCAB + 3, places=places)
+    others = BatchedModel(wide, batch.pool)
+    first, second, third = batch.open(), batch.open(), others.open()
+    contexts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    rows = batch.score([
+        Pass(first, contexts[0], [4, 5], layers=(2, 0)), Pass(second, contexts[1], layers=(1,)),
+    ])  # fmt: skip
+    alone = [Scorer(scorer.model) for _ in range(2)]
+    expected = [
+        alone[0].score(Pass(alone[0], contexts[0], [4, 5], layers=(2, 0))),
+        alone[1].score(Pass(alone[1], contexts[1], layers=(1,))),
+    ]
+    for found, known in zip(rows, expected, strict=True):
+        assert torch.allclose(found.logits, known.logits, atol=1e-4)
+        assert found.hidden is not None
+        assert known.hidden is not None
+        assert torch.allclose(found.hidden, known.hidden, atol=1e-4)
+    found = others.score([Pass(third, contexts[2], rows=1)])[0].logits
+    assert found.shape == (1, VOCAB + 3)
+    assert torch.allclose(found[:, places], Scorer(scorer.model).logits(contexts[2]), atol=1e-4)
+    assert found[:, :3].isinf().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_part_of_a_prompt_is_read_beside_drafts(kind: PoolKind) -> None:
+    scorer, choice = loaded("llama"), random.Random(3)
+    batch = BatchedModel(scorer, pool_of(scorer, kind))
+    long, short = batch.open(), batch.open()
+    prompt, context = tokens_of(choice, 110), tokens_of(choice, 6)
+    for end in (50, 100, 110):  # the first and later parts are longer than a short pass
+        part, chain = batch.score([Pass(long, prompt[:end], rows=1), Pass(short, context, [1, 2])])
+        assert torch.allclose(part.logits, Scorer(scorer.model, "none").logits(prompt[:end]), atol=1e-3)
+        assert torch.allclose(chain.logits, Scorer(scorer.model, "none").logits(context, [1, 2]), atol=1e-3)
+        short.keep(len(context) - 1)
+
+
+def test_neighbours_in_a_slotted_pool_attend_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = loaded("llama")
+    batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
+    calls: list[int] = []
+    real = attention.attend
+
+    def counted(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(len(query))
+        return real(query, *rest)
+
+    seats = [batch.open() for _ in range(6)]
+    lengths = (10, 12, 11, 90, 12, 13)
+    batch.score([Pass(seat, [1] * length) for seat, length in zip(seats, lengths, strict=True)])
+    monkeypatch.setattr(attention, "attend", counted)
+    batch.score([Pass(seat, [1] * (length + 1), [2]) for seat, length in zip(seats, lengths, strict=True)])
+    # Beside one of 90 tokens, short contexts are read as if they had as many, and so not many of them are.
+    assert calls == [3, 2, 1] * scorer.model.config.num_hidden_layers
+
+
+def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = loaded("phi3")
+    batch = BatchedModel(scorer, pool_of(scorer, "paged"))
+    first, second = batch.open(), batch.open()
+    first.logits([1, 2, 3])
+    first.keep(2)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scorer.model.lm_head, "forward", broken)
+        with pytest.raises(RuntimeError, match="no memory"):
+            batch.score([Pass(first, [1, 2, 3]), Pass(second, [4, 5])])
+    assert (first.held, second.held) == (2, 0)
+    rows = batch.score([Pass(first, [1, 2, 3]), Pass(second, [4, 5])])
+    assert torch.allclose(rows[0].logits, Scorer(scorer.model, "none").logits([1, 2, 3]), atol=1e-4)
+    assert torch.allclose(rows[1].logits, Scorer(scorer.model, "none").logits([4, 5]), atol=1e-4)
+
+
+def test_a_hook_sees_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(ZOO["llama"][0], ZOO["llama"][1]())
+    scorer = wrap_target(model, name="hooked").scorer
+    batch = BatchedModel(scorer, pool_of(scorer, "paged"))
+    seen: list[int] = []
+    handle = model.model.layers[0].register_forward_hook(lambda *given: seen.append(given[1][0].shape[1]))
+    first, second = batch.open(), batch.open()
+    batch.score([Pass(first, [1, 2, 3]), Pass(second, [4, 5])])
+    assert seen == [5]
+    handle.remove()
+
+
+# -- models that are read one by one ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", APART)
+def test_models_that_cannot_be_read_together_are_read_one_by_one(name: str) -> None:
+    scorer = loaded(name)
+    pool = pool_of(scorer, "paged")
+    batch = BatchedModel(scorer, pool)
+    assert batch.why_apart is not None
+    assert batch.why_apart.endswith(".")
+    first, second = batch.open(), batch.open()
+    assert first.batch is None
+    contexts = [[1, 2, 3], [4, 5]]
+    for seat, context in zip((first, second), contexts, strict=True):
+        assert torch.allclose(
+            seat.logits(context, [6]), Scorer(scorer.model, "none").logits(context, [6]), atol=1e-3
+        )
+    assert pool.use.used == 2
+
+
+def test_why_some_are_not_read_together() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = hf.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        rope_parameters=rope,
+    )  # fmt: skip
+    growing = Scorer(hf.LlamaForCausalLM(config).eval())
+    assert "rotates" in (BatchedModel(growing, pool_of(growing, "paged")).why_apart or "")
+    whole = Scorer(tiny_llama(vocab_size=VOCAB))
+    assert "grows" in (BatchedModel(whole, None).why_apart or "")
+    assert BatchedModel(whole, None).open().logits([1, 2]).shape == (1, VOCAB)
+    model = tiny_llama(vocab_size=VOCAB)
+    quantise_linears(model)
+    int8 = Scorer(model, "preallocated")
+    if int8.rounding == torch.int8:
+        assert "bytes" in (BatchedModel(int8, pool_of(int8, "paged")).why_apart or "")
+
+
+def test_a_wrong_pass_over_several_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a model does with its positions: it is tried."""
+    scorer = Scorer(tiny_llama(vocab_size=VOCAB))
+    pool = pool_of(scorer, "slotted")
+    assert BatchedModel(scorer, pool).why_apart is None
+    rotary = type(scorer.model.model.rotary_emb)
+    real = rotary.forward
+
+    def one_behind_the_other(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *rest: Any) -> Any:
+        return real(self, x, torch.arange(position_ids.shape[1])[None] + position_ids[:, :1], *rest)
+
+    monkeypatch.setattr(rotary, "forward", one_behind_the_other)
+    assert "other logits" in (BatchedModel(scorer, pool).why_apart or "")
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+NEW = 14
+PROMPTS = [
+    [5, 6, 7, 8, 5, 6, 7, 8, 5], [9], list(range(20, 50)), list(range(20, 46)), [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4],
+    [60, 61, 62], list(range(20, 50)), [11, 12, 13, 11, 12],
+]  # fmt: skip
+
+
+class Side:
+    """A target and its drafters, for requests side by side, and for one alone."""
+
+    def __init__(self, kind: PoolKind | None, tokens: int = 4096, slots: int = 16) -> None:
+        model = tiny_llama(vocab_size=VOCAB)
+        self.scorer, small = Scorer(model), Scorer(tiny_llama(seed=5, layers=1, vocab_size=VOCAB))
+        self.kind = kind
+        if kind is None:
+            return
+        self.pool, own = pool_of(self.scorer, kind, tokens, slots), pool_of(small, kind, 4096, 16)
+        self.target = BatchedModel(self.scorer, self.pool)
+        self.small = BatchedModel(small, own, exact=False)
+        self.cheap = {
+            name: BatchedModel(Scorer(cheaper, "none"), self.pool, exact=False)
+            for name, cheaper in (("layers", first_layers(model, 1)), ("int8", int8_copy(model)))
+        }
+        assert all(each.why_apart is None for each in (self.target, self.small, *self.cheap.values()))
+
+    def request(self, number: int, drafter: str, sampling: Sampling) -> Request:
+        prompt, gamma = PROMPTS[number % len(PROMPTS)], 1 + number % 4
+        policy = DraftPolicy(FixedLength(gamma))
+        if drafter.endswith("tree"):
+            drafter, policy = drafter.split()[0], build_policy("dynamic-tree:top-k=2,depth=3,nodes=5")
+        elif drafter.endswith("siblings"):
+            drafter, policy = drafter.split()[0], DraftPolicy(FixedLength(gamma), Siblings(2, lambda _: 0.0))
+        if self.kind is None:
+            target = self.scorer
+            makes: dict[str, Callable[[], Drafter]] = {
+                "model": lambda: ModelDrafter(
+                    Scorer(tiny_llama(seed=5, layers=1, vocab_size=VOCAB)), "model"
+                ),
+                "layers": lambda: SelfDrafter(Scorer(first_layers(target.model, 1), target.cache), "layers"),
+                "int8": lambda: SelfDrafter(Scorer(int8_copy(target.model), target.cache), "int8"),
+            }
+        else:
+            target = self.target.open()
+            makes = {
+                "model": lambda: ModelDrafter(self.small.open(), "model"),
+                **{
+                    name: lambda cheap=cheap: SelfDrafter(cheap.open(target.cache), "self")  # type: ignore[misc]
+                    for name, cheap in self.cheap.items()
+                },
+            }
+        made = makes | {"none": NoDraft, "lookup": LookupDrafter}
+        return Request(
+            prompt, target, made[drafter](), policy, sampling, Randomness(number), NEW, first_target=number % 3 > 0
+        )  # fmt: skip
+
+
+def outputs(side: Side, drafters: Sequence[str], sampling: Sampling, **limits: int) -> list[list[int]]:
+    scheduler = Scheduler(**limits)
+    found: list[list[int]] = [[] for _ in drafters]
+    for number, drafter in enumerate(drafters):
+        scheduler.add(lambda number=number, drafter=drafter: side.request(number, drafter, sampling))
+    for number, event in scheduler:
+        assert isinstance(event, Prefill | Step), event
+        tokens = event.tokens if isinstance(event, Step) else () if event.token is None else (event.token,)
+        found[number] += tokens
+    return found
+
+
+DRAFTERS = ("none", "lookup", "model", "layers", "int8", "model tree", "layers tree", "model siblings")
+
+
+@cache
+def expected(drafters: tuple[str, ...], sampling: Sampling) -> list[list[int]]:
+    return outputs(Side(None), drafters, sampling, max_batch=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_outputs_side_by_side_are_those_alone(batch: int, kind: PoolKind) -> None:
+    assert_as_alone(kind, DRAFTERS, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_outputs_with_one_drafter_are_those_alone(drafter: str, kind: PoolKind) -> None:
+    for batch in (2, 5, 16):
+        assert_as_alone(kind, (drafter,) * 16, batch)
+
+
+def assert_as_alone(kind: PoolKind, drafters: tuple[str, ...], batch: int) -> None:
+    side = Side(kind)
+    found = outputs(side, drafters, Greedy(), max_batch=batch, max_tokens_per_pass=24)
+    assert found == expected(drafters, Greedy())
+    assert side.pool.use.used == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_side_by_side_are_those_alone(kind: PoolKind) -> None:
+    """An int8 drafter makes much of a sum's last bit: it draws other drafts of the same distribution."""
+    drafters = ("none", "lookup", "model", "layers", "model", "model tree", "layers tree", "model siblings")
+    found = outputs(Side(kind), drafters, Multinomial(0.8), max_batch=8)
+    assert found == expected(drafters, Multinomial(0.8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pool_that_is_too_small_for_all_loses_nothing(kind: PoolKind) -> None:
+    side = Side(kind, 160 if kind == "paged" else 5 * 60, 5)
+    found = outputs(side, DRAFTERS, Greedy(), max_batch=8)
+    assert found == expected(DRAFTERS, Greedy())
+    assert side.pool.use.used == 0
+    assert side.pool.use.peak >= side.pool.use.blocks - 1

@@ -1,0 +1,357 @@
+"""Blocks against a plain model of them, and slots against contexts read alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_llama
+
+from specbench.backends.torch.kernels.surgery import first_layers
+from specbench.backends.torch.pools import PAGE, Blocks, KVPool, PoolKind, Table, bytes_per_token
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Pass
+from specbench.errors import UsageError
+
+KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
+
+
+# -- who holds what --------------------------------------------------------------------------------
+
+
+@dataclass
+class Held:
+    """A request as the plain model has it: the tokens it has written, and room for more."""
+
+    table: Table = field(default_factory=Table)
+    tokens: list[int] = field(default_factory=list)
+    room: int = 0
+
+
+class Plain:
+    """What blocks hold, written out: a dictionary from places to tokens, and nothing shared knowingly."""
+
+    def __init__(self, count: int, size: int, most: int | None) -> None:
+        self.blocks, self.requests = Blocks(count, size, most), [Held() for _ in range(3)]
+        self.content: dict[int, int] = {}
+
+    def places(self, held: Held, start: int, end: int) -> list[int]:
+        size = self.blocks.size
+        return [held.table.blocks[i // size] * size + i % size for i in range(start, end)]
+
+    def append(self, held: Held, tokens: list[int]) -> None:
+        start, end = len(held.tokens), len(held.tokens) + len(tokens)
+        before = [list(held.table.blocks), self.blocks.free]
+        copied = self.blocks.extend(held.table, start, end)
+        if copied is None:
+            assert [held.table.blocks, self.blocks.free] == before, "it was changed all the same"
+            fresh = -(-end // self.blocks.size) - len(held.table.blocks)
+            assert self.blocks.free < fresh + len(held.table.blocks)
+            return
+        for source, target in copied:
+            for i in range(self.blocks.size):
+                self.content[target * self.blocks.size + i] = self.content.get(
+                    source * self.blocks.size + i, -1
+                )
+        self.content.update(zip(self.places(held, start, end), tokens, strict=True))
+        held.tokens += tokens
+        held.room = end
+        self.blocks.publish(held.table, held.tokens)
+
+    def truncate(self, held: Held, length: int) -> None:
+        del held.tokens[length:]
+        held.room = len(held.tokens)
+        self.blocks.truncate(held.table, len(held.tokens))
+
+    def adopt(self, held: Held, tokens: list[int]) -> None:
+        self.truncate(held, 0)
+        count = self.blocks.adopt(held.table, tokens)
+        assert count % self.blocks.size == 0
+        held.tokens, held.room = tokens[:count], count
+
+    def check(self) -> None:
+        holders: dict[int, int] = {}
+        for held in self.requests:
+            assert len(held.table.blocks) == -(-held.room // self.blocks.size)
+            assert len(set(held.table.blocks)) == len(held.table.blocks)
+            for block in held.table.blocks:
+                holders[block] = holders.get(block, 0) + 1
+            read = [self.content[place] for place in self.places(held, 0, len(held.tokens))]
+            assert read == held.tokens, "somebody else has written there"
+        assert self.blocks.count - self.blocks.free == len(holders)
+        assert self.blocks.shared == sum(count > 1 for count in holders.values())
+        assert self.blocks.peak >= len(holders)
+
+
+TOKENS = st.lists(st.integers(0, 1), max_size=9)
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(("append", "truncate", "adopt", "free")),
+        st.integers(0, 2),
+        TOKENS,
+        st.integers(0, 20),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ACTIONS, st.integers(1, 8), st.integers(1, 4), st.booleans())
+def test_blocks_hold_what_was_written_whatever_others_do(
+    actions: list[tuple[str, int, list[int], int]], count: int, size: int, slotted: bool
+) -> None:
+    plain = Plain(count, size, 1 if slotted else None)
+    for action, number, tokens, length in actions:
+        held = plain.requests[number]
+        if action == "append" and len(held.tokens) + len(tokens) <= plain.blocks.most * size:
+            plain.append(held, tokens)
+        elif action == "adopt":
+            plain.adopt(held, tokens)
+        elif action in ("truncate", "free"):
+            plain.truncate(held, length if action == "truncate" else 0)
+        plain.check()
+    for held in plain.requests:
+        plain.truncate(held, 0)
+    assert plain.blocks.free == count
+    assert not plain.blocks._digests
+    assert not plain.blocks._found
+
+
+@pytest.mark.parametrize("slotted", [False, True])
+def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted: bool) -> None:
+    choice = random.Random(0)
+    blocks = Blocks(64, 64 if slotted else 8, 1 if slotted else None)
+    beginnings = [[choice.randrange(50) for _ in range(24)] for _ in range(4)]
+    live: list[tuple[Table, list[int]]] = []
+    begun = adopted = put_back = 0
+    while begun < 10_000 or live:
+        if begun < 10_000 and (not live or choice.random() < 0.4):
+            table = Table()
+            tokens = choice.choice(beginnings) + [
+                choice.randrange(50) for _ in range(choice.randrange(1, 20))
+            ]
+            held = blocks.adopt(table, tokens[:-1])
+            adopted += held > 0
+            begun += 1
+            if blocks.extend(table, held, len(tokens)) is None:
+                blocks.truncate(table, 0)
+                put_back += 1
+                continue
+            blocks.publish(table, tokens)
+            live.append((table, tokens))
+            continue
+        place = choice.randrange(len(live))
+        table, tokens = live[place]
+        drafted = len(tokens) + choice.randrange(1, 8)
+        ended = choice.random() < 0.3 or drafted > 60 or blocks.extend(table, len(tokens), drafted) is None
+        if ended:
+            blocks.truncate(table, 0)
+            live.pop(place)
+        else:
+            tokens += [choice.randrange(50) for _ in range(choice.randrange(drafted - len(tokens)))]
+            blocks.truncate(table, len(tokens))
+            blocks.publish(table, tokens)
+    assert (blocks.free, blocks.shared) == (64, 0)
+    assert not blocks._holders.any()
+    assert not blocks._found
+    assert blocks.peak == 64
+    assert put_back
+    assert bool(adopted) is not slotted
+
+
+def test_neighbours_are_taken_as_long_as_there_are_any() -> None:
+    blocks = Blocks(32, 4)
+    tables = [Table() for _ in range(4)]
+    for end in range(4, 33, 4):  # all of them grow in turn
+        for table in tables:
+            assert blocks.extend(table, end - 4, end) == []
+    for table in tables:
+        assert table.blocks == list(range(table.blocks[0], table.blocks[0] + 8))
+    assert blocks.free == 0
+
+
+def test_a_request_that_never_fits_is_told_apart_from_one_that_waits() -> None:
+    blocks, first, second = Blocks(4, 4), Table(), Table()
+    assert blocks.extend(first, 0, 9) == []
+    assert blocks.extend(second, 0, 9) is None
+    assert second.blocks == []
+    with pytest.raises(UsageError, match="17 tokens needs more than the pool has for one: 16"):
+        blocks.extend(second, 0, 17)
+    with pytest.raises(UsageError, match="5 tokens needs more than the pool has for one: 4"):
+        Blocks(4, 4, 1).extend(second, 0, 5)
+
+
+# -- what a slot holds -----------------------------------------------------------------------------
+
+
+WINDOW = 8
+CONTEXT = [(7 * i * i + 3 * i) % 50 for i in range(60)]
+
+
+@cache
+def model(sliding: bool = False) -> Any:
+    if not sliding:
+        return tiny_llama(vocab_size=50)
+    config = hf.MistralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, sliding_window=WINDOW, max_position_embeddings=512,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return hf.MistralForCausalLM(config).eval()
+
+
+def alone(tokens: list[int], rows: int, *, sliding: bool = False) -> torch.Tensor:
+    return Scorer(model(sliding), "none").logits(tokens[:-1], tokens[-1:], rows)
+
+
+def pool(kind: PoolKind, tokens: int = 256, slots: int = 4, *, sliding: bool = False) -> KVPool:
+    return KVPool(model(sliding).config, kind, tokens, slots)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_read_and_roll_back_side_by_side(kind: PoolKind, sliding: bool) -> None:
+    held, choice = pool(kind, sliding=sliding), random.Random(1)
+    scorers = [Scorer(model(sliding), held.slot()) for _ in range(3)]
+    contexts = [CONTEXT[:20], CONTEXT[5:9], CONTEXT[:17]]
+    for _ in range(8):
+        for scorer, context in zip(scorers, contexts, strict=True):
+            drafted = [choice.randrange(50) for _ in range(choice.randrange(4))]
+            found = scorer.logits(context, drafted)
+            whole = [*context, *drafted]
+            assert close(found, alone(whole, len(drafted) + 1, sliding=sliding))
+            context += [*drafted[: choice.randrange(len(drafted) + 1)], choice.randrange(50)]
+            scorer.keep(len(context) - 1)
+    assert held.use.used >= 3
+    for scorer in scorers:
+        scorer.keep(0)
+    assert held.use.used == 0
+    assert held.use.peak >= 3
+
+
+def test_a_slot_holds_a_tree_and_keeps_a_path_of_it() -> None:
+    scorer = Scorer(model(), pool("paged").slot())
+    assert scorer.takes_trees
+    context, nodes, parents = CONTEXT[:18], [4, 5, 6, 7, 8], (-1, -1, 1, 1, 3)
+    found = scorer.score(Pass(scorer, context, nodes, parents)).logits
+    assert close(found[[0, 2, 4, 5]], alone([*context, 5, 7, 8], 4))
+    context = [*context, 5, 7, 8, 9]
+    scorer.keep(len(context) - 1, [1, 3, 4])
+    assert scorer.held == len(context) - 1
+    assert close(scorer.logits(context, [3]), alone([*context, 3], 2))
+    assert not Scorer(model(sliding=True), pool("paged", sliding=True).slot()).takes_trees
+
+
+def test_requests_that_begin_alike_share_blocks_until_they_part() -> None:
+    held = pool("paged")
+    prompt = CONTEXT[: 2 * PAGE + 5]
+    first, second, third = (Scorer(model(), held.slot()) for _ in range(3))
+    first.logits(prompt)
+    asked = Pass(second, prompt)
+    assert second.reserve(asked)
+    assert second.held == 2 * PAGE
+    assert held.use.shared == 2
+    assert close(second.score(asked).logits, alone(prompt, 1))
+    assert third.reserve(Pass(third, prompt[: 2 * PAGE]))  # its last token has to be read for its row
+    assert third.held == PAGE
+    third.keep(0)
+    # The second goes back into what is shared, and writes something else there: the first keeps its own.
+    other = [*prompt[: PAGE + 3], 49, 48, 47]
+    second.keep(PAGE + 3)
+    assert held.use.shared == 2
+    assert close(second.logits(other), alone(other, 1))
+    assert held.use.shared == 1
+    first.keep(len(prompt) - 1)
+    assert close(first.logits(prompt, [1, 2]), alone([*prompt, 1, 2], 3))
+    first.keep(0)
+    assert close(second.logits(other, [3], 1), alone([*other, 3], 1))
+    second.keep(0)
+    assert held.use.used == 0
+
+
+def test_what_all_tokens_states_are_wanted_of_is_not_shared() -> None:
+    held = pool("paged")
+    first, second = (Scorer(model(), held.slot()) for _ in range(2))
+    first.logits(CONTEXT)
+    hidden = second.score(Pass(second, CONTEXT, layers=(1,))).hidden
+    assert hidden is not None
+    assert len(hidden) == len(CONTEXT)
+
+
+def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared() -> None:
+    held = pool("paged")
+    target = Scorer(model(), held.slot())
+    cheap = Scorer(first_layers(model(), 1), target.cache).twin(target.cache, shares=True)
+    prompt = CONTEXT[: 2 * PAGE]
+    target.logits(prompt)
+    cheap.logits(prompt, [1, 2], 1)
+    assert (target.held, cheap.held) == (len(prompt), len(prompt) + 2)
+    cheap.keep(len(prompt))
+    target.keep(0)  # under a draft
+    cheap.logits(prompt, [1], 1)
+    cheap.keep(len(prompt))
+    assert target.held == 0
+    other = Scorer(model(), held.slot())
+    assert other.reserve(Pass(other, [*prompt, 5]))
+    assert other.held == 0
+    assert close(target.logits([*prompt, 5]), alone([*prompt, 5], 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_pool_changes_nothing_and_says_so(kind: PoolKind) -> None:
+    held = pool(kind, 64, 2)
+    first, second, third = (Scorer(model(), held.slot()) for _ in range(3))
+    first.logits(CONTEXT[:20])
+    second.logits(CONTEXT[20:50])
+    asked = Pass(third, CONTEXT[30:50])
+    before = held.use
+    assert not third.reserve(asked)
+    assert held.use == before
+    with pytest.raises(UsageError, match="full"):
+        third.score(asked)
+    with pytest.raises(UsageError, match="more than the pool has for one"):
+        third.reserve(Pass(third, [*CONTEXT, *CONTEXT]))
+    assert held.use == before
+    first.keep(0)
+    assert third.reserve(asked)
+    assert close(third.score(asked).logits, alone(CONTEXT[30:50], 1))
+
+
+@torch.inference_mode()
+def test_a_context_that_was_no_number_does_not_stay_in_its_slot() -> None:
+    held = pool("slotted")
+    scorer = Scorer(model(), held.slot())
+    scorer.logits(CONTEXT[:9])
+    for store in held.stores:
+        assert store is not None
+        store.keys[:, :, 5] = torch.nan
+    scorer.keep(3)
+    scorer.begin()
+    for store in held.stores:
+        assert store is not None
+        assert store.keys.isfinite().all()
+
+
+def test_a_pool_without_room_or_with_other_layers_is_refused() -> None:
+    with pytest.raises(UsageError, match="has no room"):
+        pool("paged", PAGE - 1)
+    with pytest.raises(UsageError, match="has no room"):
+        pool("slotted", 3, 4)
+    config = hf.Lfm2Config(hidden_size=32, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    with pytest.raises(UsageError, match="cannot hold layers"):
+        KVPool(config, "paged", 64)
+
+
+def test_the_bytes_of_a_token() -> None:
+    assert bytes_per_token(model()) == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, float32
