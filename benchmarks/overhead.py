@@ -71,6 +71,7 @@ class TableScorer:
     takes_trees = reads_trees = True
     gives_hidden = False
     batch = None
+    reads_in_parts = True
     epoch = 0
     device = torch.device("cpu")
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Sampling, TopK, TopKNucleus
     from specbench.errors import RunError, SpecbenchError, UsageError
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
+    from specbench.generate_many import GenerationRuns, speculative_generate_many
     from specbench.lengths import FixedLength
     from specbench.models.prepare import Target, load_drafter, load_target, wrap_drafter, wrap_target
     from specbench.options import LoadOptions
@@ -32,6 +33,7 @@ _HOMES = {
     "decoding.loop": ("decode_steps",),
     "errors": ("RunError", "SpecbenchError", "UsageError"),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
+    "generate_many": ("GenerationRuns", "speculative_generate_many"),
     "lengths": ("FixedLength",),
     "models.prepare": ("Target", "load_drafter", "load_target", "wrap_drafter", "wrap_target"),
     "decoding.metrics": ("summary",),
@@ -46,6 +48,7 @@ __all__ = [
     "FixedLength",
     "Generation",
     "GenerationRun",
+    "GenerationRuns",
     "Greedy",
     "LoadOptions",
     "Multinomial",
@@ -68,6 +71,7 @@ __all__ = [
     "load_target",
     "prune_legacy",
     "speculative_generate",
+    "speculative_generate_many",
     "summary",
     "wrap_drafter",
     "wrap_target",

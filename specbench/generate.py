@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.origins import Origin
 from specbench.decoding.protocols import Drafter, LengthPolicy
 from specbench.decoding.records import Generation, Prefill, Step
-from specbench.decoding.request import DraftPolicy
+from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import LabelledText, StopRules
 from specbench.drafters.model import SelfDrafter
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specbench.models.prepare import Target
+    from specbench.models.seats import Seats
 
 __all__ = ["GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"]
 
@@ -71,6 +72,17 @@ def encode_prompt(
     if not ids:
         raise UsageError("The prompt gives no tokens.", "Give some text.")
     return [int(token) for token in ids]
+
+
+def as_tokens(
+    prompt: str | Sequence[int], target: Target, *, chat: bool | None = None, system: str | None = None
+) -> Sequence[int]:
+    """The token ids of a prompt, which may be text, see ``encode_prompt``."""
+    if not isinstance(prompt, str):
+        return prompt
+    if target.tokenizer is None:
+        raise UsageError("The target has no tokenizer.", "Give the prompt as token ids.")
+    return encode_prompt(target.tokenizer, prompt, chat=chat, system=system)
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
@@ -150,7 +162,7 @@ class GenerationRun:
             policy = FixedLength(5) if blank else build_policy(default_rule(greedy=sampling.greedy))
         self.policy = policy
         self.seed, self.residual_adjustment = seed, residual_adjustment
-        self.prompt_tokens = len(prompt)
+        self._prompt, self.prompt_tokens = prompt, len(prompt)
         tokenizer = target.tokenizer
         stop = (stop,) if isinstance(stop, str) else stop
         _check_tokens(prompt, target)
@@ -167,28 +179,45 @@ class GenerationRun:
         self._prefill: Prefill | None = None
         self._steps: list[Step] = []
         device = str(target.scorer.device)
+        self._settings: dict[str, Any] = {
+            "sampling": sampling,
+            "random": Randomness(seed, device),
+            "max_new_tokens": max_new_tokens,
+            "stops": StopRules(end_ids, stop, tokenizer),
+            "first_target": first_target,
+            "residual_adjustment": residual_adjustment,
+            "trace": trace,
+        }
+        self.most_tokens = len(prompt) + max_new_tokens
+        clock = clock_for(device)
         self._records = decode_steps(
-            prompt,
-            target.scorer,
-            self.drafter,
-            policy=self.policy,
-            sampling=sampling,
-            random=Randomness(seed, device),
-            max_new_tokens=max_new_tokens,
-            stops=StopRules(end_ids, stop, tokenizer),
-            first_target=first_target,
-            residual_adjustment=residual_adjustment,
-            clock=clock_for(device),
-            trace=trace,
+            prompt, target.scorer, self.drafter, policy=self.policy, clock=clock, **self._settings
         )
+
+    def apart(self, seats: Seats) -> Request:
+        """What is decoded, on scorers, a drafter and a rule of its own; whoever does so hands the records to ``take``.
+
+        Args:
+            seats: Makes them.
+
+        Raises:
+            UsageError: See ``Request``.
+        """
+        self.policy = policy = DraftPolicy.of(self.policy).fork()
+        target, drafter = seats.open(self.drafter)
+        return Request(self._prompt, target, drafter, policy, **self._settings)
 
     def __iter__(self) -> Iterator[Prefill | Step]:
         for record in self._records:
-            if isinstance(record, Prefill):
-                self._prefill = record
-            else:
-                self._steps.append(record)
+            self.take(record)
             yield record
+
+    def take(self, record: Prefill | Step) -> None:
+        """The next record has come."""
+        if isinstance(record, Prefill):
+            self._prefill = record
+        else:
+            self._steps.append(record)
 
     def text_stream(self) -> LabelledText[Origin] | None:
         """A stream that turns this run's tokens into its text; ``None`` without a tokenizer."""
@@ -286,12 +315,8 @@ def speculative_generate(
     """
     if gamma is not None and gamma < 1:
         raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
-    if isinstance(prompt, str):
-        if target.tokenizer is None:
-            raise UsageError("The target has no tokenizer.", "Give the prompt as token ids.")
-        prompt = encode_prompt(target.tokenizer, prompt, chat=chat, system=system)
     run = GenerationRun(
-        prompt,
+        as_tokens(prompt, target, chat=chat, system=system),
         target,
         drafter,
         policy=policy or (None if gamma is None else FixedLength(gamma)),

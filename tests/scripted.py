@@ -65,6 +65,7 @@ class ScriptedScorer:
     reads_trees = True
     gives_hidden = False
     batch = None
+    reads_in_parts = True
 
     @property
     def held(self) -> int:

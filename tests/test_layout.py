@@ -26,6 +26,7 @@ FOLDERS = (
     "drafters",
     "models",
     "generate",
+    "generate_many",
     "results",
     "bench",
     "show",

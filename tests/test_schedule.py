@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random as standard_random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from scripted import Logits, ScriptedCache, ScriptedScorer, Ticking, random_table
 
 from specbench.decoding.clocks import Stopwatch
@@ -367,6 +368,8 @@ def test_whoever_found_no_room_in_a_pass_comes_first_in_the_next() -> None:
 
 def test_a_context_that_nobody_keeps_is_read_whole() -> None:
     class Forgetful(Member):
+        reads_in_parts = False
+
         def keep(self, length: int, path: Sequence[int] = ()) -> None:
             super().keep(0)
 
@@ -375,6 +378,48 @@ def test_a_context_that_nobody_keeps_is_read_whole() -> None:
     cases = [Case((1, 2, 3, 4) * 4, tokens=4), Case((2, 2), tokens=4)]
     found = run(Scheduler(max_tokens_per_pass=6), cases, house)
     assert [found[0], found[1]] == [case.alone() for case in cases]
+
+
+class Telling(Member):
+    """Its hidden states are the tokens it was fed."""
+
+    def score(self, asked: Pass) -> Rows:
+        held = self.held
+        rows = super().score(asked)
+        return rows._replace(
+            hidden=torch.tensor([[[float(token)]] for token, _ in self.cache.entries[held:]])
+        )
+
+
+class Listening(NoDraft):
+    """Takes in states of the target, and drafts nothing."""
+
+    layers = (0,)
+    known = 0
+
+    def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
+        first = len(context) - 1 - len(states)
+        assert first <= self.known
+        assert [int(state) for state in states] == context[first:-1]
+        self.known = len(context) - 1
+
+
+def test_states_of_contexts_read_in_parts_and_anew_are_whole() -> None:
+    house = House(Room(90))
+    house.member = lambda: Telling(TARGET, house.room, house.target)  # type: ignore[method-assign]
+    listening: list[Listening] = []
+
+    def request(case: Case) -> Request:
+        listening.append(Listening())
+        return replace(case.request(house), drafter=listening[-1])
+
+    scheduler = Scheduler(max_tokens_per_pass=7)
+    for number in range(3):
+        scheduler.add(partial(request, Case((1, number) * 12, tokens=20)))
+    assert not any(isinstance(event, Exception) for _, event in scheduler)
+    assert [each.known for each in listening] == [43] * 3
+    assert house.target is not None
+    assert any(max(each) > 4 for each in house.target.passes[-30:])  # somebody was put back, and read again
 
 
 class Failing(Member):

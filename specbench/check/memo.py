@@ -155,6 +155,7 @@ class MemoScorer:
 
     gives_hidden = False
     batch = None
+    reads_in_parts = True
 
     @property
     def held(self) -> int:

@@ -16,7 +16,16 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import Decoding, decode
-from specbench.decoding.protocols import Asking, Drafter, Drawing, LengthPolicy, Pass, Rows, TreePolicy
+from specbench.decoding.protocols import (
+    Asking,
+    Drafter,
+    Drawing,
+    LengthPolicy,
+    Pass,
+    Rows,
+    ScorerLike,
+    TreePolicy,
+)
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
@@ -214,6 +223,9 @@ class _WatchedDrafter:
         self.begin, self.keep = drafter.begin, drafter.keep
         self.layers, self.take_states = drafter.layers, drafter.take_states
         self.learn, self.commit = drafter.learn, drafter.commit
+
+    def fork(self, scorer_like: ScorerLike) -> _WatchedDrafter:
+        return _WatchedDrafter(self._drafter.fork(scorer_like), self._log)
 
     @property
     def epoch(self) -> object:

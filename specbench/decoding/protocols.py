@@ -6,7 +6,7 @@ who makes them, when, and together with whose, is up to whoever drives the loop.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "Pass",
     "Rows",
     "Scorer",
+    "ScorerLike",
     "TreePolicy",
     "answered",
 ]
@@ -235,6 +236,11 @@ class Scorer(Protocol):
         ...
 
     @property
+    def reads_in_parts(self) -> bool:
+        """Whether a long context may be read in several passes, each over more of it."""
+        ...
+
+    @property
     def epoch(self) -> object:
         """Another one after every ``begin``."""
         ...
@@ -278,6 +284,10 @@ class Scorer(Protocol):
             path: What the last pass's context has grown by: nodes of its draft, root to leaf, as far as it had them.
         """
         ...
+
+
+ScorerLike: TypeAlias = Callable[[Any], Any]
+"""From the scorer of a loaded model to one for another request; the same kind of scorer."""
 
 
 class Batch(Protocol):
@@ -331,6 +341,14 @@ class Drafter(Protocol):
     @property
     def layers(self) -> Sequence[int]:
         """Of which of the target's layers it takes the hidden states, see ``Pass``."""
+        ...
+
+    def fork(self, scorer_like: ScorerLike) -> Drafter:
+        """One like it for another request: it has the models and settings, and nothing that was read or learnt.
+
+        Args:
+            scorer_like: Makes the other one's scorers.
+        """
         ...
 
     def begin(self, prompt: Sequence[int]) -> None:

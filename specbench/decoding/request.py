@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,10 @@ class DraftPolicy:
     def costs(self) -> dict[str, Any] | None:
         """See ``LengthPolicy.costs``."""
         return self.learner.costs()
+
+    def fork(self) -> DraftPolicy:
+        """The same policy for another request; what it has learnt is its own from now on."""
+        return copy.deepcopy(self)
 
     def propose(
         self,

@@ -149,8 +149,8 @@ class Sampling:
 
     def at(self, prompt: int, limit: int | None, end_ids: Iterable[int]) -> Sampling:
         """These transforms for one output; for the arguments see ``ContextRules``."""
-        if self.defaults is None:
-            return self
+        if self.defaults is None:  # what was seen is remembered for one output
+            return self._but() if self.looks_back else self
         rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, limit, end_ids)
         return self._but(rules=rules)
 

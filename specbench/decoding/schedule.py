@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import torch
+
 from specbench.decoding.clocks import Clock, PausedClock, Stopwatch
 from specbench.decoding.loop import Decoding, decode
 from specbench.decoding.protocols import Pass, Rows, Scorer
@@ -42,7 +44,7 @@ class _Job:
         queued_s: Seconds it waited for its turn.
         reading: Whether the last pass was a part of what it lacks.
         passed_over: Whether a pass of its model had no room for it.
-        whole: Whether its context cannot be read in parts.
+        states: Hidden states that these parts gave.
         context: What its target has been asked to read, which grows as the output does.
         verified: How much of that the target held when the draft under way was begun.
         scorers: All whose passes it has asked for.
@@ -58,7 +60,7 @@ class _Job:
     queued_s: float = 0.0
     reading: bool = False
     passed_over: bool = False
-    whole: bool = False
+    states: list[torch.Tensor] = field(default_factory=list)
     context: Sequence[int] = ()
     verified: int = 0
     scorers: set[Scorer] = field(default_factory=set)
@@ -73,6 +75,13 @@ class _Job:
             self.verified = target.held
         self.asked, self.since, self.reading = asked, now, False
         self.scorers.add(asked.scorer)
+
+    def with_states(self, rows: Rows) -> Rows:
+        """The last rows that it waits for, with the states of the parts read before."""
+        if rows.hidden is None or not self.states:
+            return rows
+        states, self.states = [*self.states, rows.hidden], []
+        return rows._replace(hidden=torch.cat(states))
 
     @property
     def due(self) -> Pass:
@@ -125,6 +134,7 @@ class Scheduler:
         self._clock = PausedClock(clock)
         self._waiting: deque[_Job] = deque()
         self._active: list[_Job] = []  # by arrival
+        self._coming: deque[tuple[int, Event]] = deque()  # what an iteration has still to hand out
         self._added = self._passes = 0
         self._full = False  # somebody was put back, and nobody has left since
 
@@ -155,9 +165,11 @@ class Scheduler:
         for job in [*self._active, *self._waiting]:
             if job.number == number:
                 self._end(job)
+        self._coming = deque(event for event in self._coming if event[0] != number)
 
     def close(self) -> None:
         """End all of them."""
+        self._coming.clear()
         for job in [*self._active, *self._waiting]:
             self._end(job)
 
@@ -168,9 +180,10 @@ class Scheduler:
         """
         try:
             while len(self):
-                for event in self.step():
+                self._coming.extend(self.step())
+                while self._coming:
                     with self._clock.paused():
-                        yield event
+                        yield self._coming.popleft()
         finally:
             self.close()
 
@@ -200,10 +213,11 @@ class Scheduler:
         for (job, part), rows in zip(parts, answers, strict=True):
             job.passed_over = False
             if part is job.asked:
-                self._go_on(job, rows, events)
+                self._go_on(job, job.with_states(rows), events)
             else:
                 part.scorer.keep(len(part.context))
-                job.whole = part.scorer.held < len(part.context)
+                if rows.hidden is not None:
+                    job.states.append(rows.hidden)
                 job.since, job.reading = self._passes, True
 
     # -- who takes part in the next pass -----------------------------------------------------------------
@@ -269,6 +283,7 @@ class Scheduler:
     def _put_back(self, job: _Job) -> None:
         for scorer in job.scorers:
             scorer.keep(0)
+        job.states = []
         self._active.remove(job)
         place = next((i for i, other in enumerate(self._waiting) if other.number > job.number), None)
         self._waiting.insert(len(self._waiting) if place is None else place, job)
@@ -281,7 +296,7 @@ class Scheduler:
         for job in sorted(group, key=_turn):
             part = job.due
             lack = _lack(part)
-            if lack > left and not job.whole:
+            if lack > left and part.scorer.reads_in_parts:
                 part = _beginning(part, left)
                 lack = _lack(part)
             job.passed_over = lack > left and bool(found)
@@ -354,7 +369,9 @@ def _beginning(asked: Pass, most: int) -> Pass:
     held = asked.scorer.held
     rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
     end = min(held + most, len(asked.context), len(asked.context) + len(asked.tokens) - rows)
-    return Pass(asked.scorer, asked.context[:end], rows=1) if end > held else asked
+    return (
+        asked._replace(context=asked.context[:end], tokens=(), parents=None, rows=1) if end > held else asked
+    )
 
 
 def _answers(passes: Sequence[Pass]) -> Sequence[Rows]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.decoding.drafts import Draft
-    from specbench.decoding.protocols import Asking, Drawing, TreePolicy
+    from specbench.decoding.protocols import Asking, Drawing, ScorerLike, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["BaseDrafter"]
@@ -47,6 +47,9 @@ class BaseDrafter:
     @property
     def layers(self) -> Sequence[int]:
         return ()
+
+    def fork(self, scorer_like: ScorerLike) -> BaseDrafter:
+        raise NotImplementedError
 
     def begin(self, prompt: Sequence[int]) -> None:
         """There is nothing to forget."""

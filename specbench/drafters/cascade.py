@@ -22,7 +22,7 @@ from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, LengthPolicy
+    from specbench.decoding.protocols import Asking, LengthPolicy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["CascadeDrafter"]
@@ -57,6 +57,9 @@ class CascadeDrafter(BaseDrafter):
     @property
     def epoch(self) -> tuple[object, object]:
         return self.free.epoch, self.model.epoch
+
+    def fork(self, scorer_like: ScorerLike) -> CascadeDrafter:
+        return CascadeDrafter(self.free.fork(scorer_like), self.model.fork(scorer_like), self.max_passes)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.free.begin(prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ from specbench.decoding.verdicts import top
 from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, TreePolicy
+    from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, ScorerLike, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["CandidateDrafter", "FreeDrafter", "Guess"]
@@ -51,9 +51,13 @@ class FreeDrafter(BaseDrafter):
 
     def __init__(self, spec: object, clock: Clock | None = None) -> None:
         super().__init__(str(spec))
+        self.spec: Any = spec
         self._clock = clock or WallClock()
         self._epoch = 0
         self._read = 0  # so many tokens of the context
+
+    def fork(self, scorer_like: ScorerLike) -> FreeDrafter:
+        return type(self)(self.spec, self._clock)
 
     @property
     def epoch(self) -> int:

@@ -19,7 +19,7 @@ from specbench.decoding.protocols import Pass
 from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, TreePolicy
+    from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, ScorerLike, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["Drawn", "ModelDrafter", "SelfDrafter"]
@@ -72,6 +72,9 @@ class ModelDrafter(BaseDrafter):
     def draftable(self) -> frozenset[int] | None:
         places = self.scorer.places
         return None if places is None else frozenset(places.tolist())
+
+    def fork(self, scorer_like: ScorerLike) -> ModelDrafter:
+        return type(self)(scorer_like(self.scorer), self.name, self._clock)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._has_read = False

@@ -9,7 +9,7 @@ from specbench.decoding.drafts import Draft
 from specbench.drafters.base import BaseDrafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Asking, LengthPolicy
+    from specbench.decoding.protocols import Asking, LengthPolicy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["NoDraft"]
@@ -20,6 +20,9 @@ class NoDraft(BaseDrafter):
 
     def __init__(self) -> None:
         super().__init__("none")
+
+    def fork(self, scorer_like: ScorerLike) -> NoDraft:
+        return NoDraft()
 
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness

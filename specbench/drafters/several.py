@@ -13,7 +13,7 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from specbench.decoding.protocols import Asking, Drafter, LengthPolicy
+    from specbench.decoding.protocols import Asking, Drafter, LengthPolicy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
 __all__ = ["SeveralDrafters"]
@@ -42,6 +42,9 @@ class SeveralDrafters(BaseDrafter):
     @property
     def epoch(self) -> tuple[object, ...]:
         return tuple(drafter.epoch for drafter in self.drafters)
+
+    def fork(self, scorer_like: ScorerLike) -> SeveralDrafters:
+        return SeveralDrafters([drafter.fork(scorer_like) for drafter in self.drafters])
 
     def begin(self, prompt: Sequence[int]) -> None:
         for drafter in self.drafters:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Clock
-from specbench.decoding.protocols import Pass
+from specbench.decoding.protocols import Pass, ScorerLike
 from specbench.drafters.model import ModelDrafter
 
 __all__ = ["TranslatingDrafter", "Translation", "longest_matches"]
@@ -97,6 +97,9 @@ class TranslatingDrafter(ModelDrafter):
         self._read = 0  # how many of the context's tokens that are
         self._fed: list[int] = []  # what the cache holds the beginning of
         self._agreed = 0  # so many of these were settled
+
+    def fork(self, scorer_like: ScorerLike) -> TranslatingDrafter:
+        return TranslatingDrafter(scorer_like(self.scorer), self.name, self.translation, self._clock)
 
     def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)

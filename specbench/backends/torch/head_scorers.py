@@ -39,6 +39,7 @@ class HeadScorer:
     gives_hidden = False
     takes_trees = reads_trees = True
     batch = None
+    reads_in_parts = False
     longest: int | None = None
 
     def __init__(
@@ -64,6 +65,10 @@ class HeadScorer:
     def reserve(self, asked: Pass) -> bool:  # noqa: ARG002
         """There is always room."""
         return True
+
+    def twin(self) -> HeadScorer:
+        """The same head for another request."""
+        raise NotImplementedError
 
     def begin(self) -> None:
         """Start on a new context."""
@@ -131,6 +136,9 @@ class EagleScorer(HeadScorer):
         self._read = 0  # tokens that were read with them
         self._features: list[torch.Tensor] = []  # behind the context, and behind each node of the draft
         self._outputs: list[torch.Tensor] = []
+
+    def twin(self) -> EagleScorer:
+        return EagleScorer(self.head, self._embed, self.layers, self._fitted.fresh(), self.context_limit)
 
     @property
     def held(self) -> int:
@@ -230,6 +238,9 @@ class MedusaScorer(HeadScorer):
         self.heads, self.longest = heads, heads.heads
         self._state: torch.Tensor | None = None
         self._rows: list[torch.Tensor] = []
+
+    def twin(self) -> MedusaScorer:
+        return MedusaScorer(self.heads, self.layers[0], self.device, self._fitted.fresh(), self.embeddings)
 
     @property
     def held(self) -> int:

@@ -90,6 +90,10 @@ class FittedLogits:
         self._rows = torch.empty(0, 0)
         self._taken = 0
 
+    def fresh(self) -> FittedLogits:
+        """The same with memory of its own."""
+        return FittedLogits(self.vocab_size, self.places)
+
     def release(self) -> None:
         """Rows that were handed out are not needed any more."""
         self._taken = 0
@@ -218,6 +222,11 @@ class Scorer:
         if isinstance(self.cache, Slot) and self._owns_slot:
             self.cache.own = self.cache.length
             self.cache.publish(asked.context)
+
+    @property
+    def reads_in_parts(self) -> bool:
+        """Whether it holds what it has read."""
+        return not isinstance(self.cache, NoKVCache)
 
     def begin(self) -> None:
         """Start on a new context. Whoever changed the model did so before."""

@@ -1,0 +1,180 @@
+"""Generate from many prompts side by side: the Python interface to the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from specbench.decoding.clocks import clock_for
+from specbench.decoding.records import Generation
+from specbench.decoding.schedule import Event, Scheduler
+from specbench.errors import UsageError
+from specbench.generate import GenerationRun, as_tokens
+from specbench.lengths import FixedLength
+from specbench.models.seats import Seats
+
+if TYPE_CHECKING:
+    from specbench.decoding.protocols import Drafter, LengthPolicy
+    from specbench.decoding.request import DraftPolicy, Request
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.prepare import Target
+
+__all__ = ["GenerationRuns", "speculative_generate_many"]
+
+_BESIDE = 128
+"""Tokens of a tree that may stand beside what fits into an output."""
+
+
+class GenerationRuns:
+    """Generations side by side: iterate for what comes of them as it comes, or ask for all results.
+
+    Iterating gives pairs of a generation's place in ``runs`` and its next record, or the exception that it ended with;
+    the others go on. It can be done once, with ``for`` or ``async for``, whose passes are made in a thread. Leaving off
+    ends them all.
+
+    Args:
+        runs: What to decode, of one target; an exception stands for one that could not begin.
+        max_batch: How many at a time.
+        max_tokens_per_pass: Tokens that a pass reads at most; longer prompts are read in parts.
+        pool_tokens: Tokens whose keys and values are held at a time, in all; ``None`` for enough for all that are under
+            way. When it is too little, requests wait, and some are read again.
+
+    Raises:
+        UsageError: A limit is below 1, or the targets are not one.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[GenerationRun | Exception],
+        *,
+        max_batch: int = 8,
+        max_tokens_per_pass: int = 512,
+        pool_tokens: int | None = None,
+    ) -> None:
+        self.runs = list(runs)
+        self._errors = {i: run for i, run in enumerate(runs) if isinstance(run, Exception)}
+        begun = [run for run in runs if isinstance(run, GenerationRun)]
+        if any(run.target.scorer is not begun[0].target.scorer for run in begun):
+            raise UsageError(
+                "The generations have several targets.", "Decode those of each target by themselves."
+            )
+        clock = clock_for(str(begun[0].target.scorer.device)) if begun else None
+        self._scheduler = Scheduler(max_batch=max_batch, max_tokens_per_pass=max_tokens_per_pass, clock=clock)
+        self.seats: Seats | None = None
+        if begun:
+            limit = begun[0].target.scorer.context_limit
+            longest = max(min(run.most_tokens, limit or run.most_tokens) for run in begun) + _BESIDE
+            tokens = pool_tokens or (longest * max_batch if max_batch > 1 else None)
+            self.seats = Seats(begun[0].target, tokens, max_batch)
+            for drafter in {id(run.drafter): run.drafter for run in begun}.values():
+                self.seats.open(drafter)  # models are tried out now, and not while somebody waits
+        for run in self.runs:
+            self._scheduler.add(partial(self._start, run))
+        self._events = self._taken()
+
+    def _start(self, run: GenerationRun | Exception) -> Request:
+        if isinstance(run, Exception):
+            raise run
+        assert self.seats is not None
+        return run.apart(self.seats)
+
+    def _taken(self) -> Iterator[tuple[int, Event]]:
+        for i, event in self._scheduler:
+            if isinstance(event, Exception):
+                self._errors[i] = event
+            else:
+                cast("GenerationRun", self.runs[i]).take(event)
+            yield i, event
+
+    def __iter__(self) -> Iterator[tuple[int, Event]]:
+        return self._events
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as thread:
+            try:
+                while True:
+                    coming = loop.run_in_executor(thread, next, self._events, None)
+                    try:
+                        event = await asyncio.shield(coming)
+                    except asyncio.CancelledError:
+                        await coming  # a pass cannot be broken off
+                        raise
+                    if event is None:
+                        return
+                    yield event
+            finally:
+                self._scheduler.close()
+
+    def cancel(self, index: int) -> None:
+        """End one, if it has not ended; nothing more comes of it."""
+        self._scheduler.cancel(index)
+
+    def result(self, index: int) -> Generation | Exception:
+        """What there is of one so far; ``finish_reason`` is ``None`` unless it has come to its end."""
+        return self._errors.get(index) or cast("GenerationRun", self.runs[index]).result()
+
+    def results(self) -> list[Generation | Exception]:
+        """Decode all that is left, and return what came of each, in the order of the runs."""
+        for _ in self:
+            pass
+        return [self.result(index) for index in range(len(self.runs))]
+
+
+def speculative_generate_many(
+    prompts: Iterable[str | Sequence[int] | GenerationRun],
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    max_batch: int = 8,
+    max_tokens_per_pass: int = 512,
+    pool_tokens: int | None = None,
+    gamma: int | None = None,
+    policy: LengthPolicy | DraftPolicy | None = None,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    chat: bool | None = None,
+    system: str | None = None,
+    **settings: Any,
+) -> GenerationRuns:
+    """Generate from many prompts, several at a time; each output is what it would be alone.
+
+    ``.results()`` gives the generations in the order of the prompts. Iterating gives records as they come.
+
+    Args:
+        prompts: Texts, token ids, or ``GenerationRun``s of the same target with settings of their own.
+        target, drafter, gamma, policy, sampling, chat, system: See ``speculative_generate``. Every request gets a
+            drafter and a rule like these, with nothing that was learnt from others.
+        max_batch, max_tokens_per_pass, pool_tokens: See ``GenerationRuns``.
+        seed: Of every request: it draws what it would alone.
+        settings: The others of ``speculative_generate``.
+
+    Raises:
+        UsageError: An argument is out of its range. What is wrong with one prompt is what that one ends with.
+    """
+    if gamma is not None and gamma < 1:
+        raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
+    if policy is None and gamma is not None:
+        policy = FixedLength(gamma)
+
+    def run(prompt: Sequence[int]) -> GenerationRun:
+        return GenerationRun(prompt, target, drafter, policy=policy, sampling=sampling, seed=seed, **settings)
+
+    def begun(prompt: str | Sequence[int] | GenerationRun) -> GenerationRun | Exception:
+        if isinstance(prompt, GenerationRun):
+            return prompt
+        try:
+            return run(as_tokens(prompt, target, chat=chat, system=system))
+        except UsageError as error:
+            return error
+
+    run(())  # what is wrong with the settings is wrong for all
+    return GenerationRuns(
+        [begun(prompt) for prompt in prompts],
+        max_batch=max_batch,
+        max_tokens_per_pass=max_tokens_per_pass,
+        pool_tokens=pool_tokens,
+    )

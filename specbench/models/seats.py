@@ -1,0 +1,92 @@
+"""Scorers and drafters for many requests, of models that are loaded once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from specbench.backends.torch.batch import BatchedModel
+from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, PreallocatedKVCache, make_cache
+from specbench.backends.torch.head_scorers import HeadScorer
+from specbench.backends.torch.pools import KVPool, PoolKind, PoolUse
+from specbench.backends.torch.scorer import Scorer
+
+if TYPE_CHECKING:
+    from specbench.decoding.protocols import Drafter
+    from specbench.models.prepare import Target
+
+__all__ = ["Seats"]
+
+_AnyScorer = TypeVar("_AnyScorer", Scorer, HeadScorer)
+
+
+class Seats:
+    """Opens what a request needs of its own: a scorer of the target, and a drafter with its scorers.
+
+    Keys and values lie in one pool for each model, whose passes are then made together. Where a target's passes have to
+    be the same to the bit (int8, ``--bit-exact``), or it was loaded with a cache that is no pool's, every request gets
+    a cache of that kind, and passes are made one by one.
+
+    Args:
+        target: The model of all requests.
+        tokens: Positions there is room for in each pool; ``None`` for caches that grow, one for each request.
+        requests: How many there are at a time.
+        kind: Of the pools.
+    """
+
+    def __init__(self, target: Target, tokens: int | None, requests: int, kind: PoolKind = "paged") -> None:
+        self._target, self._requests, self._kind = target.scorer, requests, kind
+        plain = isinstance(target.scorer.cache, PreallocatedKVCache | NoKVCache)
+        self._tokens = None if plain else tokens
+        self._models: dict[Scorer, BatchedModel] = {}
+        self._pool: KVPool | None = None  # of the target, and of those that share its keys and values
+
+    def open(self, drafter: Drafter) -> tuple[Scorer, Drafter]:
+        """A scorer of the target, and a drafter like this one.
+
+        Raises:
+            UsageError: A pool has no room for a request, or cannot hold a model's layers.
+        """
+        scorer = self._opened(self._target, None)
+
+        def scorer_like(loaded: _AnyScorer) -> _AnyScorer:
+            if isinstance(loaded, HeadScorer):
+                return loaded.twin()
+            shares = loaded.cache is self._target.cache
+            return self._opened(loaded, scorer.cache if shares else None)
+
+        return scorer, drafter.fork(scorer_like)
+
+    @property
+    def why_apart(self) -> str | None:
+        """Why the target's passes are made one by one, in a sentence; ``None`` if they are not."""
+        batched = self._batched(self._target)
+        return "Every request has a cache of its own." if batched is None else batched.why_apart
+
+    @property
+    def use(self) -> PoolUse | None:
+        """How much of the target's pool is taken; ``None`` without one."""
+        return None if self._pool is None else self._pool.use
+
+    def _opened(self, loaded: Scorer, shared: KVCache | None) -> Scorer:
+        batched = self._batched(loaded)
+        if batched is not None:
+            return batched.open(shared)
+        return loaded.twin(shared or _cache_like(loaded), shares=shared is not None)
+
+    def _batched(self, loaded: Scorer) -> BatchedModel | None:
+        if self._tokens is None:
+            return None
+        if loaded not in self._models:
+            own, pool = loaded is self._target, self._pool
+            if own or loaded.cache is not self._target.cache:
+                pool = KVPool(loaded.model.config, self._kind, self._tokens, self._requests)
+            self._models[loaded] = BatchedModel(loaded, pool, exact=own)
+            if own:
+                self._pool = pool
+        return self._models[loaded]
+
+
+def _cache_like(loaded: Scorer) -> KVCache:
+    """An empty one of that kind; those of fixed shapes belong to one scorer."""
+    kinds: dict[type, CacheKind] = {PreallocatedKVCache: "preallocated", NoKVCache: "none"}
+    return make_cache(kinds.get(type(loaded.cache), "dynamic"), loaded.model.config)

@@ -1,0 +1,204 @@
+"""Many generations at once, on tiny models: outputs, records and failures as alone, in every kind of pool."""
+
+from __future__ import annotations
+
+import asyncio
+import random as standard_random
+from functools import cache
+from typing import Any
+
+import pytest
+from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
+
+from specbench import (
+    GenerationRun,
+    Multinomial,
+    UsageError,
+    load_drafter,
+    speculative_generate,
+    speculative_generate_many,
+    wrap_drafter,
+    wrap_target,
+)
+from specbench.decoding.protocols import Drafter
+from specbench.decoding.records import Generation, Prefill
+from specbench.generate_many import GenerationRuns
+from specbench.lengths import build_policy
+from specbench.models.prepare import Target, _prepare_target, join_cascade
+from specbench.specs.drafters import Cascade, Lookup, SmallModel
+
+KINDS = ("none", "lookup", "ngram", "suffix", "recycle", "model", "self:int8", "self:layers=1", "lookup+model",
+         "lookup+self:int8", "lookup|self:layers=1")  # fmt: skip
+NEW = 12
+
+
+@cache
+def target() -> Target:
+    return wrap_target(tiny_llama(), tiny_tokenizer())
+
+
+@cache
+def drafter(kind: str) -> Drafter | None:
+    if kind == "none":
+        return None
+    if "model" not in kind:
+        return load_drafter(kind, target())
+    model = wrap_drafter(tiny_language_model(1), target())
+    return join_cascade(Cascade(Lookup(), SmallModel("tiny-1")), model) if "+" in kind else model
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """48, most of them with something to copy; some begin alike."""
+    choice = standard_random.Random(3)
+    beginning = [choice.randrange(250) for _ in range(40)]
+    made = []
+    for number in range(48):
+        part = [choice.randrange(250) for _ in range(choice.randint(1, 12))]
+        made.append((beginning[: 20 * (number % 3)] if number % 4 else []) + part * choice.randint(1, 4))
+    return made
+
+
+def run(number: int, **settings: Any) -> GenerationRun:
+    """A prompt with the kind of drafter whose turn it is."""
+    kind = KINDS[number % len(KINDS)]
+    policy = build_policy("fixed:gamma=3" if "|" in kind else "fixed:gamma=3,siblings=2")
+    return GenerationRun(
+        prompts()[number], target(), drafter(kind), policy=policy, max_new_tokens=NEW, **settings
+    )
+
+
+@cache
+def alone(number: int, **settings: Any) -> Generation:
+    generation = run(number, **settings)
+    assert all(True for _ in generation)
+    return generation.result()
+
+
+def told(generation: Generation | Exception) -> Any:
+    assert isinstance(generation, Generation), generation
+    steps = [(step.drafted, step.tokens, step.siblings) for step in generation.steps]
+    return generation.token_ids, generation.text, generation.finish_reason, generation.policy, steps
+
+
+@pytest.mark.parametrize(
+    ("batch", "most", "tokens"), [(1, 512, None), (3, 16, None), (8, 512, 150), (16, 64, None)]
+)
+def test_outputs_are_those_alone(batch: int, most: int, tokens: int | None) -> None:
+    many = GenerationRuns(
+        [run(number) for number in range(48)], max_batch=batch, max_tokens_per_pass=most, pool_tokens=tokens
+    )
+    found = many.results()
+    assert [told(each) for each in found] == [told(alone(number)) for number in range(48)]
+    assert many.seats is not None
+    assert (many.seats.use is None) == (batch == 1)
+    assert many.seats.use is None or many.seats.use.used == 0
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_neighbours() -> None:
+    settings = {"sampling": Multinomial(0.9)}
+    seeds = [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
+    together = GenerationRuns(
+        [run(number, seed=seed, **settings) for number, seed in enumerate(seeds)], max_batch=4
+    )
+    expected = []
+    for number, seed in enumerate(seeds):
+        expected.append(run(number, seed=seed, **settings))
+        assert all(True for _ in expected[-1])
+    assert [told(each) for each in together.results()] == [told(each.result()) for each in expected]
+
+
+@pytest.mark.parametrize("rule", ["egag", "svip", "dynamic-tree:nodes=5", "heuristic"])
+def test_rules_learn_from_their_own_request_alone(rule: str) -> None:
+    policy, own = build_policy(rule), drafter("model")
+    many = speculative_generate_many(
+        prompts()[:6], target(), own, policy=policy, max_new_tokens=NEW, max_batch=3
+    )
+    for found, prompt in zip(many.results(), prompts(), strict=False):
+        assert told(found) == told(
+            speculative_generate(prompt, target(), own, policy=build_policy(rule), max_new_tokens=NEW)
+        )
+
+
+@pytest.mark.parametrize("kind", ["preallocated", "none", "int8"])
+def test_other_caches_are_one_for_each_request(kind: str) -> None:
+    language_model = tiny_language_model()
+    language_model.quantise_int8 = kind == "int8"
+    other = _prepare_target(language_model, "preallocated" if kind == "int8" else kind)
+    own = load_drafter("lookup+self:layers=1", other)
+    many = speculative_generate_many(prompts()[:5], other, own, gamma=3, max_new_tokens=NEW, max_batch=4)
+    assert many.seats is not None
+    assert many.seats.why_apart
+    assert many.seats.use is None
+    for found, prompt in zip(many.results(), prompts(), strict=False):
+        assert told(found) == told(speculative_generate(prompt, other, own, gamma=3, max_new_tokens=NEW))
+
+
+def test_one_wrong_prompt_ends_alone() -> None:
+    many = speculative_generate_many(
+        ["", [1, 2, 3], [10**6], [1] * 600, [4, 5]], target(), None, max_new_tokens=3, max_batch=2
+    )
+    found = many.results()
+    assert [str(each) for each in found if not isinstance(each, Generation)] == [
+        "The prompt is empty. Give some text.",
+        f"The prompt holds the token 1000000, and the target has those from 0 to {target().vocab_size - 1}."
+        " Encode it with the target's own tokenizer.",
+        "The prompt has 600 tokens, the target's context holds 512. Shorten the prompt.",
+    ]
+    for number, prompt in ((1, [1, 2, 3]), (4, [4, 5])):
+        assert told(found[number]) == told(speculative_generate(prompt, target(), None, max_new_tokens=3))
+
+
+def test_settings_that_are_wrong_for_all_are_refused_at_once() -> None:
+    for settings, reason in (
+        ({"stop": [""]}, "stop string"),
+        ({"gamma": 0}, "gamma"),
+        ({"max_batch": 0}, "batch"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            speculative_generate_many([[1]], target(), None, **settings)
+    other = wrap_target(tiny_llama(), tiny_tokenizer())
+    with pytest.raises(UsageError, match="several targets"):
+        GenerationRuns([GenerationRun([1], target()), GenerationRun([1], other)])
+
+
+def test_records_come_as_they_are_made_and_what_is_there_can_be_asked_for() -> None:
+    settings = {"gamma": 2, "max_new_tokens": NEW, "max_batch": 2}
+    many = speculative_generate_many(prompts()[:3], target(), drafter("lookup"), **settings)
+    order, queued = [], []
+    for index, record in many:
+        order.append(index)
+        if isinstance(record, Prefill):
+            queued.append(record.queued_s)
+        if index == 0 and len(order) > 4:
+            many.cancel(0)
+    assert order.index(2) > order.index(1) == 1
+    assert queued == sorted(queued)
+    first, second, third = many.results()
+    assert isinstance(first, Generation)
+    assert first.finish_reason is None
+    assert 0 < len(first.token_ids) < NEW
+    assert [len(told(each)[0]) for each in (second, third)] == [NEW, NEW]
+
+
+def test_async_iteration_gives_the_same_and_can_be_left() -> None:
+    async def gathered(most: int) -> tuple[GenerationRuns, int]:
+        many = speculative_generate_many(
+            prompts()[:4], target(), drafter("lookup"), gamma=2, max_new_tokens=NEW
+        )
+        count = 0
+        async for _ in many:
+            count += 1
+            if count == most:
+                break
+        return many, count
+
+    many, count = asyncio.run(gathered(-1))
+    expected = speculative_generate_many(
+        prompts()[:4], target(), drafter("lookup"), gamma=2, max_new_tokens=NEW
+    )
+    assert [told(each) for each in many.results()] == [told(each) for each in expected.results()]
+    assert count == sum(1 + len(each.steps) for each in expected.results() if isinstance(each, Generation))
+    many, count = asyncio.run(gathered(5))
+    assert count == 5
+    assert len(list(many)) == 0
