@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,7 +23,10 @@ from specbench.drafters.suffix import SuffixDrafter
 from specbench.lengths import FixedLength
 from specbench.specs.drafters import NGram
 
-VOCAB, NEW = 4, 4
+VOCAB = 4
+NEW = 3
+"""Tokens of a generation; one more is enumerated where it takes no minutes."""
+LENGTHS = [NEW, pytest.param(NEW + 1, marks=pytest.mark.slow)]
 PROMPT = [1, 2, 0, 1, 2]
 TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
 
@@ -55,7 +60,13 @@ SAMPLINGS: dict[str, Sampling] = {
 
 
 def loop_distribution(
-    build: Build, sampling: Sampling, gamma: int, end_ids: tuple[int, ...] = (), **options: bool
+    build: Build,
+    sampling: Sampling,
+    gamma: int,
+    end_ids: tuple[int, ...] = (),
+    *,
+    new: int = NEW,
+    **options: bool,
 ) -> dict[tuple[int, ...], float]:
     def run(random: object) -> tuple[int, ...]:
         target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
@@ -67,7 +78,7 @@ def loop_distribution(
             policy=FixedLength(gamma),
             sampling=sampling,
             random=random,
-            max_new_tokens=NEW,
+            max_new_tokens=new,
             stops=StopRules(end_ids),
             **options,
         ):
@@ -80,11 +91,14 @@ def loop_distribution(
     return enumerate_outcomes(run)
 
 
-def target_distribution(sampling: Sampling, end_ids: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
+@cache
+def target_distribution(
+    sampling: Sampling, end_ids: tuple[int, ...] = (), new: int = NEW
+) -> dict[tuple[int, ...], float]:
     """By the chain rule, token by token: written without anything of the loop."""
     finished: dict[tuple[int, ...], float] = {}
     growing = {(): 1.0}
-    for _ in range(NEW):
+    for _ in range(new):
         grown: dict[tuple[int, ...], float] = {}
         for tokens, weight in growing.items():
             context = [*PROMPT, *tokens]
@@ -100,37 +114,43 @@ def largest_gap(a: dict[tuple[int, ...], float], b: dict[tuple[int, ...], float]
 
 
 def cells() -> Iterator[Any]:
-    """Every drafter with every sampling; what takes longest once only, with the model's own drafts."""
-    for drafter in DRAFTERS:
-        for name, sampling in SAMPLINGS.items():
-            large = drafter == "self" and name in ("temperature", "repetition penalty")
-            yield pytest.param(
-                drafter, sampling, id=f"{drafter}-{name}", marks=pytest.mark.slow if large else ()
-            )
+    """Every drafter with every sampling; a token more for each of both at least once, and for all where it is slow."""
+    for (row, drafter), (column, name) in itertools.product(enumerate(DRAFTERS), enumerate(SAMPLINGS)):
+        yield pytest.param(drafter, SAMPLINGS[name], NEW, id=f"{drafter}-{name}")
+        slow = row % len(SAMPLINGS) != column or drafter == "self"
+        yield pytest.param(
+            drafter,
+            SAMPLINGS[name],
+            NEW + 1,
+            id=f"{drafter}-{name}-{NEW + 1}",
+            marks=pytest.mark.slow if slow else (),
+        )
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), list(cells()))
-def test_the_output_distribution_is_the_targets(drafter: str, sampling: Sampling) -> None:
-    expected = target_distribution(sampling)
+@pytest.mark.parametrize(("drafter", "sampling", "new"), list(cells()))
+def test_the_output_distribution_is_the_targets(drafter: str, sampling: Sampling, new: int) -> None:
+    expected = target_distribution(sampling, new=new)
     for gamma in (1, 3):
-        found = loop_distribution(DRAFTERS[drafter], sampling, gamma)
+        found = loop_distribution(DRAFTERS[drafter], sampling, gamma, new=new)
         assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
         assert largest_gap(found, expected) < 1e-6
 
 
+@pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_so_it_is_without_a_first_target_pass(drafter: str) -> None:
-    found = loop_distribution(DRAFTERS[drafter], Multinomial(0.8), 2, first_target=False)
-    assert largest_gap(found, target_distribution(Multinomial(0.8))) < 1e-6
+def test_so_it_is_without_a_first_target_pass(drafter: str, new: int) -> None:
+    found = loop_distribution(DRAFTERS[drafter], Multinomial(0.8), 2, first_target=False, new=new)
+    assert largest_gap(found, target_distribution(Multinomial(0.8), new=new)) < 1e-6
 
 
+@pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_so_it_is_with_end_tokens(drafter: str) -> None:
-    expected = target_distribution(Multinomial(), end_ids=(2, 3))
-    assert any(len(tokens) < NEW for tokens in expected)
+def test_so_it_is_with_end_tokens(drafter: str, new: int) -> None:
+    expected = target_distribution(Multinomial(), end_ids=(2, 3), new=new)
+    assert any(len(tokens) < new for tokens in expected)
     for first_target in (True, False):
         found = loop_distribution(
-            DRAFTERS[drafter], Multinomial(), 2, end_ids=(2, 3), first_target=first_target
+            DRAFTERS[drafter], Multinomial(), 2, end_ids=(2, 3), first_target=first_target, new=new
         )
         assert largest_gap(found, expected) < 1e-6
 
