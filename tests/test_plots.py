@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,14 @@ def df(big: Path) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def drawn(df: pd.DataFrame) -> plots.Drawn:
-    return plots.draw_figures(df)
+def draw(request: pytest.FixtureRequest) -> Callable[[str, plots.Look | None], plots.Drawn]:
+    """All figures of a fixture's run, drawn once; nobody changes them."""
+    return cache(lambda run, look: plots.draw_figures(request.getfixturevalue(run), look=look))
+
+
+@pytest.fixture(scope="module")
+def drawn(draw: Callable[..., plots.Drawn]) -> plots.Drawn:
+    return draw("df", None)
 
 
 @pytest.fixture(scope="module")
@@ -316,13 +324,13 @@ class TestLooks:
         ],
     )
     def test_nothing_overlaps_or_is_cut_off(
-        self, request: pytest.FixtureRequest, run: str, look: plots.Look | None
+        self, draw: Callable[..., plots.Drawn], run: str, look: plots.Look | None
     ) -> None:
-        drawn = plots.draw_figures(request.getfixturevalue(run), look=look)
+        drawn = draw(run, look)
         assert list(drawn.figures) == (list(plots.FIGURES) if run == "branching" else CHAINS)
         for name, figure in drawn.figures.items():
             renderer = FigureCanvasAgg(figure).get_renderer()
-            figure.draw_without_rendering()
+            figure.draw_without_rendering()  # which puts the numbers beside the axes
             hidden = hidden_ticks(figure)
             shown = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
             boxes = [
@@ -354,8 +362,10 @@ class TestLooks:
         lines = [line for line in drawn.figures["speedup"].axes[0].lines if len(line.get_xdata()) == 4]
         assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 4
 
-    def test_rules_of_one_drafter_differ_and_its_name_is_said_once(self, rules: pd.DataFrame) -> None:
-        drawn = plots.draw_figures(rules)
+    def test_rules_of_one_drafter_differ_and_its_name_is_said_once(
+        self, draw: Callable[..., plots.Drawn]
+    ) -> None:
+        drawn = draw("rules", None)
         lines = [
             line for line in drawn.figures["speedup"].axes[0].lines if line.get_marker() in canvas.MARKERS
         ]
@@ -394,8 +404,8 @@ class TestLooks:
             lab = np.stack([116 * y, 500 * (x - y), 200 * (y - z)], axis=1)
             assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(lab, 2)) > 12
 
-    def test_a_paper_says_title_and_caption_itself(self, df: pd.DataFrame) -> None:
-        for figure in plots.draw_figures(df, look=PAPER).figures.values():
+    def test_a_paper_says_title_and_caption_itself(self, draw: Callable[..., plots.Drawn]) -> None:
+        for figure in draw("df", PAPER).figures.values():
             assert figure.get_figwidth() == 3.3
             assert figure.get_suptitle() == figure.get_supxlabel() == ""
             assert max(text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip()) <= 7.0
@@ -460,8 +470,8 @@ class TestSmallAndOdd:
         drawn = plots.draw_figures(load_results(write_run(tmp_path / "r", tokens=32, **options)))
         assert {*drawn.figures, *drawn.skipped} == set(plots.FIGURES)
         assert ("prediction" in drawn.skipped) == (kind == "no costs")
-        for name, figure in drawn.figures.items():
-            plots.save_figure(figure, tmp_path / f"{name}.png")
+        for figure in drawn.figures.values():
+            assert plots.figure_bytes(figure, "png", dpi=30)
         if kind == "one run":
             assert "no intervals" in texts(drawn.figures["speedup"])
             assert "No interval: one run of one prompt." in caption(drawn.figures["categories"])
@@ -479,7 +489,8 @@ class TestSmallAndOdd:
         drawn = plots.draw_figures(df, ["accepted-length", "generation"])
         assert "γ = 2" in texts(drawn.figures["accepted-length"])
         assert "slow γ=2" in caption(drawn.figures["generation"])
-        only = plots.draw_figures(load_results(write_run(tmp_path / "one", gammas=(1,), **options)))
+        df = load_results(write_run(tmp_path / "one", gammas=(1,), **options))
+        only = plots.draw_figures(df, ["accepted-length", "generation"])
         assert only.skipped["accepted-length"] == "no step drafted more than one token"
         assert "slow γ=1" in caption(only.figures["generation"])
 

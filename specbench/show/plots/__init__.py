@@ -21,7 +21,7 @@ from specbench.errors import UsageError
 from specbench.files import explained, write_bytes
 from specbench.results import frames
 from specbench.show.plots.acceptance import acceptance, accepted_length, positions
-from specbench.show.plots.canvas import SIZES, STYLE, Look, NoDataError, Run
+from specbench.show.plots.canvas import SIZES, STYLE, Look, NoDataError, Run, lay_out
 from specbench.show.plots.speed import by_category, prediction, speedup, tokens_per_second
 from specbench.show.plots.steps import generation, time
 from specbench.show.plots.trees import rank_rates, trees
@@ -83,8 +83,8 @@ def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None, look: Lo
 
 def _settled(figure: Figure) -> Figure:
     """Lay it out for good: done anew at every saving, the layout would wander a little each time."""
-    figure.draw_without_rendering()
-    figure.draw_without_rendering()  # once more, with the ticks that go with the room there is
+    lay_out(figure)
+    lay_out(figure)  # once more, with the ticks that go with the room there is
     figure.set_layout_engine("none")
     return figure
 

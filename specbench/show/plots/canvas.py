@@ -386,6 +386,13 @@ def draw_series(axes: Axes, series: Sequence[Series], figure_name: str) -> list[
     return ends
 
 
+def lay_out(figure: Figure) -> None:
+    """Give the axes the room that their words leave, as drawing does before it draws."""
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+
+
 DASHED = (0, (4, 3))
 _KEY_AT, _NAME_AT = 13.0, 20.0  # points from the axes to the marker beside a name, and to the name
 
@@ -432,7 +439,7 @@ def label_ends(axes: Axes, ends: Sequence[End], run: Run) -> None:
         )
         for end in ends
     ]
-    figure.draw_without_rendering()  # lays the axes out, with room for the labels
+    lay_out(figure)  # with room for the labels
     boxes = [Text.get_window_extent(label) for label in labels]  # an annotation's own has its arrow in it
     wanted = [axes.transData.transform((0.0, end.y))[1] for end in ends]
     floor, ceiling = axes.transAxes.transform([(0.0, -0.04), (0.0, 1.04)])[:, 1]
