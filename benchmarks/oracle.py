@@ -1,4 +1,4 @@
-"""How much is there to gain by choosing γ well, and how much of it does each draft-length rule get?
+"""How much is there to gain by choosing γ well, or a tree, and how much of it does each draft-length rule get?
 
     python benchmarks/oracle.py results/RUN                  # a sweep with several γ, 8 or more among them, and rules
     python benchmarks/oracle.py results/RUN --gamma-max 16
@@ -9,8 +9,13 @@ a greedy sweep, drafter by drafter: where the recorded steps tested a draft it i
 greedy decoding all configurations draft the same behind the same text. What no step
 tested is taken to be right, and so is what one step accepted and another did not (n-gram and lookup draft by where they
 begin), so that the bound stays one. Its time is the sum of the medians, over the recorded steps of that drafter, of the
-time per drafted token and of the rest of a step by the number of tokens verified, and the drafter's own reading of the
-prompt. "fit" is that sum for the steps as recorded, over the time they took: near 1 the costs describe the machine.
+time per pass of the drafter and of the rest of a step by the number of tokens verified, and the drafter's own reading
+of the prompt. "fit" is that sum for the steps as recorded, over the time they took: near 1 the costs describe the
+machine.
+
+Where there are trees in the sweep two more bounds stand beside it. "Best size of tree" picks a chain, or the best tree
+of some number of nodes and depth by Sequoia's programme for what the sweep's trees kept by rank, before each step. "The
+right branch alone" drafts of every tree the one branch that is kept: nothing gets more of so many candidates.
 
 Prints a table for each drafter and ends with one line of JSON.
 """
@@ -18,33 +23,39 @@ Prints a table for each drafter and ends with one line of JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from specbench.decoding.metrics import count_ranks, kept_by_rank
+from specbench.decoding.records import depth_of
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.errors import SpecbenchError, UsageError
+from specbench.lengths.trees import best_shapes
 from specbench.results.store import load_results
 
 Row = Mapping[str, Any]
 Unit = tuple[str, int]
 """A prompt and its turn."""
+Shape = tuple[int, ...]
+"""By node of a draft the one it stands behind, -1 for the context."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds per drafted token, and of the rest of a step by the number of tokens verified (item n)."""
+    """Seconds per pass of the drafter, and of the rest of a step by the number of tokens verified (item n)."""
 
     draft_s: float
     rest_s: Sequence[float]
 
-    def of(self, gamma: int) -> float:
-        """Seconds of a step with γ drafts."""
-        return gamma * self.draft_s + self.rest_s[gamma + 1]
+    def of(self, nodes: int, passes: int | None = None) -> float:
+        """Seconds of a step with so many drafts, and as many passes if nothing else is said."""
+        return (nodes if passes is None else passes) * self.draft_s + self.rest_s[nodes + 1]
 
     def reading(self, prefill_s: float) -> float:
         """What the drafter's first reading of a prompt, which gives a token too, takes longer than any draft."""
@@ -54,7 +65,8 @@ class StepCosts:
 def steps_of(row: Row) -> Iterable[dict[str, float]]:
     """The recorded steps of a generation, one by one."""
     names = [name for name in row if name.startswith("steps_") and name.endswith("_s")]
-    counts = [f"steps_{name}" for name in ("drafted", "tested", "accepted", "emitted")]
+    fields = ("drafted", "tested", "accepted", "emitted", "nodes", "siblings", "passes")
+    counts = [f"steps_{name}" for name in fields]
     columns = [row[name] for name in (*names, *counts)]
     for values in zip(*columns, strict=True):
         yield dict(
@@ -72,15 +84,19 @@ def first_tokens(row: Row) -> int:
     return int(row["new_tokens"]) - int(sum(row["steps_emitted"]))
 
 
-def tested_positions(rows: Iterable[Row], output: Sequence[int]) -> list[bool | None]:
-    """For every token of an output, whether a draft of it is right; ``None`` where no step tells.
+def right_ranks(rows: Iterable[Row], output: Sequence[int]) -> list[int | None]:
+    """For every token of an output, which candidate of the drafter it is there.
 
     Args:
         rows: Greedy generations of one drafter from one prompt. Where rounding parted their outputs, what they say
             holds up to there.
         output: The tokens.
+
+    Returns:
+        Its rank, from 0, which of a chain's drafts is that of a right one; -n if it is none of the first n; ``None``
+        where no step tells.
     """
-    right: list[bool | None] = [None] * len(output)
+    known: list[int | None] = [None] * len(output)
     for row in rows:
         shared = 0
         for token, other in zip(row["token_ids"], output, strict=False):
@@ -88,18 +104,28 @@ def tested_positions(rows: Iterable[Row], output: Sequence[int]) -> list[bool | 
                 break
             shared += 1
         place = first_tokens(row)
-        for step in steps_of(row):
+        for number, step in enumerate(steps_of(row)):
             drafted, tested, accepted = (int(step[name]) for name in ("drafted", "tested", "accepted"))
+            ranks, widths = _of_tree(row, number)
             for i in range(place, min(place + accepted, shared)):
-                right[i] = True
+                known[i] = ranks[i - place] if ranks is not None else 0
             # What was rejected is wrong, and so is what a drafter asked for more did not come up with.
             room = len(row["token_ids"]) - place - 1
             missing = not math.isnan(row["gamma"]) and accepted == drafted < min(row["gamma"], room)
             end = place + accepted
             if (tested > accepted or missing) and end < shared:
-                right[end] = right[end] or False
+                wrong = -widths[accepted] if widths is not None else -1
+                before = known[end]
+                known[end] = wrong if before is None else before if before >= 0 else min(before, wrong)
             place += int(step["emitted"])
-    return right
+    return known
+
+
+def _of_tree(row: Row, step: int) -> tuple[Sequence[int], Sequence[int]] | tuple[None, None]:
+    """Ranks and widths of a step's tree; ``None`` of a chain."""
+    if not len(row["steps_widths"]):
+        return None, None
+    return row["steps_ranks"][step], row["steps_widths"][step]
 
 
 def step_costs(rows: Iterable[Row], widest: int) -> StepCosts:
@@ -111,46 +137,79 @@ def step_costs(rows: Iterable[Row], widest: int) -> StepCosts:
     draft, rest = [], defaultdict(list)
     for row in rows:
         for step in steps_of(row):
-            passes = step["drafted"] - (step["draft_prefill_s"] > 0)
+            passes = step["passes"] - (step["draft_prefill_s"] > 0)
             if passes > 0:
                 draft.append((step["draft_s"] - step["draft_prefill_s"]) / passes)
             parts = ("verify_s", "accept_s", "rollback_s", "other_s")
-            rest[int(step["drafted"]) + 1].append(sum(step[part] for part in parts))
+            rest[_rows(step)].append(sum(step[part] for part in parts))
     medians = PassCosts(never_falling({n: median(seconds) for n, seconds in rest.items()}))
     return StepCosts(median(draft) if draft else 0.0, [medians.target_pass_s(n) for n in range(widest + 1)])
 
 
-def best_course(
-    right: Sequence[bool | None], first: int, longest: int, room_for_all: bool, costs: StepCosts
-) -> list[int]:
-    """The γ of every step of the fastest way to the end of an output.
+def _rows(step: Mapping[str, float]) -> int:
+    """Tokens that a step verified, the context's last among them."""
+    return int(step["nodes"] + step["siblings"]) + 1
+
+
+def chains(longest: int) -> list[Shape]:
+    """Of every length up to so many tokens, the empty one first."""
+    return [tuple(range(-1, gamma - 1)) for gamma in range(longest + 1)]
+
+
+def kept(shape: Mapping[int, Sequence[int]], ranks: Sequence[int | None]) -> int:
+    """How many tokens a step keeps: along the right candidates, as long as the draft has them.
 
     Args:
-        right: See ``tested_positions``; ``None`` counts as right.
+        shape: By node, -1 for the context, those that stand behind it.
+        ranks: Of the tokens to come, see ``right_ranks``. Of what is not known the next candidate counts as right.
+    """
+    node, tokens = -1, 0
+    for rank in ranks:
+        behind = shape.get(node, ())
+        place = 0 if rank is None else abs(rank)
+        if place >= len(behind):
+            break
+        node = behind[place]
+        tokens += 1
+    return tokens
+
+
+def best_course(
+    ranks: Sequence[int | None], first: int, shapes: Sequence[Shape], room_for_all: bool, costs: StepCosts
+) -> list[int]:
+    """The draft of every step of the fastest way to the end of an output, as its place in ``shapes``.
+
+    Args:
+        ranks: See ``right_ranks``.
         first: How many tokens stand there already.
-        longest: The largest γ.
+        shapes: What may be drafted; the first one is empty.
         room_for_all: Whether the last token may be drafted (an end token may; where the length runs out the last one is
             the target's).
         costs: Of the steps.
     """
-    end = len(right)
-    run = [0] * (end + 1)  # right drafts from here on
-    for place in range(end - 1, -1, -1):
-        run[place] = 0 if right[place] is False else run[place + 1] + 1
+    end = len(ranks)
+    behind: list[dict[int, list[int]]] = []
+    for shape in shapes:
+        behind.append({})
+        for node, parent in enumerate(shape):
+            behind[-1].setdefault(parent, []).append(node)
+    depths = [depth_of(len(shape), shape) for shape in shapes]
+    seconds = [costs.of(len(shape), depth) for shape, depth in zip(shapes, depths, strict=True)]
     best = [0.0] * (end + 1)
-    choice = [0] * (end + 1)
+    choice, reached = [0] * (end + 1), [0] * (end + 1)
     for place in range(end - 1, first - 1, -1):
         room = end - place - (not room_for_all)
         best[place] = math.inf
-        for gamma in range(min(longest, room) + 1):
-            reached = min(end, place + min(gamma, run[place]) + 1)
-            seconds = costs.of(gamma) + best[reached]
-            if seconds < best[place]:
-                best[place], choice[place] = seconds, gamma
+        for number, depth in enumerate(depths):
+            if depth > room:
+                continue
+            to = min(end, place + kept(behind[number], ranks[place : place + depth]) + 1)
+            if seconds[number] + best[to] < best[place]:
+                best[place], choice[place], reached[place] = seconds[number] + best[to], number, to
     course, place = [], first
     while place < end:
         course.append(choice[place])
-        place = min(end, place + min(choice[place], run[place]) + 1)
+        place = reached[place]
     return course
 
 
@@ -162,10 +221,12 @@ def study(frame: Any, gamma_max: int | None = None) -> list[dict[str, Any]]:
         gamma_max: The largest γ that the oracle may choose; ``None`` for the longest draft recorded.
 
     Returns:
-        A dict per drafter: ``drafter``, ``oracle`` (its ``speedup``, ``tokens_per_step``, ``drafted_per_token``), the
-        share ``unknown`` of tokens that no step tested, ``hindsight`` (the speedup with each prompt's best fixed γ, or
-        ``None``), and ``rows``, the same figures of each configuration with ``of_oracle``, its speedup over the
-        oracle's, ``wasted``, the share of drafts that were not accepted, and ``fit``.
+        A dict per drafter: ``drafter``, ``oracle`` (its ``speedup``, ``tokens_per_step``, ``drafted_per_token``), with
+        trees the same as ``tree_oracle`` (best size of tree) and ``branch_oracle`` (the right branch alone), else
+        ``None``; the share ``unknown`` of tokens that no step tested, ``hindsight`` and ``tree_hindsight`` (the speedup
+        with each prompt's best fixed γ, and with its best tree of a fixed size, or ``None``), and ``rows``, the same
+        figures of each configuration with ``of_oracle``, its speedup over the oracle's (of trees, the one of trees),
+        ``wasted``, the share of the drafted positions at which nothing was accepted, and ``fit``.
 
     Raises:
         UsageError: No drafter has a greedy generation beside one of plain decoding.
@@ -198,25 +259,33 @@ def _study_drafter(
     units: Mapping[Unit, Sequence[Row]], plain: Mapping[Unit, Sequence[Row]], gamma_max: int | None
 ) -> dict[str, Any]:
     rows = [row for mine in units.values() for row in mine]
+    trees = [row for row in rows if len(row["steps_widths"])]
     recorded = int(max(max(row["steps_drafted"]) for row in rows))
     longest = gamma_max or recorded
-    costs = step_costs([*rows, *(row for unit in units for row in plain[unit])], max(longest, recorded) + 1)
+    verified = max(_rows(step) for row in rows for step in steps_of(row))
+    widest = max(longest + 1, verified)
+    base = [row for unit in units for row in plain[unit]]
+    costs = step_costs([*rows, *base], widest)
+    # A pass over several nodes takes longer, so that each kind has its own.
+    of_chains = replace(costs, draft_s=_draft_s([row for row in rows if not len(row["steps_widths"])], costs))
+    of_trees = replace(costs, draft_s=_draft_s(trees, costs))
     bases = {unit: median(map(rate, plain[unit])) for unit in units}
-    oracle: dict[Unit, float] = {}
-    tokens, unknown, courses = 0, 0, []
-    for unit, mine in units.items():
-        outputs = {tuple(row["token_ids"]): row for row in mine}
-        ratios = {}
-        for output, row in outputs.items():
-            right, first = tested_positions(mine, output), first_tokens(row)
-            course = best_course(right, first, longest, row["finish_reason"] != "length", costs)
-            prefill = min(sum(each["steps_draft_prefill_s"]) for each in mine) if any(course) else 0.0
-            seconds = costs.reading(prefill) + sum(map(costs.of, course))
-            ratios[output] = (len(output) - first) / seconds / bases[unit]
-            courses += course
-            tokens += len(output) - first
-            unknown += sum(each is None for each in right[first:])
-        oracle[unit] = _mean(ratios[tuple(row["token_ids"])] for row in mine)
+    known = _Known(units, bases)
+    oracle, figures = known.bound(chains(longest), of_chains)
+    bounds: dict[str, Any] = {"oracle": figures, "tree_oracle": None, "branch_oracle": None}
+    tree_oracle: Mapping[Unit, float] = {}
+    if trees:
+        counts = count_ranks(
+            pair for row in trees for pair in zip(row["steps_widths"], row["steps_ranks"], strict=True)
+        )
+        rates = list(itertools.accumulate(kept_by_rank(counts), min))
+        shape = best_shapes(rates)
+        grown = [
+            shape(nodes, depth) for nodes in range(1, widest) for depth in range(1, min(nodes, longest) + 1)
+        ]
+        shapes = list(dict.fromkeys([*chains(longest), *grown]))
+        tree_oracle, bounds["tree_oracle"] = known.bound(shapes, of_trees)
+        bounds["branch_oracle"] = known.bound(chains(longest), of_trees, beside=len(rates))[1]
     by_config: dict[str, dict[Unit, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for unit, mine in units.items():
         for row in mine:
@@ -225,23 +294,99 @@ def _study_drafter(
         config: {unit: median(map(rate, each)) / bases[unit] for unit, each in mine.items()}
         for config, mine in by_config.items()
     }
-    fixed = [
-        ratios_of[row["config"]]
-        for row in {row["config"]: row for row in rows}.values()
-        if row["policy"] == "fixed"
+    rules = {row["config"]: row["policy"].partition(":")[0] for row in rows}
+    found = [
+        _figures(
+            by_config[config],
+            ratios_of[config],
+            tree_oracle if config in {row["config"] for row in trees} else oracle,
+            of_trees if config in {row["config"] for row in trees} else of_chains,
+        )
+        for config in by_config
     ]
-    best = [max(each[unit] for each in fixed if unit in each) for unit in units] if fixed else []
-    figures = [_figures(by_config[config], ratios_of[config], oracle, costs) for config in by_config]
     return {
-        "unknown": unknown / tokens,
-        "oracle": {
-            "speedup": _mean(oracle.values()),
-            "tokens_per_step": tokens / len(courses),
-            "drafted_per_token": sum(courses) / tokens,
-        },
-        "hindsight": _mean(best) if best else None,
-        "rows": sorted(figures, key=lambda row: -row["speedup"]),
+        "unknown": known.unknown,
+        **bounds,
+        "hindsight": _hindsight([ratios_of[config] for config in rules if rules[config] == "fixed"], units),
+        "tree_hindsight": _hindsight(
+            [ratios_of[config] for config in rules if rules[config] in _SIZED], units
+        ),
+        "rows": sorted(found, key=lambda row: -row["speedup"]),
     }
+
+
+_SIZED = ("static-tree", "dynamic-tree", "chains")
+"""Rules whose trees are all of one size."""
+
+
+def _hindsight(configs: Sequence[Mapping[Unit, float]], units: Iterable[Unit]) -> float | None:
+    """The speedup with each prompt's best of some configurations; ``None`` without any."""
+    best = [max((each[unit] for each in configs if unit in each), default=None) for unit in units]
+    return _mean(each for each in best if each is not None) if configs and None not in best else None
+
+
+def _draft_s(rows: Sequence[Row], costs: StepCosts) -> float:
+    """Seconds per pass of the drafter in these generations; in all of them if these have none."""
+    return step_costs(rows, 0).draft_s if rows else costs.draft_s
+
+
+class _Known:
+    """What the generations of a drafter say of its drafts.
+
+    Args:
+        units: They, by prompt and turn.
+        bases: Tokens per second of plain decoding.
+    """
+
+    def __init__(self, units: Mapping[Unit, Sequence[Row]], bases: Mapping[Unit, float]) -> None:
+        self._units, self._bases = units, bases
+        self._ranks = {
+            unit: {tuple(row["token_ids"]): right_ranks(mine, row["token_ids"]) for row in mine}
+            for unit, mine in units.items()
+        }
+        behind = [
+            rank
+            for unit, mine in units.items()
+            for output, row in {tuple(row["token_ids"]): row for row in mine}.items()
+            for rank in self._ranks[unit][output][first_tokens(row) :]
+        ]
+        self.unknown = behind.count(None) / len(behind)
+
+    def bound(
+        self, shapes: Sequence[Shape], costs: StepCosts, *, beside: int = 1
+    ) -> tuple[dict[Unit, float], dict[str, float]]:
+        """The speedup of each prompt with the best of some drafts in every step, and the figures over all.
+
+        Args:
+            shapes: See ``best_course``.
+            costs: Of steps.
+            beside: A right one of so many candidates counts as the first, and what was not tested of them as right.
+        """
+        found: dict[Unit, float] = {}
+        tokens, courses = 0, []
+        for unit, mine in self._units.items():
+            ratios = {}
+            for output, row in {tuple(row["token_ids"]): row for row in mine}.items():
+                ranks = self._ranks[unit][output]
+                if beside > 1:
+                    ranks = [None if rank is None or abs(rank) < beside else -1 for rank in ranks]
+                first = first_tokens(row)
+                course = [
+                    shapes[number]
+                    for number in best_course(ranks, first, shapes, row["finish_reason"] != "length", costs)
+                ]
+                prefill = min(sum(each["steps_draft_prefill_s"]) for each in mine) if any(course) else 0.0
+                seconds = costs.reading(prefill)
+                seconds += sum(costs.of(len(shape), depth_of(len(shape), shape)) for shape in course)
+                ratios[output] = (len(output) - first) / seconds / self._bases[unit]
+                courses += course
+                tokens += len(output) - first
+            found[unit] = _mean(ratios[tuple(row["token_ids"])] for row in mine)
+        return found, {
+            "speedup": _mean(found.values()),
+            "tokens_per_step": tokens / len(courses),
+            "drafted_per_token": sum(map(len, courses)) / tokens,
+        }
 
 
 def _figures(
@@ -252,15 +397,18 @@ def _figures(
 ) -> dict[str, Any]:
     rows = [row for each in units.values() for row in each]
     steps = [step for row in rows for step in steps_of(row)]
-    drafted, emitted = (sum(step[name] for step in steps) for name in ("drafted", "emitted"))
-    modelled = sum(costs.of(int(step["drafted"])) + costs.reading(step["draft_prefill_s"]) for step in steps)
+    drafted, nodes, emitted = (sum(step[name] for step in steps) for name in ("drafted", "nodes", "emitted"))
+    modelled = sum(
+        costs.of(_rows(step) - 1, int(step["passes"])) + costs.reading(step["draft_prefill_s"])
+        for step in steps
+    )
     return {
         "config": rows[0]["config"],
         "label": rows[0]["label"],
         "speedup": _mean(ratios.values()),
         "of_oracle": _mean(ratios[unit] / oracle[unit] for unit in ratios),
         "tokens_per_step": emitted / len(steps),
-        "drafted_per_token": drafted / emitted,
+        "drafted_per_token": nodes / emitted,
         "wasted": 1 - sum(step["accepted"] for step in steps) / drafted if drafted else 0.0,
         "fit": modelled / sum(row["decode_s"] for row in rows),
         "prompts": len(units),
@@ -273,20 +421,33 @@ def _mean(ratios: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
+_BOUNDS = {
+    "oracle": "oracle",
+    "tree_oracle": "oracle: best size of tree",
+    "branch_oracle": "oracle: the right branch alone",
+}
+_HINDSIGHT = (
+    ("hindsight", "each prompt with its best fixed γ", "oracle"),
+    ("tree_hindsight", "each prompt with its best tree of a size", "tree_oracle"),
+)
+
+
 def text_of(found: Mapping[str, Any]) -> str:
     """The table of one drafter."""
-    oracle = found["oracle"]
     lines = [
         found["drafter"],
         f"  {'':40} speedup  of oracle  tokens/step  drafted/token  wasted   fit",
-        f"  {'oracle':40} {oracle['speedup']:7.2f} {'':9}  {oracle['tokens_per_step']:11.2f}"
-        f"  {oracle['drafted_per_token']:13.2f}",
     ]
-    if found["hindsight"] is not None:
-        of_oracle = found["hindsight"] / oracle["speedup"]
-        lines.append(
-            f"  {'each prompt with its best fixed γ':40} {found['hindsight']:7.2f}  {of_oracle:9.0%}"
-        )
+    for name, what in _BOUNDS.items():
+        if (bound := found[name]) is not None:
+            lines.append(
+                f"  {what:40} {bound['speedup']:7.2f} {'':9}  {bound['tokens_per_step']:11.2f}"
+                f"  {bound['drafted_per_token']:13.2f}"
+            )
+    for name, what, of in _HINDSIGHT:
+        if found[name] is not None:
+            of_oracle = found[name] / found[of]["speedup"]
+            lines.append(f"  {what:40} {found[name]:7.2f}  {of_oracle:9.0%}")
     lines += [
         f"  {row['label']:40.40} {row['speedup']:7.2f}  {row['of_oracle']:9.0%}  {row['tokens_per_step']:11.2f}"
         f"  {row['drafted_per_token']:13.2f}  {row['wasted']:6.0%}  {row['fit']:4.2f}"

@@ -15,6 +15,7 @@ import oracle
 import pytest
 from exact_runs import write_exact
 
+from specbench.results.rows import step_columns
 from specbench.results.store import load_results
 
 DRAFT_S, FIRST = 0.25, 1
@@ -66,10 +67,17 @@ def row_of(
 ) -> dict[str, Any]:
     """The same as ``load_results`` gives it."""
     line = line_of(steps, tokens)
-    arrays = {
-        f"steps_{name}": np.asarray(values) for name, values in line.pop("steps").items() if name != "policy"
-    }
-    return {**line, **arrays, "gamma": gamma}
+    return {**line, **columns_of(line), "gamma": gamma}
+
+
+def columns_of(line: dict[str, Any]) -> dict[str, Any]:
+    """The steps of a line as ``load_results`` gives them."""
+    return {f"steps_{name}": values for name, values in step_columns(line.pop("steps")).items()}
+
+
+def ranks_of(right: Sequence[bool | None]) -> list[int | None]:
+    """Of drafts one at a time: the first candidate is right, or wrong."""
+    return [None if each is None else 0 if each else -1 for each in right]
 
 
 def random_right(seed: int, length: int = 14, share: float = 0.7) -> list[bool]:
@@ -84,7 +92,7 @@ def random_right(seed: int, length: int = 14, share: float = 0.7) -> list[bool]:
 @pytest.mark.parametrize("seed", range(12))
 def test_no_course_is_faster(seed: int, room_for_all: bool) -> None:
     right = random_right(seed, 8)
-    best = oracle.best_course(right, FIRST, 4, room_for_all, COSTS)
+    best = oracle.best_course(ranks_of(right), FIRST, oracle.chains(4), room_for_all, COSTS)
     reached = course_of(right, iter(best), room_for_all)
     assert sum(emitted for _, _, emitted in reached) == len(right) - FIRST
     assert [gamma for gamma, _, _ in reached] == best
@@ -96,11 +104,12 @@ def test_no_course_is_faster(seed: int, room_for_all: bool) -> None:
 
 
 def test_what_is_not_known_counts_as_right() -> None:
-    known = oracle.best_course([True, True, True, False, True, True], FIRST, 4, False, COSTS)
-    unknown = oracle.best_course([True, None, None, False, None, True], FIRST, 4, False, COSTS)
+    chains = oracle.chains(8)
+    known = oracle.best_course([0, 0, 0, -1, 0, 0], FIRST, chains[:5], False, COSTS)
+    unknown = oracle.best_course([0, None, None, -1, None, 0], FIRST, chains[:5], False, COSTS)
     assert unknown == known == [2, 1]
-    assert oracle.best_course([None] * 6, FIRST, 8, True, COSTS) == [4]
-    assert oracle.best_course([False] * 4, FIRST, 8, False, COSTS) == [0, 0, 0]
+    assert oracle.best_course([None] * 6, FIRST, chains, True, COSTS) == [4]
+    assert oracle.best_course([-1] * 4, FIRST, chains, False, COSTS) == [0, 0, 0]
 
 
 # -- what the steps say ------------------------------------------------------------------------------
@@ -111,52 +120,39 @@ def test_steps_tell_what_was_tested() -> None:
     tokens = list(range(len(right)))
     row = row_of(course_of(right, itertools.repeat(2)), tokens, 2)
     # Two drafts from token 1: one accepted, one not. Two from token 3, both accepted: token 5 was drawn untested.
-    assert oracle.tested_positions([row], tokens) == [None, True, False, True, True, None, False, None]
+    assert oracle.right_ranks([row], tokens) == [None, 0, -1, 0, 0, None, -1, None]
     longer = row_of(course_of(right, itertools.repeat(4)), tokens, 4)
-    assert oracle.tested_positions([row, longer], tokens) == [
-        None,
-        True,
-        False,
-        True,
-        True,
-        True,
-        False,
-        None,
-    ]
+    assert oracle.right_ranks([row, longer], tokens) == [None, 0, -1, 0, 0, 0, -1, None]
 
 
 def test_outputs_that_part_tell_of_what_they_share() -> None:
     right = [True, True, True, True, True, True]
     row = row_of(course_of(right, itertools.repeat(5)), [0, 1, 2, 30, 40, 50], 5)
-    assert oracle.tested_positions([row], [0, 1, 2, 3, 4, 5, 6]) == [None, True, True, None, None, None, None]
-    assert oracle.tested_positions([row], [0, 1]) == [None, True]
+    assert oracle.right_ranks([row], [0, 1, 2, 3, 4, 5, 6]) == [None, 0, 0, None, None, None, None]
+    assert oracle.right_ranks([row], [0, 1]) == [None, 0]
 
 
 def test_a_drafter_that_finds_nothing_has_no_draft_there() -> None:
     tokens = [0, 1, 2, 3]
     nothing = [(0, 0, 1)] * 3
-    assert oracle.tested_positions([row_of(nothing, tokens, 4)], tokens) == [
+    assert oracle.right_ranks([row_of(nothing, tokens, 4)], tokens) == [
         None,
-        False,
-        False,
+        -1,
+        -1,
         None,
     ]  # no room at last
-    assert oracle.tested_positions([row_of(nothing, tokens)], tokens) == [None] * 4, (
-        "a rule may have wanted none"
-    )
+    assert oracle.right_ranks([row_of(nothing, tokens)], tokens) == [None] * 4, "a rule may have wanted none"
     found = row_of([(2, 2, 3)], tokens, 4)
     for rows in ([row_of(nothing, tokens, 4), found], [found, row_of(nothing, tokens, 4)]):
-        assert oracle.tested_positions(rows, tokens) == [None, True, True, None], (
-            "elsewhere it found something"
-        )
+        assert oracle.right_ranks(rows, tokens) == [None, 0, 0, None], "elsewhere it found something"
 
 
 def test_the_drafts_of_other_steps_decide_for_the_better() -> None:
     tokens = [0, 1, 2]
     rejected, accepted = row_of([(1, 0, 1), (0, 0, 1)], tokens, 1), row_of([(1, 1, 2)], tokens, 1)
-    assert oracle.tested_positions([rejected, accepted], tokens)[1] is True
-    assert oracle.tested_positions([accepted, rejected], tokens)[1] is True
-    assert oracle.tested_positions([rejected], tokens)[1] is False
+    assert oracle.right_ranks([rejected, accepted], tokens)[1] == 0
+    assert oracle.right_ranks([accepted, rejected], tokens)[1] == 0
+    assert oracle.right_ranks([rejected], tokens)[1] == -1
 
 
 # -- costs -------------------------------------------------------------------------------------------
@@ -177,8 +173,7 @@ def test_costs_are_medians_on_a_line_that_never_falls() -> None:
 def test_the_reading_of_a_prompt_is_no_draft() -> None:
     tokens = list(range(12))
     line = line_of([(3, 3, 4), (3, 3, 4), (2, 2, 3)], tokens, prefill_s=40.0)
-    arrays = {f"steps_{name}": np.asarray(v) for name, v in line.pop("steps").items() if name != "policy"}
-    assert oracle.step_costs([{**line, **arrays}], 4).draft_s == DRAFT_S
+    assert oracle.step_costs([{**line, **columns_of(line)}], 4).draft_s == DRAFT_S
 
 
 # -- a whole run -------------------------------------------------------------------------------------
@@ -196,7 +191,7 @@ def write_run(path: Path, prefill_s: float = 0.0) -> Path:
         config, right = line["config"], both[line["prompt"]]
         asked = itertools.repeat(gammas[config])
         if config == WISE:
-            asked = iter(oracle.best_course(right, FIRST, 8, False, COSTS))
+            asked = iter(oracle.best_course(ranks_of(right), FIRST, oracle.chains(8), False, COSTS))
         steps = course_of(right, asked)
         lines.append({**line, **line_of(steps, range(40), 0.0 if config == "plain" else prefill_s)})
     (path / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -225,6 +220,139 @@ def test_a_shorter_longest_draft_gives_a_lower_bound(tmp_path: Path) -> None:
     bounds = [oracle.study(frame, gamma_max=longest)[0]["oracle"]["speedup"] for longest in (1, 2, 4, 8)]
     assert bounds == sorted(bounds)
     assert bounds[0] < bounds[-1]
+
+
+# -- trees -------------------------------------------------------------------------------------------
+
+SHAPES = [(), (-1,), (-1, 0), (-1, -1), (-1, -1, 0, 0, 1), (-1, -1, 0, 1, 2)]
+NOWHERE = 9
+"""The rank of a token that no drafter comes up with."""
+
+
+def random_ranks(seed: int, length: int) -> list[int]:
+    chance = random.Random(seed)
+    return chance.choices((0, 1, 2, NOWHERE), (6, 2, 1, 1), k=length)
+
+
+def grown(ranks: Sequence[int], shapes: Any) -> list[dict[str, Any]]:
+    """The steps in which one of these trees is drafted after the other, as deep as there is room."""
+    steps, place = [], FIRST
+    while place < len(ranks):
+        depths: list[int] = []
+        for parent in (asked := next(shapes)):
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        left = [node for node, depth in enumerate(depths) if depth <= len(ranks) - place - 1]
+        shape = [asked[node] for node in left]  # the deepest come last
+        node, widths, kept = -1, [], []
+        while behind := [child for child, parent in enumerate(shape) if parent == node]:
+            widths.append(len(behind))
+            rank = ranks[place + len(kept)]
+            if rank >= len(behind):
+                break
+            kept.append(rank)
+            node = behind[rank]
+        depth = max((depths[node] for node in left), default=0)
+        steps.append({
+            "drafted": depth, "tested": len(widths), "accepted": len(kept), "emitted": len(kept) + 1,
+            "nodes": len(shape), "passes": depth, "widths": widths, "ranks": kept,
+            "parents": [parent + 1 for parent in shape],
+            "draft_s": depth * DRAFT_S, "verify_s": REST_S[len(shape) + 1],
+        })  # fmt: skip
+        place += len(kept) + 1
+    return steps
+
+
+def tree_line(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The measured fields of a generation."""
+    tokens = FIRST + sum(step["emitted"] for step in steps)
+    line = line_of([(0, 0, 1)] * len(steps), range(tokens))
+    line["steps"] |= {name: [step[name] for step in steps] for name in steps[0]}
+    line["decode_s"] = sum(step["draft_s"] + step["verify_s"] for step in steps)
+    return line
+
+
+def test_a_step_keeps_a_branch_of_right_candidates() -> None:
+    tree = {-1: [0, 1], 0: [2, 3], 1: [4]}
+    ways = {(0, 0): 2, (0, 1): 2, (0, 2): 1, (1, 0): 2, (1, 1): 1, (2, 0): 0, (0, 1, 0): 2, (None, None): 2}
+    assert {ranks: oracle.kept(tree, ranks) for ranks in ways} == ways
+    assert [oracle.kept(tree, [-n]) for n in (1, 2)] == [1, 0], (
+        "what comes behind those tested counts as right"
+    )
+
+
+def test_trees_tell_which_candidates_are_right() -> None:
+    tokens = list(range(8))
+    ranks = [0, 1, NOWHERE, 0, 2, 0, 0, 0]
+    wide = {
+        **(line := tree_line(grown(ranks, itertools.repeat(SHAPES[4])))),
+        **columns_of(line),
+        "gamma": math.nan,
+    }
+    assert oracle.right_ranks([wide], tokens) == [None, 1, -1, 0, -2, 0, 0, None]
+    chain = row_of(course_of([rank == 0 for rank in ranks], itertools.repeat(3)), tokens, 3)
+    assert oracle.right_ranks([chain], tokens) == [None, -1, -1, 0, -1, 0, 0, None]
+    both = [None, 1, -1, 0, -2, 0, 0, None]
+    assert oracle.right_ranks([chain, wide], tokens) == oracle.right_ranks([wide, chain], tokens) == both
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_course_of_trees_is_faster(seed: int) -> None:
+    ranks = random_ranks(seed, 6)
+    course = oracle.best_course(ranks, FIRST, SHAPES, False, COSTS)
+
+    def seconds(shapes: Any) -> float:
+        steps = grown(ranks, shapes)
+        return sum(step["draft_s"] + step["verify_s"] for step in steps)
+
+    best = seconds(iter([SHAPES[number] for number in course]))
+    assert best == pytest.approx(min(seconds(iter(each)) for each in itertools.product(SHAPES, repeat=5)))
+
+
+def test_the_oracles_of_a_run_with_trees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    truth = {"a-1": random_ranks(1, 60), "b-1": random_ranks(2, 60)}
+    rules = {"d@4": None, "d static": (-1, -1, 0, 0, 1), "d small": (-1, -1)}
+    trees = {
+        name: {
+            "gamma": None,
+            "policy": f"static-tree:nodes={len(shape)}",
+            "drafter": "d",
+            "kind": "speculative",
+        }
+        for name, shape in rules.items()
+        if shape
+    }
+    path = tmp_path / "run"
+    write_exact(
+        path, {config: {prompt: [1.0] for prompt in truth} for config in ("plain", *rules)}, configs=trees
+    )
+    lines = []
+    for text in (path / "generations.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        ranks, shape = truth[line["prompt"]], rules.get(line["config"])
+        if shape:
+            made = tree_line(grown(ranks, itertools.repeat(shape)))
+        else:
+            asked = itertools.repeat(0 if line["config"] == "plain" else 4)
+            made = line_of(course_of([rank == 0 for rank in ranks], asked), range(60))
+        lines.append({**line, **made})
+    (path / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert oracle.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    (found,) = json.loads(out.splitlines()[-1])
+    bounds = [found[name]["speedup"] for name in ("oracle", "tree_oracle", "branch_oracle")]
+    assert bounds == sorted(bounds)
+    assert bounds[0] < bounds[1] < bounds[2]
+    assert all(row["of_oracle"] < 1 and row["fit"] == pytest.approx(1.0, abs=0.02) for row in found["rows"])
+    by_config = {row["config"]: row for row in found["rows"]}
+    # One prompt each may be best with another tree.
+    assert found["tree_hindsight"] >= max(by_config[name]["speedup"] for name in trees)
+    assert found["hindsight"] == pytest.approx(by_config["d@4"]["speedup"])
+    for what in (
+        "best size of tree",
+        "the right branch alone",
+        "each prompt with its best tree of a size",
+    ):
+        assert what in out
 
 
 def test_it_prints_a_table_and_ends_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

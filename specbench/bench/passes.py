@@ -149,7 +149,7 @@ def time_passes(
         drafter.keep(length - 1)
         return took
 
-    def tree(drafter: Any, nodes: int) -> float:
+    def tree(drafter: Drafter, nodes: int) -> float:
         shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes)))
         began = clock.now()
         answered(drafter.propose_tree(context, 2, shape, top, Greedy(), Randomness(0, device)))
@@ -165,7 +165,7 @@ def time_passes(
     trees = [
         (name, nodes)
         for name, drafter in drafters.items()
-        if abreast and getattr(drafter, "takes_trees", False)
+        if abreast and drafter.takes_trees
         for nodes in abreast
     ]
     jobs: dict[int | str | tuple[str, int], Callable[[], float]] = {
