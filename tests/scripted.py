@@ -39,7 +39,10 @@ class ScriptedCache:
 
 
 class ScriptedScorer:
-    """A scorer over ``logits(fed tokens) -> [vocab]``; counts its passes and the rows of each."""
+    """A scorer over ``logits(fed tokens) -> [vocab]``; counts its passes and the rows of each.
+
+    With ``states(fed tokens) -> [layers, width]`` it gives hidden states.
+    """
 
     def __init__(
         self,
@@ -49,8 +52,9 @@ class ScriptedScorer:
         cache: ScriptedCache | None = None,
         context_limit: int | None = None,
         own_entries_only: bool = True,
+        states: Logits | None = None,
     ) -> None:
-        self.function = logits
+        self.function, self.states = logits, states
         self.vocab_size = self.embeddings = vocab_size
         self.cache = cache or ScriptedCache()
         self.context_limit = context_limit
@@ -63,9 +67,12 @@ class ScriptedScorer:
 
     takes_trees = True
     reads_trees = True
-    gives_hidden = False
     batch = None
     reads_in_parts = True
+
+    @property
+    def gives_hidden(self) -> bool:
+        return self.states is not None
 
     @property
     def held(self) -> int:
@@ -89,7 +96,8 @@ class ScriptedScorer:
         rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
         self.root = len(asked.context)
         tokens = [*asked.context, *asked.tokens]
-        fresh = tokens[self.cache.length :]
+        held = self.cache.length
+        fresh = tokens[held:]
         assert len(fresh) >= rows, "rows are wanted of tokens that are not fed"
         self.cache.entries += [(token, self) for token in fresh]
         self.passes.append(len(fresh))
@@ -102,7 +110,14 @@ class ScriptedScorer:
             behind.append([*behind[parent - node], fed[self.root + node]])
         if self.context_limit is not None:
             assert max(map(len, behind)) <= self.context_limit, "fed beyond the context limit"
-        return Rows(torch.stack([self.function(each) for each in behind[-rows:]]))
+        logits = torch.stack([self.function(each) for each in behind[-rows:]])
+        if not asked.layers:
+            return Rows(logits)
+        assert self.states is not None
+        last = behind[len(behind) - len(parents) :]
+        fed_now = [fed[: place + 1] for place in range(held, self.root)] + last
+        every = torch.stack([self.states(each) for each in fed_now[-len(fresh) :]])
+        return Rows(logits, every[:, [*asked.layers]])
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         held = [node for node in path if self.root + node < self.cache.length]

@@ -22,6 +22,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.check.observe import DecodingSetup
 from specbench.decoding.protocols import Drafter, Pass, Rows
 from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.several import SeveralDrafters
 
@@ -77,36 +78,50 @@ class _TwoCaches:
     def reset(self) -> None:
         self.seen.clear()
 
-    def compute(self, entries: Sequence[Entry], rows: int) -> torch.Tensor:
-        """Logits behind the last ``rows`` of ``entries``, by a real pass of the scorer that fed the last one."""
+    def compute(
+        self, entries: Sequence[Entry], rows: int, states: int = 0, layers: Sequence[int] = ()
+    ) -> Rows:
+        """Logits behind the last ``rows`` of ``entries``, by a real pass of the scorer that fed the last one.
+
+        With ``layers``, hidden states of the last ``states`` entries at least.
+        """
         scorer = self.scorers[entries[-1][1]].inner
         tokens = [token for token, _ in entries]
         if not self._keeps:
-            return scorer.logits(tokens, rows=rows)
-        keep = min(_common(self._fed, entries), len(entries) - rows)
+            return scorer.score(Pass(scorer, tokens, rows=rows, layers=layers))
+        keep = min(_common(self._fed, entries), len(entries) - max(rows, states))
         self._keep(keep, scorer)
         for start, end in _segments(entries, keep)[:-1]:  # what others fed before
             self.scorers[entries[start][1]].inner.logits(tokens[:end], rows=1)
             self.real.rollback(end)  # of nothing: caches that forget want it between passes
-        logits = scorer.logits(tokens, rows=rows)
+        found = scorer.score(Pass(scorer, tokens, rows=rows, layers=layers))
         self._fed = list(entries)
-        return logits
+        return found
 
     def compute_tree(
-        self, context: Sequence[Entry], nodes: Sequence[Entry], parents: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits behind the context and behind each node of a tree, by a pass of the scorer that fed its last token."""
+        self,
+        context: Sequence[Entry],
+        nodes: Sequence[Entry],
+        parents: Sequence[int],
+        states: int = 0,
+        layers: Sequence[int] = (),
+    ) -> Rows:
+        """Logits behind the context and behind each node of a tree, by a pass of the scorer that fed its last token.
+
+        With ``layers``, hidden states of the last ``states`` entries and nodes at least.
+        """
         scorer = self.scorers[context[-1][1]].inner
         tokens = [token for token, _ in context]
-        keep = min(_common(self._fed, context), len(context) - 1)
+        keep = min(_common(self._fed, context), len(context) - max(1, states - len(nodes)))
         self._keep(keep, scorer)
         for start, end in _segments(context, keep)[:-1]:
             self.scorers[context[start][1]].inner.logits(tokens[:end], rows=1)
             self.real.rollback(end)
-        logits = scorer.score(Pass(scorer, tokens, [token for token, _ in nodes], list(parents))).logits
+        drafted = [token for token, _ in nodes]
+        found = scorer.score(Pass(scorer, tokens, drafted, list(parents), layers=layers))
         self.real.rollback(len(context))
         self._fed = list(context)
-        return logits
+        return found
 
     def _keep(self, length: int, scorer: Scorer) -> None:
         if self._untouched or length == 0:
@@ -153,7 +168,7 @@ class MemoScorer:
         self.takes_trees, self.reads_trees = inner.takes_trees, inner.reads_trees
         self._root = 0  # length of the last pass's context
 
-    gives_hidden = False
+    gives_hidden = True
     batch = None
     reads_in_parts = True
 
@@ -182,11 +197,41 @@ class MemoScorer:
         held = self.cache.seen
         if self.cache.length == 0:
             held.clear()  # without a cache every pass feeds everything
+        before = len(held)
         held += [(token, self.number) for token in tokens[len(held) :]]
         self._root = root = len(asked.context)
         if asked.parents is None:
-            return Rows(self._behind(held, rows))
-        return Rows(self._behind_tree(held[:root], held[root:], asked.parents)[-rows:])
+            logits = self._behind(held, rows)
+        else:
+            logits = self._behind_tree(held[:root], held[root:], asked.parents)[-rows:]
+        return Rows(logits, self._states(held, before, asked) if asked.layers else None)
+
+    def _states(self, entries: list[Entry], before: int, asked: Pass) -> torch.Tensor:
+        """Hidden states of what a pass feeds, the entries from ``before`` on, [entries, layers, width]."""
+        root = len(asked.context)
+        branches = [tuple(entries[: place + 1]) for place in range(root)]
+        for node, parent in enumerate(
+            range(-1, len(entries) - root - 1) if asked.parents is None else asked.parents
+        ):
+            branches.append((*branches[root + parent], entries[root + node]))
+        keys = [(id(self.cache), self.number, *asked.layers, *branch) for branch in branches[before:]]
+        found = [self._rows.get(key) for key in keys]
+        missing = next((i for i, state in enumerate(found) if state is None), None)
+        if missing is not None:
+            self.passes += 1
+            wanted = len(keys) - missing
+            if asked.parents is None:
+                made = self.cache.compute(entries, 1, wanted, asked.layers)
+            else:
+                made = self.cache.compute_tree(
+                    entries[:root], entries[root:], asked.parents, wanted, asked.layers
+                )
+            assert made.hidden is not None
+            found[missing:] = [state.clone() for state in made.hidden[-wanted:]]
+            for key, state in zip(keys[missing:], found[missing:], strict=True):
+                assert state is not None
+                self._rows.put(key, state)
+        return torch.stack([state for state in found if state is not None])
 
     def row(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits behind ``tokens`` if this scorer alone had fed them, [vocab]; the decoder's cache stays as it is."""
@@ -199,7 +244,7 @@ class MemoScorer:
         missing = next((i for i, row in enumerate(found) if row is None), None)
         if missing is not None:
             self.passes += 1
-            fresh = self.cache.compute(entries, rows - missing)
+            fresh = self.cache.compute(entries, rows - missing).logits
             found[missing:] = [row.clone() for row in fresh]
             for key, row in zip(keys[missing:], found[missing:], strict=True):
                 assert row is not None
@@ -224,7 +269,7 @@ class MemoScorer:
             place_of = {-1: -1} | {node: i for i, node in enumerate(fed)}
             fresh = self.cache.compute_tree(
                 context, [nodes[node] for node in fed], [place_of[parents[node]] for node in fed]
-            )
+            ).logits
             for place in missing:
                 row = found[place] = fresh[place_of[place - 1] + 1].clone()
                 self._rows.put(keys[place], row)
@@ -243,6 +288,8 @@ def memoised(setup: DecodingSetup) -> tuple[DecodingSetup, MemoScorer]:
     target = remember(setup.target)
 
     def drafter_of(drafter: Drafter) -> Drafter:
+        if isinstance(drafter, HeadDrafter):
+            return drafter  # what it reads is not told by its tokens alone
         if isinstance(drafter, ModelDrafter):
             copied = copy.copy(drafter)
             copied.scorer = remember(drafter.scorer)  # type: ignore[assignment]

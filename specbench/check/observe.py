@@ -355,7 +355,7 @@ def observe(
             tuple(log.passes),
             tuple(log.events),
             target.cache.length if keeps_cache else None,
-            tuple(scorer.cache.length for scorer in models),
+            tuple(scorer.held for scorer in models),
         )
         log.clear()
         context += observation.tokens

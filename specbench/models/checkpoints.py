@@ -32,6 +32,7 @@ __all__ = [
     "custom_code",
     "plain_name",
     "read_config",
+    "read_settings",
     "safetensors_elements",
     "shard_names",
     "text_config",
@@ -64,12 +65,12 @@ _FIELDS = {
 """What is read in configurations of any kind, whose classes do not all look at it."""
 
 
-def read_config(folder: Path, name: str) -> PreTrainedConfig:
-    """The configuration in a model folder.
+def read_settings(folder: Path, name: str) -> dict[str, Any]:
+    """What stands in the config.json of a folder.
 
     Raises:
-        UsageError: The folder is no model, or holds one that cannot be decoded speculatively.
-        RunError: Its config.json is damaged, or holds what it cannot be.
+        UsageError: The folder is no model.
+        RunError: Its config.json is damaged.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -85,6 +86,17 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
             raise ValueError("not an object")
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"The file {str(path)!r} is damaged: it is not a JSON object.") from error
+    return raw
+
+
+def read_config(folder: Path, name: str) -> PreTrainedConfig:
+    """The configuration in a model folder.
+
+    Raises:
+        UsageError: The folder is no model, or holds one that cannot be decoded speculatively.
+        RunError: Its config.json is damaged, or holds what it cannot be.
+    """
+    path, raw = folder / "config.json", read_settings(folder, name)
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise UsageError(f"The folder {name!r} is no model: its config.json names no model_type.")

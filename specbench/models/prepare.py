@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.backends.torch.caches import CacheKind, make_cache
+from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
 from specbench.backends.torch.kernels.surgery import holds, pack_linears, quantise_linears, trim_head
-from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Drafter
+from specbench.backends.torch.scorer import FittedLogits, Scorer
+from specbench.decoding.protocols import Drafter, Pass
 from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.layers import cheaper_form, check_form
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -26,14 +29,17 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.drafters.translate import TranslatingDrafter, Translation
 from specbench.errors import RunError, UsageError
+from specbench.models.checkpoints import text_config
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
 from specbench.models.counts import any_counts, nothing_counted, read_counts
+from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.load import (
     LanguageModel,
     Progress,
     check_options,
     load_config,
     load_model,
+    resolve_dtype,
     wrap_model,
 )
 from specbench.models.pairing import translation_of
@@ -70,6 +76,7 @@ __all__ = [
     "refuse_keep",
     "self_drafter",
     "wrap_drafter",
+    "wrap_head",
     "wrap_target",
 ]
 
@@ -231,6 +238,10 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
 def _check_form(form: DrafterSpec, target: ModelSpec, progress: Progress | None) -> None:
     if isinstance(form, SmallModel) and form.vocab is not None and not any_counts():
         raise nothing_counted(target.name)
+    if isinstance(form, SmallModel) and (head := find_head(form.model, progress)) is not None:
+        if form.vocab is not None:
+            raise UsageError(f"The head {head.name} has a vocabulary of its own.", "Leave vocab out.")
+        head.check(load_config(target, progress=progress), target.name)
     if not isinstance(form, SelfForm):
         return
     if form.calibrated and not any_choice():
@@ -297,8 +308,20 @@ def load_drafter(
         return drafter
     options = options or LoadOptions()
     check_options(options)
-    language_model = load_model(spec.model, options, progress=progress, allow_pickle=allow_pickle)
-    return wrap_drafter(language_model, target, cache=cache, int8=options.dtype == "auto", vocab=spec.vocab)
+    own = _load_own(spec.model, options, progress=progress, allow_pickle=allow_pickle)
+    if isinstance(own, TrainedHead):
+        return wrap_head(own, target, options)
+    return wrap_drafter(own, target, cache=cache, int8=options.dtype == "auto", vocab=spec.vocab)
+
+
+def _load_own(
+    spec: ModelSpec, options: LoadOptions, *, progress: Progress | None, allow_pickle: bool
+) -> LanguageModel | TrainedHead:
+    """What a drafter's model spec names."""
+    head = find_head(spec, progress)
+    if head is not None:
+        return load_head(head, allow_pickle=allow_pickle)
+    return load_model(spec, options, progress=progress, allow_pickle=allow_pickle)
 
 
 def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
@@ -357,6 +380,84 @@ def wrap_drafter(
     return (
         ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
     )
+
+
+def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> HeadDrafter:
+    """A drafter of a trained head, on its target's device.
+
+    Args:
+        head: The head.
+        target: What it was trained for.
+        options: Its dtype. On a CPU "auto" means int8.
+
+    Raises:
+        UsageError: It was trained for another target, its file is not what its configuration says, another device is
+            asked for, or the target gives no hidden states.
+    """
+    options = options or LoadOptions()
+    if options.device != "auto" or options.device_map is not None:
+        raise UsageError(
+            f"The head {head.name} drafts on its target's device.",
+            "Leave the drafter's device and device map out.",
+        )
+    model: Any = target.language_model.model
+    config, embeddings = model.config, model.get_input_embeddings()
+    head.files.check(config, target.name)
+    eagle = head.files.kind == "eagle3"
+    module: Any = head.eagle(config, lambda: _head_of(target)) if eagle else head.medusa()
+    quantised = options.dtype in ("auto", "int8")
+    dtype = embeddings.weight.dtype if quantised else resolve_dtype(options, config, Counter())
+    device = target.scorer.device
+    module.to(device=device, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    if quantised and device.type == "cpu":
+        quantise_linears(module, alike=False)
+        name = "int8"
+    else:
+        pack_linears(module)
+    layers = head.files.layers(config)
+    fitted = FittedLogits(target.vocab_size, None if head.places is None else head.places.to(device))
+    scorer: HeadScorer
+    if eagle:
+        scorer = EagleScorer(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
+    else:
+        scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
+    _require_states(target, layers)
+    return HeadDrafter(scorer, f"{head.name} ({name})")
+
+
+def _head_of(target: Target) -> torch.Tensor:
+    """The weight of a target's own head, [vocab, width]."""
+    model: Any = target.language_model.model
+    weight: torch.Tensor = model.get_output_embeddings().weight
+    if weight.shape[1] == 0 and text_config(model.config).tie_word_embeddings:  # int8
+        weight = model.get_input_embeddings().weight
+    if weight.shape[1] == 0:
+        raise UsageError(
+            f"The head takes its last layer from {target.name}, which is int8.", "Leave out --dtype int8."
+        )
+    return weight
+
+
+def _require_states(target: Target, layers: Sequence[int]) -> None:
+    """Refuse a target that gives no hidden states, or others than its configuration tells of."""
+    scorer = target.scorer
+    scorer.begin()
+    try:
+        hidden = scorer.score(Pass(scorer, [0], layers=layers)).hidden
+        right = (
+            hidden is not None
+            and hidden.shape[-1] == text_config(target.language_model.model.config).hidden_size
+        )
+    except (TypeError, IndexError, AttributeError, RuntimeError):
+        right = False
+    finally:
+        scorer.begin()
+    if not right:
+        raise UsageError(
+            f"The hidden states of {target.name} cannot be had, and a head drafts on them.",
+            "Use another drafter.",
+        )
 
 
 def _draftable(
@@ -443,7 +544,7 @@ class Proposer:
     name: str
     spec: DrafterSpec
     outcome: Drafter | RunError
-    models: tuple[LanguageModel, ...] = ()
+    models: tuple[LanguageModel | TrainedHead, ...] = ()
 
     @property
     def drafter(self) -> Drafter:
@@ -507,18 +608,19 @@ def prepare(
     """
     check_models(target, drafters, options, progress=progress)
 
-    def load(spec: ModelSpec, how: LoadOptions) -> LanguageModel:
-        return load_model(spec, how, progress=progress, allow_pickle=options.allow_pickle)
+    def load_own(spec: ModelSpec) -> LanguageModel | TrainedHead:
+        return _load_own(spec, options.drafter, progress=progress, allow_pickle=options.allow_pickle)
 
-    language_model = load(target, options.target)
+    language_model = load_model(target, options.target, progress=progress, allow_pickle=options.allow_pickle)
     config = language_model.model.config
     kind = cache or default_cache(config, int8=language_model.quantise_int8)
-    loaded: dict[ModelSpec, LanguageModel] = {}
+    loaded: dict[ModelSpec, LanguageModel | TrainedHead] = {}
     if beforehand is not None:
         make_cache(kind, config)  # refuses what it cannot hold
         for own in dict.fromkeys(model for spec in drafters for model in spec.own_models):
-            loaded[own] = load(own, options.drafter)
-            translation_of(language_model, loaded[own])  # or the refusal
+            loaded[own] = model = load_own(own)
+            if isinstance(model, LanguageModel):
+                translation_of(language_model, model)  # or the refusal
         beforehand(language_model)
     ready = _prepare_target(language_model, kind)
     if bit_exact:
@@ -534,10 +636,13 @@ def prepare(
         vocab = part.vocab if isinstance(part, SmallModel) else None
         try:
             if part.own_model not in loaded or part.own_model in wrapped:  # with another head
-                loaded[part.own_model] = load(part.own_model, options.drafter)
+                loaded[part.own_model] = load_own(part.own_model)
             wrapped.add(part.own_model)
+            own = loaded[part.own_model]
+            if isinstance(own, TrainedHead):
+                return wrap_head(own, ready, options.drafter)
             return wrap_drafter(
-                loaded[part.own_model],
+                own,
                 ready,
                 cache=cache or "dynamic",
                 int8=options.drafter.dtype == "auto",

@@ -129,7 +129,7 @@ class EagleScorer(HeadScorer):
         config = head.shape.layer
         device = head.norm.weight.device
         super().__init__(layers, device, fitted, context_limit, config.vocab_size)
-        self.head, self._embed = head, head.embed_tokens or embed
+        self.head, self._embed, self._dtype = head, head.embed_tokens or embed, head.norm.weight.dtype
         self._groups = config.num_attention_heads // config.num_key_value_heads
         self._cache: Any = PreallocatedLayer()
         self._states: list[torch.Tensor] = []  # that are known and not read
@@ -152,7 +152,7 @@ class EagleScorer(HeadScorer):
 
     def take_states(self, length: int, states: torch.Tensor) -> None:
         fresh = length - self._known
-        self._states.append(states[-fresh:].to(self.device))
+        self._states.append(states[-fresh:].to(self.device, self._dtype))
         self._known = length
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
@@ -219,7 +219,8 @@ class EagleScorer(HeadScorer):
             out = scaled_dot_product_attention(query, keys, values, attn_mask=allowed, enable_gqa=True)
             return out.transpose(1, 2)
 
-        return self.head.read(self._embed(ids)[None], features[None], positions[None], attended)[0]
+        embedded = self._embed(ids)[None].to(self._dtype)
+        return self.head.read(embedded, features[None], positions[None], attended)[0]
 
 
 class MedusaScorer(HeadScorer):
@@ -228,14 +229,21 @@ class MedusaScorer(HeadScorer):
     Args:
         heads: The heads.
         layer: The target's last one.
+        dtype: Of what they are given.
         device, fitted, embeddings: See ``HeadScorer``.
     """
 
     def __init__(
-        self, heads: MedusaHeads, layer: int, device: torch.device, fitted: FittedLogits, embeddings: int
+        self,
+        heads: MedusaHeads,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fitted: FittedLogits,
+        embeddings: int,
     ) -> None:
         super().__init__((layer,), device, fitted, None, embeddings)
-        self.heads, self.longest = heads, heads.heads
+        self.heads, self.longest, self._dtype = heads, heads.heads, dtype
         self._state: torch.Tensor | None = None
         self._rows: list[torch.Tensor] = []
 
@@ -251,7 +259,7 @@ class MedusaScorer(HeadScorer):
         self._state, self._rows = None, []
 
     def take_states(self, length: int, states: torch.Tensor) -> None:
-        self._state, self._rows = states[-1:, 0].to(self.device), []
+        self._state, self._rows = states[-1:, 0].to(self.device, self._dtype), []
         self._known = length
 
     def _logits(self, asked: Pass, rows: int) -> torch.Tensor:

@@ -105,7 +105,7 @@ class OrdinaryPass(Forward):
 
 def _rows_of(output: Any, rows: int, layers: Sequence[int]) -> Rows:
     """What a model of ``transformers`` has given."""
-    states = [output.hidden_states[layer][0] for layer in layers]
+    states = [output.hidden_states[layer][0].to(output.logits.device) for layer in layers]
     return Rows(output.logits[0, -rows:], torch.stack(states, dim=1) if states else None)
 
 

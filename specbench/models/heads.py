@@ -1,0 +1,505 @@
+"""Trained heads on disk: which kind a folder holds, whether it fits a target, and its weights, named in one way.
+
+Read are EAGLE-3 as its authors, AngelSlim and SpecForge write it (``midlayer.*``) and as ``speculators`` and vLLM do
+(``layers.0.*``), and Medusa as vLLM and its authors write it. Which tensors a head has to have follows from its
+configuration; more, fewer, or others of another shape are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
+from specbench.errors import RunError, UsageError
+from specbench.models.checkpoints import (
+    check_memory,
+    read_settings,
+    safetensors_elements,
+    text_config,
+    weight_files,
+)
+from specbench.models.hub import HubModel
+from specbench.progress import Progress, one_line
+from specbench.specs.models import ModelSpec
+
+__all__ = ["HeadFiles", "TrainedHead", "find_head", "load_head"]
+
+_NOT_READ = {
+    "eagle": "EAGLE-1 or EAGLE-2",
+    "peagle": "P-EAGLE",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "mtp": "MTP",
+    "mlp_speculator": "MLP speculator",
+}
+"""Kinds of heads that are known by their configurations and not read."""
+
+_STATES = 3
+"""Of an EAGLE-3 head that does not say of which layers it takes the states."""
+
+_UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
+"""What training leaves beside a head."""
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """A head as far as its configuration tells.
+
+    Attributes:
+        kind: ``eagle3`` or ``medusa``.
+        name: What results call it.
+        folder: Where its files are.
+        settings: Its configuration.
+        hub: Where its weights are fetched from; ``None`` if they are in the folder.
+    """
+
+    kind: str
+    name: str
+    folder: Path
+    settings: Mapping[str, Any]
+    hub: HubModel | None = field(default=None, compare=False)
+
+    @property
+    def layer_settings(self) -> Mapping[str, Any]:
+        """The part of its configuration that is about its decoder layer."""
+        given = self.settings.get("transformer_layer_config", self.settings)
+        return given if isinstance(given, dict) else {}
+
+    @property
+    def layer(self) -> LlamaConfig:
+        """Its decoder layer's configuration.
+
+        Raises:
+            RunError: It is damaged.
+        """
+        for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+            self.number(key)
+        given = {
+            key: value for key, value in self.layer_settings.items() if key in _LAYER and value is not None
+        }
+        try:
+            return LlamaConfig(**given)
+        except Exception as error:  # configuration classes check their values in many ways
+            reason = one_line(str(error)).rstrip(".")
+            raise RunError(f"The config.json of {self.name} is damaged: {reason}.") from error
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A whole number of its configuration.
+
+        Raises:
+            RunError: It is none, or not there and there is no default.
+        """
+        value = self.settings.get(key)
+        value = self.layer_settings.get(key, default) if value is None else value
+        if type(value) is not int or value < 1:
+            raise RunError(
+                f"The config.json of {self.name} is damaged: its {key} is no whole number above 0."
+            )
+        return value
+
+    def layers(self, target: PreTrainedConfig) -> tuple[int, ...]:
+        """Of which of a target's layers it takes the hidden states, see ``Pass``.
+
+        ``speculators`` and vLLM count as ``Pass`` does; SGLang and SpecForge name the layer that puts the state out.
+
+        Raises:
+            UsageError: The target has no such layers.
+        """
+        total = text_config(target).num_hidden_layers
+        if self.kind == "medusa":
+            return (total,)
+        ids = self.settings.get("eagle_aux_hidden_state_layer_ids")
+        nested = self.settings.get("eagle_config") or {}
+        if (
+            ids is None
+            and isinstance(nested, dict)
+            and nested.get("eagle_aux_hidden_state_layer_ids") is not None
+        ):
+            ids = [each + 1 for each in _whole_numbers(nested["eagle_aux_hidden_state_layer_ids"], self.name)]
+        ids = [2, total // 2, total - 3] if ids is None else _whole_numbers(ids, self.name)
+        if not ids or not all(0 <= each < total for each in ids):
+            raise UsageError(
+                f"The head {self.name} takes what the layers {', '.join(map(str, ids))} read, and the target's are 0 to"
+                f" {total - 1}.",
+                "Use it with the target it was trained for.",
+            )
+        return tuple(ids)
+
+    def check(self, target: PreTrainedConfig, name: str) -> None:
+        """Refuse a head for another target, by the configurations of both.
+
+        Raises:
+            UsageError: It is.
+            RunError: Its configuration is damaged.
+        """
+        text = text_config(target)
+        if self.kind == "eagle3":
+            self._check_layer()
+        self.layers(target)
+        for what, own, others in (
+            ("hidden states", self._width(text.hidden_size), text.hidden_size),
+            ("tokens", self.number("vocab_size", text.vocab_size), text.vocab_size),
+        ):
+            if own != others:
+                size = "" if what == "tokens" else " of the size"
+                raise UsageError(
+                    f"The head {self.name} was trained for another target: for {what}{size} {own}, and {name} has"
+                    f" {others}.",
+                    "Choose a head of this target.",
+                )
+        verifier = (self.settings.get("speculators_config") or {}).get("verifier") or {}
+        named, own_kinds = verifier.get("architectures"), target.architectures
+        if named and own_kinds and not {*named} & {*own_kinds}:
+            raise UsageError(
+                f"The head {self.name} was trained for a {named[0]}, and {name} is a {own_kinds[0]}.",
+                "Choose a head of this target.",
+            )
+
+    def _width(self, default: int | None = None) -> int:
+        """Of the target's hidden states."""
+        return self.number("target_hidden_size", self.number("hidden_size", default))
+
+    def _check_layer(self) -> None:
+        """Refuse a layer of another kind."""
+        given, odd = {**self.layer_settings}, None
+        self.layer  # noqa: B018 - or the refusal
+        if given.get("num_hidden_layers", 1) != 1:
+            odd = f"it has {given['num_hidden_layers']} layers"
+        elif given.get("hidden_act", "silu") not in ("silu", "swish"):
+            odd = f"its activation is {given['hidden_act']!r}"
+        elif given.get("sliding_window") and given.get("use_sliding_window", True):
+            odd = f"it sees {given['sliding_window']} tokens only"
+        elif (self.settings.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+            odd = "it takes the last hidden state alone"
+        if odd is not None:
+            raise UsageError(f"The head {self.name} is of a kind that is not read: {odd}.", _READ)
+
+    def eagle_shape(self, names: Sequence[str] = (), states: int = _STATES) -> EagleShape:
+        """What an EAGLE-3 head is made of.
+
+        Args:
+            names: Of its tensors.
+            states: Hidden states at each position.
+        """
+        layer, settings = self.layer, self.settings
+        biases = {name.split(".")[-2] for name in names if name.endswith(".bias")}
+        for key, linear in (("attention_bias", ("q_proj", "k_proj", "v_proj")), ("mlp_bias", _MLP)):
+            if getattr(layer, key):
+                biases |= {*linear}
+        return EagleShape(
+            states=states,
+            width=self._width(),
+            vocab=self.number("draft_vocab_size", layer.vocab_size),
+            layer=layer,
+            embeds="embed_tokens.weight" in names,
+            biases=frozenset(biases),
+            head_norms=any("q_norm" in name for name in names),
+            norm_before_residual=bool(settings.get("norm_before_residual")),
+            norm_before_fc=bool(settings.get("norm_before_fc")),
+            fc_norm=bool(settings.get("fc_norm")),
+            norm_output=bool(settings.get("norm_output")),
+        )
+
+    def medusa(self, tensors: Mapping[str, torch.Tensor]) -> MedusaHeads:
+        """Medusa heads without weights, as many as there are tensors for."""
+        heads = [int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))]
+        projection = tensors.get("lm_heads.0.weight", torch.empty(1, 1))
+        with torch.device("meta"):
+            return MedusaHeads(
+                1 + max(heads, default=0),
+                self.number(
+                    "medusa_num_layers" if "medusa_num_heads" in self.settings else "num_hidden_layers", 1
+                ),
+                self.number("hidden_size", projection.shape[1]),
+                self.number("truncated_vocab_size", self.number("vocab_size", len(projection))),
+                biased=any(name.endswith(".bias") for name in tensors),
+                shared=bool(self.settings.get("original_lm_head")),
+            )
+
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_READ = "Read are EAGLE-3 heads of one layer with full attention, and Medusa heads."
+_LAYER = (
+    "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
+    "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+    "torch_dtype", "vocab_size",
+)  # fmt: skip
+
+
+def _whole_numbers(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
+        raise RunError(f"The config.json of {name} is damaged: its layers are no list of whole numbers.")
+    return value
+
+
+def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | None:
+    """The head that a folder or a hub id names; ``None`` if it is none.
+
+    Raises:
+        UsageError: There is nothing of that name, or a head of a kind that is not read.
+        RunError: Its configuration cannot be fetched or is damaged.
+    """
+    hub = None
+    if spec.kind == "hub":
+        hub = HubModel(spec.source, spec.revision, spec.name, progress)
+    elif spec.kind != "folder":
+        return None
+    folder = Path(spec.source) if hub is None else hub.folder
+    settings = read_settings(folder, spec.name)
+    kind = _kind(settings)
+    if kind is None:
+        return None
+    if kind not in ("eagle3", "medusa"):
+        raise UsageError(
+            f"The head {spec.name} is of a kind that is not read: {_NOT_READ.get(kind, kind)}.", _READ
+        )
+    return HeadFiles(kind, spec.name, folder, settings, hub)
+
+
+def _kind(settings: Mapping[str, Any]) -> str | None:
+    """What a configuration says of which kind a head is; ``None``: it is of no head."""
+    named = settings.get("speculators_model_type")
+    if isinstance(named, str):
+        return named
+    architectures = settings.get("architectures")
+    words = [str(settings.get("model_type", ""))]
+    words += [str(each) for each in architectures] if isinstance(architectures, list) else []
+    known = ("eagle3", "eagle", "medusa", "dflash", "dspark", "mlp_?speculator")
+    for kind in known:
+        if any(re.search(kind, word, re.IGNORECASE) for word in words):
+            return kind.replace("?", "")
+    if "medusa_num_heads" in settings:
+        return "medusa"
+    return "eagle3" if "draft_vocab_size" in settings else None
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedHead:
+    """A head's weights.
+
+    Attributes:
+        files: What its configuration says.
+        tensors: By the names that its module has.
+        places: By its logits, the target's tokens they belong to, ascending or not; ``None``: the first is the first.
+        fingerprint: Short hash of configuration and weights.
+    """
+
+    files: HeadFiles
+    tensors: Mapping[str, torch.Tensor]
+    places: torch.Tensor | None
+    fingerprint: str
+
+    @property
+    def name(self) -> str:
+        return self.files.name
+
+    def eagle(self, target: PreTrainedConfig, own_head: Callable[[], torch.Tensor]) -> EagleHead:
+        """The module of an EAGLE-3 head.
+
+        Args:
+            target: The target's configuration.
+            own_head: The weight of the target's own head, [vocab, width], for a file that has none.
+
+        Raises:
+            UsageError: Tensors are missing, too many or of another shape.
+        """
+        tensors = dict(self.tensors)
+        shape = self.files.eagle_shape([*tensors], len(self.files.layers(target)))
+        with torch.device("meta"):
+            head = EagleHead(shape)
+        head.rotary_emb = LlamaRotaryEmbedding(shape.layer)
+        if "lm_head.weight" not in tensors:
+            weight = own_head()[: shape.layer.vocab_size]
+            tensors["lm_head.weight"] = (
+                weight if self.places is None else weight[self.places.to(weight.device)]
+            )
+        self._fill(head, tensors)
+        return head
+
+    def medusa(self) -> MedusaHeads:
+        """The module of Medusa heads.
+
+        Raises:
+            UsageError: Tensors are missing, too many or of another shape.
+        """
+        heads = self.files.medusa(self.tensors)
+        self._fill(heads, self.tensors)
+        return heads
+
+    def _fill(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        expected = module.state_dict()
+        other = "Fetch it again, or correct its config.json."
+        if missing := [name for name in expected if name not in tensors]:
+            raise UsageError(f"The head {self.name} lacks the tensor {_listed(missing)}.", other)
+        if extra := [name for name in tensors if name not in expected]:
+            raise UsageError(
+                f"The head {self.name} holds what its configuration does not tell of: {_listed(extra)}.",
+                other,
+            )
+        for name, wanted in expected.items():
+            if tensors[name].shape != wanted.shape:
+                raise UsageError(
+                    f"The tensor {name} of the head {self.name} is {_by(tensors[name])}, and its configuration tells of"
+                    f" {_by(wanted)}.",
+                    other,
+                )
+        module.load_state_dict(dict(tensors), assign=True)
+        module.eval().requires_grad_(False)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _by(tensor: torch.Tensor) -> str:
+    return "×".join(map(str, tensor.shape))
+
+
+def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
+    """Read a head's weights.
+
+    Raises:
+        UsageError: They are pickled, or their draft vocabulary is none.
+        RunError: They are missing or damaged, or do not fit into memory.
+    """
+    if files.hub is not None:
+        files.hub.fetch_weights(PreTrainedConfig(), allow_pickle=allow_pickle, check_size=lambda _: None)
+    paths = _weight_files(files, allow_pickle)
+    check_memory(2 * sum(path.stat().st_size for path in paths), name=files.name)
+    found: dict[str, torch.Tensor] = {}
+    for path in paths:
+        found |= _read(path, files.name)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in found.items():
+        own = (_eagle_name if files.kind == "eagle3" else _medusa_name)(name)
+        if own not in _UNUSED:
+            tensors[own] = tensor
+    places = _eagle_places(files, tensors) if files.kind == "eagle3" else _medusa_places(files, tensors)
+    return TrainedHead(files, tensors, places, _fingerprint(files, tensors))
+
+
+def _weight_files(files: HeadFiles, allow_pickle: bool) -> list[Path]:
+    """As of models, but that Medusa's authors call theirs otherwise."""
+    named = files.folder / "medusa_lm_head.safetensors"
+    if files.kind == "medusa" and named.is_file():
+        return [named]
+    pickled = files.folder / "medusa_lm_head.pt"
+    if files.kind == "medusa" and pickled.is_file() and allow_pickle:
+        return [pickled]
+    return weight_files(files.folder, files.name, PreTrainedConfig(), allow_pickle)
+
+
+def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            safetensors_elements(path)
+            return load_file(path)
+        read = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
+            raise ValueError("it holds no tensors by name")
+    except RunError:
+        raise
+    except Exception as error:  # what unpicklers and parsers raise
+        reason = one_line(str(error)).rstrip(".")
+        raise RunError(f"The weights of {name} in {path.name!r} are damaged: {reason}.") from error
+    return read
+
+
+def _eagle_name(name: str) -> str:
+    name = name.removeprefix("model.")
+    return re.sub(r"^(midlayer|layers\.0)\.", "layer.", name)
+
+
+def _medusa_name(name: str) -> str:
+    """Of Medusa's authors: ``i.j.linear`` are the blocks of head i, and ``i.j`` is its projection."""
+    name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+    if name == "lm_head.weight":
+        return "lm_heads.0.weight"
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
+
+
+def _eagle_places(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Takes the maps of the draft vocabulary out: target token = d + d2t[d], and t2d marks these."""
+    steps, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    places = _places(
+        files, "draft_vocab_size", "d2t", steps, torch.arange(0 if steps is None else len(steps))
+    )
+    marked = places if marks is None else marks.flatten().nonzero()[:, 0]
+    if places is not None and not torch.equal(marked.sort().values, places.sort().values):  # type: ignore[union-attr]
+        raise UsageError(f"The maps t2d and d2t of the head {files.name} contradict each other.", _SAY)
+    return places
+
+
+def _medusa_places(files: HeadFiles, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Takes the map of the draft vocabulary out; projections to all tokens are cut to those that it names."""
+    places = _places(
+        files, "truncated_vocab_size", "token_map", tensors.pop("token_map", None), torch.tensor(0)
+    )
+    if places is not None:
+        for name in [name for name in tensors if name.startswith("lm_heads.")]:
+            if len(tensors[name]) > len(places):
+                tensors[name] = tensors[name][places]
+    return places
+
+
+def _places(
+    files: HeadFiles, key: str, name: str, found: torch.Tensor | None, base: torch.Tensor
+) -> torch.Tensor | None:
+    """The tokens of a draft vocabulary.
+
+    Args:
+        files: The head.
+        key: Of their number in its configuration.
+        name: Of the map.
+        found: The map; ``None`` if there is none.
+        base: What is added to it.
+
+    Raises:
+        UsageError: It maps to nothing, to tokens that there are not, or to one of them twice.
+    """
+    if found is None:
+        if files.number(key, 1) != files.number("vocab_size", 1) and key in files.settings:
+            raise UsageError(
+                f"The head {files.name} drafts {files.settings[key]} tokens and does not tell which: it lacks the"
+                f" tensor {name}.",
+                _SAY,
+            )
+        return None
+    vocab = files.number("vocab_size")
+    if found.shape != (files.number(key, vocab),) or found.is_floating_point():
+        raise UsageError(
+            f"The tensor {name} of the head {files.name} is no map of its draft vocabulary.", _SAY
+        )
+    places = base + found.long()
+    if len(places.unique()) < len(places) or int(places.min()) < 0 or int(places.max()) >= vocab:
+        raise UsageError(
+            f"The head {files.name} drafts tokens beyond the {vocab} of its target, or some of them twice.",
+            _SAY,
+        )
+    return places
+
+
+_SAY = "Fetch it again."
+
+
+def _fingerprint(files: HeadFiles, tensors: Mapping[str, torch.Tensor]) -> str:
+    """16 hex digits over the kind and each tensor's name, shape, dtype, first and last 64 values."""
+    digest = hashlib.sha256(f"{files.kind} {files.settings}".encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.reshape(-1)
+        sample = torch.cat((flat[:64], flat[-64:])).contiguous()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,137 @@
+"""Heads of every layout with random weights, as their tools write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tiny import tiny_tokenizer
+
+WIDTH, INNER, HEADS, SHARED, SIZE = 32, 48, 4, 2, 8
+VOCAB = len(tiny_tokenizer())
+DRAFTED = 40
+LAYER: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": HEADS, "num_key_value_heads": SHARED,
+    "head_dim": SIZE, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "max_position_embeddings": 256, "hidden_act": "silu",
+    "num_hidden_layers": 1, "vocab_size": VOCAB, "model_type": "llama",
+}  # fmt: skip
+
+
+def eagle_tensors(
+    seed: int = 0, *, vocab: int = VOCAB, drafted: int | None = DRAFTED, states: int = 3, spread: float = 0.3
+) -> dict[str, torch.Tensor]:
+    """Of an EAGLE-3 head, its layer called ``layers.0``; ``None`` for a draft vocabulary of all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * spread
+
+    def norm(size: int) -> torch.Tensor:
+        return 0.5 + torch.rand(size, generator=generator)
+
+    layer = "layers.0."
+    tensors = {
+        "fc.weight": random(WIDTH, states * WIDTH),
+        layer + "input_layernorm.weight": norm(WIDTH),
+        layer + "hidden_norm.weight": norm(WIDTH),
+        layer + "post_attention_layernorm.weight": norm(WIDTH),
+        layer + "self_attn.q_proj.weight": random(HEADS * SIZE, 2 * WIDTH),
+        layer + "self_attn.k_proj.weight": random(SHARED * SIZE, 2 * WIDTH),
+        layer + "self_attn.v_proj.weight": random(SHARED * SIZE, 2 * WIDTH),
+        layer + "self_attn.o_proj.weight": random(WIDTH, HEADS * SIZE),
+        layer + "mlp.gate_proj.weight": random(INNER, WIDTH),
+        layer + "mlp.up_proj.weight": random(INNER, WIDTH),
+        layer + "mlp.down_proj.weight": random(WIDTH, INNER),
+        "norm.weight": norm(WIDTH),
+        "lm_head.weight": random(drafted or vocab, WIDTH),
+    }
+    if drafted is not None:
+        places = torch.randperm(vocab, generator=generator)[:drafted].sort().values
+        tensors["d2t"] = places - torch.arange(drafted)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, places, True)
+    return tensors
+
+
+def write_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
+    """A folder with a head in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As the authors of EAGLE-3, AngelSlim and SpecForge call them."""
+    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+
+
+def speculators_settings(
+    layers: Sequence[int] = (0, 1, 2), vocab: int = VOCAB, **more: Any
+) -> dict[str, Any]:
+    """A ``config.json`` of ``speculators``."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": {**LAYER, "vocab_size": vocab},
+        "draft_vocab_size": DRAFTED,
+        "eagle_aux_hidden_state_layer_ids": [*layers],
+        **more,
+    }
+
+
+def eagle_settings(layers: Sequence[int] = (0, 1, 2), vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` of SpecForge, which names the layer that puts a state out."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **LAYER,
+        "vocab_size": vocab,
+        "draft_vocab_size": DRAFTED,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
+            "use_aux_hidden_state": True,
+        },
+        **more,
+    }
+
+
+def medusa_tensors(
+    seed: int = 0,
+    heads: int = 3,
+    blocks: int = 1,
+    vocab: int = VOCAB,
+    drafted: int | None = None,
+    spread: float = 0.3,
+) -> dict[str, torch.Tensor]:
+    """Of Medusa heads, as vLLM calls them."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for head in range(heads):
+        for block in range(blocks):
+            tensors[f"blocks.{head}.layers.{block}.weight"] = (
+                torch.randn(WIDTH, WIDTH, generator=generator) * spread
+            )
+        tensors[f"lm_heads.{head}.weight"] = (
+            torch.randn(drafted or vocab, WIDTH, generator=generator) * spread
+        )
+    if drafted is not None:
+        tensors["token_map"] = torch.randperm(vocab, generator=generator)[:drafted]
+    return tensors
+
+
+def medusa_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` for vLLM."""
+    return {
+        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": WIDTH, "num_heads": 3,
+        "num_hidden_layers": 1, "vocab_size": vocab, "truncated_vocab_size": vocab, **more,
+    }  # fmt: skip

@@ -1,0 +1,566 @@
+"""Trained heads: their arithmetic against the papers' formulas, their files, and what the loop puts out with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_files import (
+    DRAFTED,
+    HEADS,
+    LAYER,
+    SHARED,
+    SIZE,
+    VOCAB,
+    WIDTH,
+    eagle_settings,
+    eagle_tensors,
+    medusa_settings,
+    medusa_tensors,
+    midlayer,
+    speculators_settings,
+    write_head,
+)
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
+from tiny import tiny_language_model, tiny_llama
+from transformers import LlamaConfig
+
+from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
+from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
+from specbench.backends.torch.scorer import FittedLogits, Scorer
+from specbench.check.memo import memoised
+from specbench.check.observe import DecodingSetup, observe
+from specbench.check.run import Case, DecodingCheck
+from specbench.decoding.drafts import Draft
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Asking, Drafter, Pass
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import DraftPolicy
+from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.heads import HeadDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.plain import NoDraft
+from specbench.drafters.several import SeveralDrafters
+from specbench.lengths import FixedLength
+from specbench.lengths.trees import StaticTree
+from specbench.models.prepare import Target, load_drafter, wrap_target
+from specbench.options import LoadOptions
+
+CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
+DRAFT = [44, 8, 61]
+PLAIN = LoadOptions(dtype="float32")
+
+
+@cache
+def target_model() -> Any:
+    return tiny_language_model(layers=3).model
+
+
+def tiny_target(**options: Any) -> Target:
+    return wrap_target(target_model(), name="tiny", pack=False, **options)
+
+
+def drafter_of(folder: Path, target: Target, options: LoadOptions = PLAIN) -> HeadDrafter:
+    drafter = load_drafter(str(folder), target, options)
+    assert isinstance(drafter, HeadDrafter)
+    return drafter
+
+
+def target_states(tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+    """What ``transformers`` gives, [tokens, layers, width]."""
+    with torch.inference_mode():
+        output = target_model()(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+    return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
+
+
+# -- the papers' formulas, written without anything of the package ---------------------------------
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + LAYER["rms_norm_eps"]).sqrt() * weight
+
+
+def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+    """Of one token, [heads, size]: pairs (i, i + size / 2) as complex numbers, turned."""
+    half = SIZE // 2
+    angles = position / LAYER["rope_theta"] ** (torch.arange(half) * 2 / SIZE)
+    numbers = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones(half), angles)
+    return torch.cat((numbers.real, numbers.imag), dim=-1)
+
+
+class Formulas:
+    """EAGLE-3, entry by entry, each with keys and values that it is told to see."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
+        self.tensors, self.settings = tensors, settings
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        if self.settings.get("fc_norm"):
+            states = torch.stack(
+                [rms(each, self.tensors[f"fc_norm.{i}.weight"]) for i, each in enumerate(states)]
+            )
+        wide = states.flatten()
+        if self.settings.get("norm_before_fc"):
+            wide = rms(wide, self.tensors["input_norm.weight"])
+        return self.tensors["fc.weight"] @ wide + self.tensors.get("fc.bias", 0.0)
+
+    def entry(self, token: int, feature: torch.Tensor, position: int, seen: Sequence[int]) -> torch.Tensor:
+        """The layer's output at a token; ``seen`` are the entries before it that it attends to."""
+        part = {name[9:]: tensor for name, tensor in self.tensors.items() if name.startswith("layers.0.")}
+        embedding = self.tensors.get("embed_tokens.weight")
+        embedded = (target_model().get_input_embeddings().weight if embedding is None else embedding)[token]
+        normed = rms(feature, part["hidden_norm.weight"])
+        both = torch.cat((rms(embedded, part["input_layernorm.weight"]), normed))
+
+        def projected(name: str, heads: int) -> torch.Tensor:
+            out = part[f"self_attn.{name}_proj.weight"] @ both + part.get(f"self_attn.{name}_proj.bias", 0.0)
+            return out.view(heads, SIZE)
+
+        query, key = projected("q", HEADS), projected("k", SHARED)
+        if "self_attn.q_norm.weight" in part:
+            query, key = (
+                rms(query, part["self_attn.q_norm.weight"]),
+                rms(key, part["self_attn.k_norm.weight"]),
+            )
+        self.keys.append(turned(key, position))
+        self.values.append(projected("v", SHARED))
+        own = [*seen, len(self.keys) - 1]
+        query, attended = turned(query, position), []
+        for head in range(HEADS):
+            group = head // (HEADS // SHARED)
+            scores = torch.stack([query[head] @ self.keys[each][group] for each in own]) / SIZE**0.5
+            weights = scores.softmax(0)
+            attended.append(
+                sum(weight * self.values[each][group] for weight, each in zip(weights, own, strict=True))
+            )
+        residual = normed if self.settings.get("norm_before_residual") else feature
+        residual = residual + part["self_attn.o_proj.weight"] @ torch.cat(attended)
+        x = rms(residual, part["post_attention_layernorm.weight"])
+        gate = part["mlp.gate_proj.weight"] @ x
+        gated = gate * gate.sigmoid() * (part["mlp.up_proj.weight"] @ x)
+        return residual + part["mlp.down_proj.weight"] @ gated
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """Over the target's vocabulary."""
+        head = self.tensors.get("lm_head.weight", target_model().get_output_embeddings().weight)
+        steps = self.tensors.get("d2t")
+        if steps is None:
+            return head @ rms(out, self.tensors["norm.weight"])
+        places = [draft + int(step) for draft, step in enumerate(steps)]
+        if "lm_head.weight" not in self.tensors:
+            head = head[places]
+        whole = torch.full((VOCAB,), float("-inf"))
+        whole[places] = head @ rms(out, self.tensors["norm.weight"])
+        return whole
+
+    def rows(self, context: Sequence[int], draft: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+        """Logits behind a context and behind each node of a draft."""
+        layers = self.settings.get("eagle_aux_hidden_state_layer_ids", (0, 1, 2))
+        states = target_states(context, layers)
+        for place in range(len(context) - 1):
+            out = self.entry(context[place + 1], self.fuse(states[place]), place, range(place))
+        last, outs, branches = len(context) - 1, [out], [list(range(len(context) - 1))]
+        for token, parent in zip(draft, parents, strict=True):
+            feature = outs[parent + 1]
+            if self.settings.get("norm_output"):
+                feature = rms(feature, self.tensors["norm.weight"])
+            seen = branches[parent + 1]
+            outs.append(self.entry(token, feature, len(seen), seen))
+            branches.append([*seen, len(self.keys) - 1])
+        assert len(branches[0]) == last
+        return torch.stack([self.logits(each) for each in outs])
+
+
+def biased(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    names = [f"layers.0.self_attn.{name}_proj" for name in "qkv"]
+    return tensors | {f"{name}.bias": torch.linspace(-1, 1, len(tensors[f"{name}.weight"])) for name in names}
+
+
+def more(tensors: dict[str, torch.Tensor], **added: torch.Tensor) -> dict[str, torch.Tensor]:
+    return tensors | {name.replace("__", "."): tensor for name, tensor in added.items()}
+
+
+SCALE = torch.linspace(0.5, 1.5, 3 * WIDTH)
+LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]]] = {
+    "speculators": lambda: (speculators_settings(), eagle_tensors()),
+    "speculators, all tokens": lambda: (
+        speculators_settings(draft_vocab_size=VOCAB),
+        eagle_tensors(drafted=None),
+    ),
+    "speculators, embeddings": lambda: (
+        speculators_settings(),
+        more(eagle_tensors(), embed_tokens__weight=eagle_tensors(3, drafted=None)["lm_head.weight"]),
+    ),
+    "EAGLE-3.1": lambda: (
+        speculators_settings(norm_before_residual=True, fc_norm=True, norm_output=True),
+        more(eagle_tensors(), **{f"fc_norm__{i}__weight": SCALE[i : i + WIDTH] for i in range(3)}),
+    ),
+    "norm before fc": lambda: (
+        speculators_settings(norm_before_fc=True),
+        more(eagle_tensors(), input_norm__weight=SCALE),
+    ),
+    "four states": lambda: (speculators_settings((0, 1, 2, 2)), eagle_tensors(states=4)),
+    "SpecForge": lambda: (eagle_settings(), midlayer(eagle_tensors())),
+    "AngelSlim": lambda: (
+        eagle_settings(attention_bias=True),
+        {f"model.{name}": tensor for name, tensor in midlayer(biased(eagle_tensors())).items()},
+    ),
+    "head norms": lambda: (
+        speculators_settings(),
+        more(
+            eagle_tensors(),
+            layers__0__self_attn__q_norm__weight=SCALE[:SIZE],
+            layers__0__self_attn__k_norm__weight=SCALE[-SIZE:],
+        ),
+    ),
+    "without a head": lambda: (
+        speculators_settings(),
+        {name: tensor for name, tensor in eagle_tensors().items() if name != "lm_head.weight"},
+    ),
+}
+
+
+def plain_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix("model.").replace("midlayer", "layers.0"): each for name, each in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) -> None:
+    settings, tensors = LAYOUTS[layout]()
+    drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
+    scorer = drafter.scorer
+    parents = [-1, 0, -1]
+    expected = Formulas(plain_names(tensors), settings)
+    with torch.inference_mode():
+        chain = expected.rows(CONTEXT, DRAFT, [-1, 0, 1])
+        tree = Formulas(expected.tensors, settings).rows(CONTEXT, DRAFT, parents)
+        shorter = Formulas(expected.tensors, settings).rows(CONTEXT[:5], [CONTEXT[5], 70], [-1, 0])
+    scorer.begin()
+    drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], drafter.layers))
+    close = {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(
+        scorer.score(Pass(scorer, CONTEXT[:5], [CONTEXT[5], 70])).logits, shorter, **close
+    )
+    drafter.keep(7, [0])
+    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], drafter.layers)[2:])
+    torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT, rows=1)).logits, chain[:1], **close)
+    torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT, DRAFT[:1])).logits, chain[:2], **close)
+    torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT, DRAFT)).logits, chain, **close)
+    drafter.keep(len(CONTEXT) - 1)
+    assert scorer.held == len(CONTEXT)
+    found = scorer.score(Pass(scorer, CONTEXT, DRAFT, parents)).logits
+    torch.testing.assert_close(found, tree, **close)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_medusa_are_those_of_the_formula(tmp_path: Path, shared: bool) -> None:
+    tensors = medusa_tensors(blocks=2, drafted=DRAFTED)
+    settings = medusa_settings(num_hidden_layers=2, truncated_vocab_size=DRAFTED, original_lm_head=shared)
+    if shared:
+        tensors = {
+            name: each
+            for name, each in tensors.items()
+            if name not in ("lm_heads.1.weight", "lm_heads.2.weight")
+        }
+    drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
+    drafter.begin(CONTEXT)
+    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], (3,)))
+    rows = []
+    for head in range(3):
+        x = target_states(CONTEXT[:-1], (3,))[-1, 0]
+        for block in range(2):
+            inner = tensors[f"blocks.{head}.layers.{block}.weight"] @ x
+            x = x + inner * inner.sigmoid()
+        whole = torch.full((VOCAB,), float("-inf"))
+        whole[tensors["token_map"]] = tensors[f"lm_heads.{0 if shared else head}.weight"] @ x
+        rows.append(whole)
+    found = drafter.scorer.score(Pass(drafter.scorer, CONTEXT, DRAFT[:2])).logits
+    torch.testing.assert_close(found, torch.stack(rows), atol=1e-4, rtol=1e-4)
+    found = drafter.scorer.score(Pass(drafter.scorer, CONTEXT, DRAFT, [-1, -1, 1], rows=2)).logits
+    torch.testing.assert_close(found, torch.stack([rows[1], rows[2]]), atol=1e-4, rtol=1e-4)
+    assert drafter.can_read(CONTEXT, DRAFT[:2])
+    assert not drafter.can_read(CONTEXT, DRAFT)
+
+
+# -- the loop's own distribution, enumerated -------------------------------------------------------
+
+FEW, NEW, DEPTH = 3, 4, 2
+PROMPT = [1, 2, 0]
+TABLE = random_table(3, FEW)
+STATES = torch.randn(FEW, FEW, 3, 8, generator=torch.Generator().manual_seed(4))
+
+
+def states_of(tokens: Sequence[int]) -> torch.Tensor:
+    """Hidden states that depend on the last two tokens and the length, [layers, width]."""
+    return STATES[tokens[-1], tokens[-2] if len(tokens) > 1 else 0] + 0.1 * len(tokens)
+
+
+def scripted_target() -> ScriptedScorer:
+    return ScriptedScorer(TABLE, FEW, cache=ScriptedCache(), states=states_of)
+
+
+@cache
+def small_head(kind: str) -> Any:
+    """Of a target with hidden states of the size 8; draws the last two of three tokens."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        if kind == "medusa":
+            module: Any = MedusaHeads(2, 1, 8, 2)
+        else:
+            layer = LlamaConfig(
+                vocab_size=FEW,
+                hidden_size=8,
+                intermediate_size=12,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+            )
+            module = EagleHead(EagleShape(3, 8, 2, layer, embeds=True))
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter)
+    return module.eval().requires_grad_(False)
+
+
+def small_scorer(kind: str) -> HeadScorer:
+    fitted = FittedLogits(FEW, torch.tensor([2, 0]))
+    head = small_head(kind)
+    if kind == "medusa":
+        return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, FEW)
+    return EagleScorer(head, head.embed_tokens, (0, 1, 2), fitted, None)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "eagle": lambda: HeadDrafter(small_scorer("eagle"), "eagle"),
+    "medusa": lambda: HeadDrafter(small_scorer("medusa"), "medusa"),
+    "lookup+eagle": lambda: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("eagle"), "eagle")),
+    "lookup+medusa": lambda: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("medusa"), "medusa")),
+    "eagle|medusa": lambda: SeveralDrafters([DRAFTERS["eagle"](), DRAFTERS["medusa"]()]),
+}
+POLICIES: dict[str, Callable[[], DraftPolicy]] = {
+    "chain": lambda: DraftPolicy(FixedLength(DEPTH)),
+    "block": lambda: DraftPolicy(FixedLength(DEPTH), verification="block"),
+    **{
+        method: lambda method=method: DraftPolicy(  # type: ignore[misc]
+            FixedLength(DEPTH), tree=StaticTree.shaped((-1, -1, 0)), verification=method
+        )
+        for method in ("recursive", "traversal", "naive")
+    },
+}
+
+
+def loop_distribution(
+    drafter: str, policy: str, sampling: Sampling, new: int
+) -> dict[tuple[int, ...], float]:
+    def run(random: Any) -> tuple[int, ...]:
+        tokens: list[int] = []
+        for record in decode_steps(
+            PROMPT, scripted_target(), DRAFTERS[drafter](), policy=POLICIES[policy](), sampling=sampling, random=random,
+            max_new_tokens=new,
+        ):  # fmt: skip
+            if isinstance(record, Prefill):
+                tokens += [] if record.token is None else [record.token]
+            else:
+                tokens += record.tokens
+        return tuple(tokens)
+
+    return enumerate_outcomes(run)
+
+
+def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], float]:
+    """By the chain rule: written without anything of the loop."""
+    growing: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(new):
+        grown: dict[tuple[int, ...], float] = {}
+        for tokens, weight in growing.items():
+            context = [*PROMPT, *tokens]
+            p = sampling.probabilities(TABLE(context).unsqueeze(0), context)[0].double()
+            for token in range(FEW):
+                grown[*tokens, token] = weight * float(p[token] / p.sum())
+        growing = grown
+    return {tokens: weight for tokens, weight in growing.items() if weight > 0}
+
+
+CELLS = [
+    *((drafter, policy, NEW) for drafter, policy in itertools.product(["eagle", "medusa"], POLICIES)),
+    ("lookup+eagle", "chain", NEW), ("lookup+medusa", "chain", NEW), ("eagle|medusa", "chain", NEW - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("drafter", "policy", "new"), CELLS)
+def test_the_output_distribution_is_the_targets(drafter: str, policy: str, new: int) -> None:
+    for sampling in (Multinomial(0.9, repetition_penalty=1.4), Nucleus(0.8)):
+        found = loop_distribution(drafter, policy, sampling, new)
+        expected = target_distribution(sampling, new)
+        assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+        assert max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in {*found, *expected}) < 1e-6
+
+
+# -- real models -----------------------------------------------------------------------------------
+
+
+def outputs(
+    target: Scorer, drafter: Drafter, policy: DraftPolicy, **options: Any
+) -> tuple[list[int], list[Step]]:
+    records = list(
+        decode_steps(
+            PROMPT,
+            target,
+            drafter,
+            policy=policy,
+            sampling=Greedy(),
+            random=Randomness(0),
+            max_new_tokens=40,
+            **options,
+        )
+    )
+    steps = [record for record in records if isinstance(record, Step)]
+    return [token for record in records for token in tokens_of(record)], steps
+
+
+def tokens_of(record: Prefill | Step) -> list[int]:
+    if isinstance(record, Prefill):
+        return [] if record.token is None else [record.token]
+    return list(record.tokens)
+
+
+@cache
+def few_tokens() -> Any:
+    """A target of nine tokens, so that random drafts are right now and then."""
+    return tiny_llama(vocab_size=9, layers=3, seed=1)
+
+
+def few_head(folder: Path, kind: str, target: Target) -> HeadDrafter:
+    if kind == "medusa":
+        files = write_head(folder, medusa_settings(9), medusa_tensors(vocab=9))
+    else:
+        tensors = eagle_tensors(2, vocab=9, drafted=6)
+        files = write_head(folder, speculators_settings((1, 2, 0), 9, draft_vocab_size=6), tensors)
+    return drafter_of(files, target)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kept", ["dynamic", "preallocated", "none", "static"])
+def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) -> None:
+    target = wrap_target(few_tokens(), cache=kept, pack=False)
+    expected, _ = outputs(target.scorer, NoDraft(), DraftPolicy(FixedLength(1)))
+    head = few_head(tmp_path / "head", kind, target)
+    tree = StaticTree.shaped((-1, -1, -1, 0, 0, 1, 3, 3))
+    accepted = 0
+    for drafter, policy in (
+        (head, DraftPolicy(FixedLength(3))),
+        (CascadeDrafter(LookupDrafter(), head), DraftPolicy(FixedLength(4))),
+        *([] if kept == "none" else [(head, DraftPolicy(FixedLength(3), tree=tree))]),
+    ):
+        for first in (True, False):
+            found, steps = outputs(target.scorer, drafter, policy, first_target=first)
+            assert found == expected
+            assert bool(steps[0].drafted) == (
+                first or (isinstance(drafter, CascadeDrafter) and bool(steps[0].drafted))
+            )
+            accepted += sum(step.accepted for step in steps)
+    assert accepted > 20
+
+
+@pytest.mark.parametrize(("drafter", "tree"), [("head", False), ("head", True), ("cascade", False)])
+def test_every_draft_begins_behind_the_targets_own_states(
+    tmp_path: Path, drafter: str, tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was drafted, kept and dropped before: the first row is that of a head that has read nothing else."""
+    target = wrap_target(few_tokens(), pack=False)
+    head = few_head(tmp_path / "head", "eagle", target)
+    fresh = few_head(tmp_path / "other", "eagle", target).scorer
+    score, firsts = head.scorer.score, []
+
+    def noted(asked: Pass) -> Any:
+        rows = score(asked)
+        if not asked.tokens:
+            firsts.append((list(asked.context), rows.logits[-1].clone()))
+        return rows
+
+    monkeypatch.setattr(head.scorer, "score", noted)
+    shape = StaticTree.shaped((-1, -1, -1, 0, 0, 1, 3, 3)) if tree else None
+    chosen = head if drafter == "head" else CascadeDrafter(LookupDrafter(), head)
+    _, steps = outputs(target.scorer, chosen, DraftPolicy(FixedLength(3), tree=shape))
+    assert sum(step.accepted for step in steps) > 5
+    assert len(firsts) > 2
+    for context, row in firsts:
+        with torch.inference_mode():
+            output = few_tokens()(input_ids=torch.tensor([context[:-1]]), output_hidden_states=True)
+        states = torch.stack([output.hidden_states[layer][0] for layer in head.layers], dim=1)
+        fresh.begin()
+        fresh.take_states(len(context) - 1, states)
+        torch.testing.assert_close(fresh.score(Pass(fresh, context)).logits[0], row, atol=1e-4, rtol=1e-4)
+
+
+def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
+    target = tiny_target()
+    folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors(spread=0.1))
+    quick, exact = drafter_of(folder, target, LoadOptions()), drafter_of(folder, target)
+    assert (quick.name, exact.name) == ("head (int8)", "head (float32)")
+    assert quick.draftable == exact.draftable is not None
+    assert len(quick.draftable) == DRAFTED
+    rows = []
+    for drafter in (quick, exact):
+        drafter.begin(CONTEXT)
+        drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], drafter.layers))
+        rows.append(drafter.scorer.score(Pass(drafter.scorer, CONTEXT, DRAFT)).logits)
+    places = sorted(quick.draftable)
+    assert rows[0].isfinite().sum() == 4 * DRAFTED
+    assert (rows[0] - rows[1])[:, places].norm() < 0.05 * rows[1][:, places].norm()
+
+
+# -- the check -------------------------------------------------------------------------------------
+
+
+def check_setup(drafter: Drafter, **changes: Any) -> DecodingSetup:
+    made = DecodingSetup(
+        target=scripted_target(),  # type: ignore[arg-type]
+        drafter=drafter,
+        policy=FixedLength(2),
+        sampling=Multinomial(0.9),
+        max_new_tokens=6,
+    )
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "medusa", "lookup+eagle"])
+def test_remembered_decoding_is_decoding(drafter: str) -> None:
+    for greedy in (True, False):
+        setup = check_setup(DRAFTERS[drafter]())
+        memo, _ = memoised(check_setup(DRAFTERS[drafter]()))
+        for _ in range(2):
+            direct = [each.tokens for each in observe(setup, PROMPT, greedy=greedy)]
+            assert [each.tokens for each in observe(memo, PROMPT, greedy=greedy)] == direct
+
+
+class Flattering(HeadDrafter):
+    """Says that it drew from something flatter than it did."""
+
+    def propose(self, *arguments: Any) -> Asking[Draft]:
+        draft = yield from super().propose(*arguments)
+        if draft.q is not None:
+            draft.q = (draft.q + 0.3) / (draft.q + 0.3).sum(-1, keepdim=True)
+        return draft
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_the_check_passes_heads_and_finds_a_wrong_q(kind: str) -> None:
+    for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
+        checking = DecodingCheck(
+            check_setup(drafter(small_scorer(kind), kind)), [Case("a", tuple(PROMPT))], bias=0.2
+        )
+        checking.greedy()
+        checking.exact()
+        checking.sampled()
+        result = checking.result()
+        assert (result.violations == []) == sound
