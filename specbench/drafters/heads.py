@@ -25,10 +25,10 @@ class HeadDrafter(ModelDrafter):
         clock: See ``ModelDrafter``.
     """
 
-    scorer: HeadScorer
+    scorer: HeadScorer  # type: ignore[assignment]
 
     def __init__(self, scorer: HeadScorer, name: str, clock: Clock | None = None) -> None:
-        super().__init__(scorer, name, clock)
+        super().__init__(scorer, name, clock)  # type: ignore[arg-type]
 
     @property
     def layers(self) -> Sequence[int]:

@@ -126,7 +126,7 @@ class EagleScorer(HeadScorer):
         fitted: FittedLogits,
         context_limit: int | None,
     ) -> None:
-        config = head.shape.layer
+        config: Any = head.shape.layer
         device = head.norm.weight.device
         super().__init__(layers, device, fitted, context_limit, config.vocab_size)
         self.head, self._embed, self._dtype = head, head.embed_tokens or embed, head.norm.weight.dtype

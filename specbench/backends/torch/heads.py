@@ -192,7 +192,7 @@ class _EagleLayer(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
-        config = shape.layer
+        config: Any = shape.layer
         hidden, self._size = config.hidden_size, config.head_dim
         queries, keys = config.num_attention_heads * self._size, config.num_key_value_heads * self._size
         self.q_proj = shape.linear("q_proj", 2 * hidden, queries)
