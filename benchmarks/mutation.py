@@ -799,6 +799,28 @@ MUTANTS = (
         "            pass\n",
         SCHEDULE,
     ),
+    # -- configurations and exports ---------------------------------------------------------------
+    Mutant(
+        "a rule of the configuration outlives its drafter",
+        "cli/config.py",
+        '        taken |= {*_RULE, "drafter_dtype"}',
+        '        taken |= {"drafter_dtype"}',
+        ("tests/test_config.py", "-k", "command_line_wins"),
+    ),
+    Mutant(
+        "SGLang verifies one token too few",
+        "tune/export/sglang.py",
+        "width = setting.drafter, setting.gamma + 1",
+        "width = setting.drafter, setting.gamma",
+        ("tests/test_export.py", "-k", "on_every_engine"),
+    ),
+    Mutant(
+        "an exported assistant stops at a threshold of its own",
+        "tune/export/transformers.py",
+        '"constant", 0.0',
+        '"constant", 0.4',
+        ("tests/test_export.py", "-k", "same_tokens and big"),
+    ),
 )
 
 

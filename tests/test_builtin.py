@@ -136,6 +136,7 @@ def tiny_builtin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_gguf: Pat
 def register(monkeypatch: pytest.MonkeyPatch, wheel: Path, tiny_gguf: Path, **changes: Any) -> BuiltinModel:
     facts = {
         "alias": "tiny",
+        "hub_id": "someone/tiny",
         "requirement": "tiny-wheel==1.0",
         "wheel_size": wheel.stat().st_size,
         "wheel_sha256": sha256(wheel),

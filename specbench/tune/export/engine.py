@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from specbench.errors import UsageError
 from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel
+from specbench.specs.models import BUILTIN_MODELS
 from specbench.tune.export.setting import Model, Setting
 
 __all__ = [
@@ -121,7 +122,10 @@ def without_counterpart(engine: Engine, setting: Setting) -> Iterator[str]:
 def model_needs(setting: Setting) -> Iterator[str]:
     """What has to be put in place of names that only one machine knows."""
     for model in (setting.target, setting.assistant):
-        if model is not None and not model.is_hub_id:
+        builtin = None if model is None else BUILTIN_MODELS.get(model.name)
+        if builtin is not None:
+            yield f"{builtin.alias} is a 4-bit file of {builtin.hub_id}: put that there."
+        elif model is not None and not model.is_hub_id:
             yield f"{model.name} is what one machine calls a model: put its path or hub id there."
 
 
