@@ -51,7 +51,9 @@ class FixedDraft(BaseDrafter):
         at = (len(context) - self.start) % len(self.tokens)
         return Draft((self.tokens[at:] + self.tokens[:at])[: policy.begin(room)])
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
         assert len(logits) >= emitted
         self.commits.append((len(context), emitted, int(logits[emitted - 1].argmax()) == context[-1]))
 

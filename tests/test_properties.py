@@ -342,7 +342,9 @@ class Guesser(BaseDrafter):
         at = len(context)
         return Draft([self.tokens[(at + i) % len(self.tokens)] for i in range(policy.begin(room))])
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
         assert len(logits) >= emitted >= 1
 
 

@@ -24,7 +24,7 @@ from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings, choose_siblings, tree_mask, tree_positions
-from specbench.decoding.verify import GreedyVerification, Verdict
+from specbench.decoding.verify import GreedyVerification, Verdict, deciding
 from specbench.drafters.base import BaseDrafter
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -391,8 +391,10 @@ class Planted(BaseDrafter):
             at = len(tokens) - 2
         return Draft(tokens, parents=parents)
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
-        assert [int(row.argmax()) for row in logits[:emitted]] == list(context[-emitted:])
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
+        assert [int(row.argmax()) for row in deciding(logits, path)[:emitted]] == list(context[-emitted:])
 
 
 def test_greedy_decoding_walks_a_deeper_tree() -> None:
@@ -429,7 +431,7 @@ def test_the_walk_takes_each_row_in_its_own_context(penalty: float) -> None:
         )
         assert verdict.tokens == expected
         before = rows[[0, *(node + 1 for node in verdict.path)]]
-        assert torch.equal(verdict.deciding(rows)[: len(expected)], before)
+        assert torch.equal(deciding(rows, verdict.path)[: len(expected)], before)
 
 
 def test_caches_that_forget_take_none() -> None:

@@ -163,14 +163,6 @@ class GrowingTree:
         """How often a node was drawn."""
         return sum(each.node == node for each in self.candidates[self.parents[node]])
 
-    def branch(self, node: int) -> list[int]:
-        """The tokens from the context down to a node, itself among them; none for -1."""
-        tokens: list[int] = []
-        while node >= 0:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
-
     def draft(self) -> Draft:
         """What has grown."""
         tokens, parents = list(self.tokens), tuple(self.parents)

@@ -156,7 +156,7 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
         if hidden is not None:
             drafter.take_states(context, _along(verdict.path[: kept - 1], hidden, len(tree.tokens)))
         drafter.learn(tree.tokens, logits)
-        drafter.commit(context, kept, verdict.deciding(logits))
+        drafter.commit(context, kept, logits, verdict.path)
         watch.lap("other")
         target.keep(len(context) - 1, verdict.path)
         drafter.keep(len(context) - 1, verdict.path)

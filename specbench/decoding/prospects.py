@@ -9,11 +9,15 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 __all__ = ["Known", "Prospects", "Scores", "largest"]
 
 _STRIDE = 64
 """Values in a column: as many as make both halves of the search short."""
+
+_QUICK = 2**18
+"""Up to so many values to look through again, the largest are found one after the other."""
 
 
 class Prospects(Protocol):
@@ -46,34 +50,61 @@ class Scores:
     """
 
     def __init__(self, row: torch.Tensor, *, normalised: bool) -> None:
-        self._row, self._normalised = row, normalised
-        self._found: list[int] = []
+        self._rows, self._place = _Rows(row[None].clone(), normalised), 0
 
-    @cached_property
+    @classmethod
+    def of(cls, rows: torch.Tensor, *, normalised: bool) -> list[Scores]:
+        """Each of several rows: what is looked for in one of them is looked for in all, in the same few operators.
+
+        Args:
+            rows: Float32 [rows, vocab]. They are written to, and scores become distributions when somebody asks.
+            normalised: Whether they are distributions.
+        """
+        together = _Rows(rows, normalised)
+        made = [cls.__new__(cls) for _ in range(rows.shape[0])]
+        for place, each in enumerate(made):
+            each._rows, each._place = together, place
+        return made
+
+    @property
     def q(self) -> torch.Tensor:
-        return self._row if self._normalised else self._row.softmax(dim=-1)
-
-    @cached_property
-    def _log_total(self) -> float:
-        """Of a softmax. torch's own takes several times as long for one row."""
-        if self._row.device.type != "cpu":
-            return float(self._row.logsumexp(dim=-1))
-        values = self._row.detach().numpy()
-        highest = float(values.max())
-        return highest + math.log(float(np.exp(values - highest).sum(dtype=np.float64)))
+        return self._rows.distributions[self._place]
 
     def best(self, count: int) -> Sequence[int]:
-        if len(self._found) < min(count, len(self._row)):
-            self._found = largest(self._row, count)
-        impossible = 0.0 if self._normalised else -math.inf
-        return [token for token in self._found[:count] if float(self._row[token]) > impossible]
+        return self._rows.best(count)[self._place][:count]
 
     def chances(self, count: int) -> Sequence[float]:
         return [self.chance(token) for token in self.best(count)]
 
     def chance(self, token: int) -> float:
-        value = float(self._row[token])
-        return value if self._normalised else math.exp(value - self._log_total)
+        return float(self._rows.chances[self._place, token])
+
+
+class _Rows:
+    """What ``Scores`` of one pass have in common; for the arguments see there."""
+
+    def __init__(self, rows: torch.Tensor, normalised: bool) -> None:
+        self._rows, self._normalised = rows, normalised
+        self._count = 0
+        self._best: list[list[int]] = []
+
+    def best(self, count: int) -> Sequence[list[int]]:
+        """Of every row at least so many of the largest that are possible at all, by falling value."""
+        if count > self._count or not self._best:
+            self._count = count
+            self._best = largest(self._rows, count, above=0.0 if self._normalised else -math.inf)
+        return self._best
+
+    @property
+    def distributions(self) -> torch.Tensor:
+        if not self._normalised:  # a softmax takes little longer than the sum it divides by
+            torch.softmax(self._rows, dim=-1, out=self._rows)
+            self._normalised = True
+        return self._rows
+
+    @cached_property
+    def chances(self) -> NDArray[np.float32]:
+        return self.distributions.cpu().numpy()
 
 
 class Known:
@@ -100,26 +131,52 @@ class Known:
         return self._chances[token]
 
 
-def largest(row: torch.Tensor, count: int) -> list[int]:
-    """The indices of the largest values of a row, [vocab], by falling value; of equals the first come first.
+def largest(rows: torch.Tensor, count: int, above: float = -math.inf) -> list[list[int]]:
+    """The indices of the largest values of every row, by falling value; of equals the first come first.
 
-    On a CPU the row is laid out in columns whose highest values are found at once; only the columns with the highest
-    ones are looked through: half the time of ``topk``.
+    Args:
+        rows: Float32 [rows, vocab]. They are written to, and are the same again in the end.
+        count: How many of each.
+        above: Only values above.
     """
-    count = min(count, len(row))
-    if count < 1:
-        return []
+    count = min(count, rows.shape[-1])
+    if rows.device.type != "cpu":
+        found = rows.topk(count)
+        best, worth = found.indices.T.tolist(), found.values.T.tolist()
+    else:
+        values = rows.detach().numpy()
+        every = np.arange(len(values))
+        if (count - 1) * values.shape[-1] <= _QUICK:
+            places, taken = [], []
+            for _ in range(count):  # one after the other, each hidden from the next
+                places.append(values.argmax(axis=-1))
+                taken.append(values[every, places[-1]])
+                values[every, places[-1]] = -math.inf
+            for place, value in zip(reversed(places), reversed(taken), strict=True):
+                values[every, place] = value
+        else:
+            places = [*np.stack([_largest(row, count) for row in values]).T]
+            taken = [values[every, place] for place in places]
+        best, worth = np.array(places).tolist(), np.array(taken).tolist()
+    return [
+        [rank[row] for rank, value in zip(best, worth, strict=True) if value[row] > above]
+        for row in range(rows.shape[0])
+    ]
+
+
+def _largest(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """The same of one row, [vocab].
+
+    It is laid out in columns whose highest values are found at once; only those that may hold one of the largest are
+    looked through.
+    """
     width = len(row) // _STRIDE
-    if row.device.type != "cpu" or width < 2 * count or row.dtype != torch.float32:
-        return [int(index) for index in row.topk(count).indices.tolist()]
-    values = row.detach().numpy()
-    if count == 1:
-        return [int(values.argmax())]
+    if width <= 2 * count:
+        return np.argsort(-row, kind="stable")[:count]
     whole = width * _STRIDE
-    highest = values[:whole].reshape(_STRIDE, width).max(axis=0)
-    columns = np.argpartition(highest, width - count)[width - count :]
+    highest = row[:whole].reshape(_STRIDE, width).max(axis=0)
+    columns = np.flatnonzero(highest >= np.partition(highest, width - count)[width - count])
     places = np.concatenate(
-        [(np.arange(_STRIDE)[:, None] * width + columns).ravel(), np.arange(whole, len(values))]
+        [(np.arange(0, whole, width)[:, None] + columns).ravel(), np.arange(whole, len(row))]
     )
-    order = np.lexsort((places, -values[places]))[:count]
-    return [int(place) for place in places[order]]
+    return places[np.lexsort((places, -row[places]))[:count]]

@@ -406,13 +406,16 @@ class Drafter(Protocol):
         """
         ...
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
         """Learn from a step (or the first-target pass).
 
         Args:
             context: All tokens including the ``emitted`` new ones at its end.
             emitted: Number of new tokens, at least 1.
-            logits: The target's logits that judged them, [>= emitted, vocab]: row i stood before new token i.
+            logits: The target's, [1 + drafts, vocab]; ``specbench.decoding.verify.deciding`` picks those before each.
+            path: The drafts that were kept, root to leaf; it may be left out where they were the first ones.
         """
         ...
 

@@ -176,7 +176,8 @@ class Sampling:
                 before it behind one draft less, and so on.
             context: Tokens, prompt included.
             drafted: At least ``rows - 1`` tokens that follow the context.
-            out: Float32 [1, vocab], for a single row: where to put it if it has to be put anywhere.
+            out: Float32 [rows, vocab], for one row or transforms that do not look back: where to put them if they have
+                to be put anywhere.
 
         Returns:
             Float32 [rows, vocab].
@@ -286,11 +287,14 @@ def _argmax_by_pieces(row: torch.Tensor) -> tuple[int, float]:
 
 def _float32(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Logits as float32, themselves if they are that already."""
-    if logits.dtype == torch.float32 or len(logits) != 1 or logits.device.type != "cpu":
+    if logits.dtype == torch.float32 or logits.device.type != "cpu" or (out is None and logits.shape[0] != 1):
         return logits.float()
     converted = torch.empty(logits.shape, dtype=torch.float32) if out is None else out
-    for begin in range(0, logits.shape[-1], _PIECE):
-        converted[:, begin : begin + _PIECE] = logits[:, begin : begin + _PIECE]
+    if logits.numel() <= _PIECE:
+        return converted.copy_(logits)
+    width = _PIECE // logits.shape[0]
+    for piece, into in zip(logits.split(width, dim=-1), converted.split(width, dim=-1), strict=True):
+        into.copy_(piece)
     return converted
 
 

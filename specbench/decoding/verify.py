@@ -26,12 +26,16 @@ __all__ = [
     "Verdict",
     "Verification",
     "acceptance_probabilities",
+    "deciding",
     "expected_acceptance",
     "residual",
     "verification_of",
 ]
 
 _SMALLEST = torch.finfo(torch.float32).tiny
+
+_FEW = 32_000
+"""Logits whose argmaxes take less time than a second call."""
 
 
 @dataclass(slots=True)
@@ -58,12 +62,6 @@ class Verdict:
     def accepted(self) -> int:
         """How many of the first drafts were kept: all that were, unless the path leaves a tree's first branch."""
         return next((i for i, node in enumerate(self.path) if node != i), len(self.path))
-
-    def deciding(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits before each of ``tokens``, [at least as many, vocab], of those of the pass."""
-        if self.accepted == len(self.path):
-            return logits
-        return logits[[0, *(node + 1 for node in self.path)]]
 
 
 class Verification(Protocol):
@@ -130,7 +128,8 @@ class GreedyVerification:
         sampling: Sampling,
         random: Randomness,  # noqa: ARG002
     ) -> Verdict:
-        chain = draft.chain  # all at once: most paths do not leave it
+        few = logits.numel() <= _FEW and not sampling.looks_back
+        chain = len(draft.tokens) if few else draft.chain  # all at once: most paths do not leave it
         choices = sampling.choose(logits[: chain + 1], context, draft.tokens[:chain])
         path: list[int] = []
         tokens = choices[:1]
@@ -215,6 +214,20 @@ class TreeVerification:
         walked = self._walk(draft, p, random)
         tokens = [*(draft.tokens[node] for node in walked.path), walked.token]
         return Verdict(walked.path, tokens, closing_distribution=walked.distribution, rows=rows)
+
+
+def deciding(logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
+    """The logits before each token that a step emits, of those of its pass.
+
+    Args:
+        logits: Of the pass, [1 + drafts, vocab].
+        path: See ``Verdict``.
+
+    Returns:
+        Shape [at least 1 + path, vocab].
+    """
+    chain = all(node == i for i, node in enumerate(path))
+    return logits if chain else logits[[0, *(node + 1 for node in path)]]
 
 
 def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,9 @@ class BaseDrafter:
     def learn(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
         """There is nothing to learn."""
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
         """There is nothing to learn."""
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:

@@ -101,9 +101,11 @@ class CascadeDrafter(BaseDrafter):
     def take_states(self, context: Sequence[int], states: torch.Tensor) -> None:
         self.model.take_states(context, states)
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
-        self.free.commit(context, emitted, logits)
-        self.model.commit(context, emitted, logits)
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
+        self.free.commit(context, emitted, logits, path)
+        self.model.commit(context, emitted, logits, path)
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         self.free.keep(length, path)

@@ -139,7 +139,8 @@ class CandidateDrafter(FreeDrafter):
         tree, prefill_s = GrowingTree(), self.read(context)
         frontier: Sequence[int] = [-1] if policy.begin(room) else []
         while frontier:
-            known = {node: Known(self.candidates(context, tree.branch(node))) for node in frontier}
+            draft = tree.draft()
+            known = {node: Known(self.candidates(context, draft.branch(node))) for node in frontier}
             nodes = [node for node in frontier if known[node].best(1)]
             if not nodes:
                 break

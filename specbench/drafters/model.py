@@ -121,11 +121,8 @@ class ModelDrafter(BaseDrafter):
             return draft
         with self.drafting():
             while frontier:
-                rows = yield from self._frontier_logits(context, tree, draft, len(frontier))
-                prospects = [
-                    self._prospects(logits, context, tree, node, sampling)
-                    for logits, node in zip(rows, frontier, strict=True)
-                ]
+                logits = yield from self._frontier_logits(context, tree, draft, len(frontier))
+                prospects = self._prospects(logits, context, tree, frontier, sampling)
                 first = len(tree)
                 widths = policy.widths(tree, frontier, prospects)
                 for node, width, each in zip(frontier, widths, prospects, strict=True):
@@ -153,26 +150,39 @@ class ModelDrafter(BaseDrafter):
         return (yield Pass(self.scorer, context, tokens, parents, rows=rows)).logits
 
     def _prospects(
-        self, logits: torch.Tensor, context: Sequence[int], tree: GrowingTree, node: int, sampling: Sampling
-    ) -> Scores:
-        """What the model expects behind a node."""
-        behind = [*context, *tree.branch(node)] if sampling.looks_back else context
-        if sampling.greedy:
-            return Scores(sampling.scores(logits[None], behind)[0], normalised=False)
-        return Scores(sampling.probabilities(logits[None], behind)[0], normalised=True)
+        self,
+        logits: torch.Tensor,
+        context: Sequence[int],
+        tree: GrowingTree,
+        nodes: Sequence[int],
+        sampling: Sampling,
+    ) -> list[Scores]:
+        """What the model expects behind the nodes that were read last; their logits are [nodes, vocab]."""
+        made = sampling.scores if sampling.greedy else sampling.probabilities
+        if sampling.looks_back:
+            draft = tree.draft()
+            behind = ([*context, *draft.branch(node)] for node in nodes)
+            rows = torch.cat([made(row[None], each) for row, each in zip(logits, behind, strict=True)])
+        else:
+            place = 1 + len(self._read_nodes) - len(nodes)
+            memory = self._memory(place, logits)
+            rows = made(logits, context, out=memory)
+            if rows is logits:  # which are not ours to write to
+                rows = memory.copy_(logits)
+        return Scores.of(rows, normalised=not sampling.greedy)
 
-    def _row(self, place: int, logits: torch.Tensor) -> torch.Tensor:
-        """Memory for the distribution of a draft's token, [1, vocab], by its place in the draft, from 0.
+    def _memory(self, place: int, logits: torch.Tensor) -> torch.Tensor:
+        """Memory for the distributions of tokens of a draft, [rows, vocab], by the place of the first, from 0.
 
         The system takes longer to hand out fresh memory than a softmax takes, so every draft gets the same.
         """
-        held, vocab = self._distributions, logits.shape[-1]
-        if held.shape[-1] != vocab or held.device != logits.device:
-            held = self._distributions = torch.empty(_FEW, vocab, device=logits.device)
-        if place >= len(held):
-            self._distributions = torch.empty(2 * place, vocab, device=logits.device)
-            self._distributions[: len(held)] = held
-        return self._distributions[place : place + 1]
+        held, end = self._distributions, place + logits.shape[0]
+        if held.shape[-1] != logits.shape[-1] or held.device != logits.device:
+            held = self._distributions = torch.empty(_FEW, logits.shape[-1], device=logits.device)
+        if end > held.shape[0]:
+            self._distributions = torch.empty(2 * end, logits.shape[-1], device=logits.device)
+            self._distributions[: held.shape[0]] = held
+        return self._distributions[place:end]
 
     def _propose_unread(self, context: Sequence[int], length: int) -> Asking[Draft]:
         """So many tokens, greedily, and not one of them is read before the target has verified them."""
@@ -208,7 +218,7 @@ class ModelDrafter(BaseDrafter):
             return None
         if sampling.greedy:
             return Drawn(sampling.choose(logits, context, draft.tokens)[0], logits[0], None)
-        row = self._row(len(draft.tokens), logits)
+        row = self._memory(len(draft.tokens), logits)
         q = sampling.probabilities(logits, context, draft.tokens, row)[0]
         return Drawn(random.draw(q), logits[0], q)
 

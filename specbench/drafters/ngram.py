@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbench.decoding.verify import deciding
 from specbench.drafters.free import FreeDrafter, Guess
 from specbench.specs.drafters import NGram
 
@@ -120,7 +121,9 @@ class NGramDrafter(FreeDrafter):
         q = torch.zeros(self._vocabulary or 0, device=self._device)
         return q.scatter_(0, tokens, (counts / counts.sum()).to(self._device))
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
         self._vocabulary = logits.shape[-1]
         self._device = logits.device
         fresh = len(context) - emitted
@@ -128,7 +131,11 @@ class NGramDrafter(FreeDrafter):
             self.read(context[:fresh])
         best: list[list[int]] = [[]] * emitted
         if self.spec.top_k > 1:
-            best = logits[:emitted].topk(min(self.spec.top_k, logits.shape[-1]), dim=-1).indices.tolist()
+            best = (
+                deciding(logits, path)[:emitted]
+                .topk(min(self.spec.top_k, logits.shape[-1]), dim=-1)
+                .indices.tolist()
+            )
         for i, ranked in enumerate(best, start=fresh):
             self._count(context, i, [token for token in reversed(ranked) if token != context[i]])
 

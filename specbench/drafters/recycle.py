@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from specbench.decoding.verify import deciding
 from specbench.drafters.free import CandidateDrafter
 from specbench.specs.drafters import Recycle
 
@@ -57,11 +58,13 @@ class RecycleDrafter(CandidateDrafter):
         """Rejected drafts teach too: what would have followed them is known."""
         self._renew(tokens, logits[1 : len(tokens) + 1])
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
         before = len(context) - emitted
         if self._read == 0:
             self.read(context[:before])
-        self._renew(context[before - 1 : -1], logits[:emitted])
+        self._renew(context[before - 1 : -1], deciding(logits, path)[:emitted])
 
     def _renew(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
         """Take the entries of ``tokens`` from the logits behind each, [tokens, vocab]."""

@@ -85,9 +85,11 @@ class SeveralDrafters(BaseDrafter):
         for drafter in self.drafters:
             drafter.take_states(context, states[:, [place[layer] for layer in drafter.layers]])
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
         for drafter in self.drafters:
-            drafter.commit(context, emitted, logits)
+            drafter.commit(context, emitted, logits, path)
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         for drafter, chain in zip(self.drafters, self._chains or [[]] * len(self.drafters), strict=True):

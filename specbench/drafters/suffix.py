@@ -190,7 +190,9 @@ class SuffixDrafter(CandidateDrafter):
             m, found = (earlier, known) if known else (m, found)
         return {token: m * count / (m * total + 1) for token, (count, total) in found.items()}
 
-    def commit(self, context: Sequence[int], emitted: int, logits: torch.Tensor) -> None:
+    def commit(
+        self, context: Sequence[int], emitted: int, logits: torch.Tensor, path: Sequence[int] = ()
+    ) -> None:
         """New tokens are read at the next proposal; an output that is kept is counted when it has ended."""
         if self.spec.keep:
             self._output += context[len(context) - emitted :]

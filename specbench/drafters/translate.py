@@ -146,7 +146,7 @@ class TranslatingDrafter(ModelDrafter):
     def _length(self, context: Sequence[int]) -> int:
         return len(self._ids(context, ()))
 
-    def commit(self, context: Sequence[int], emitted: int, logits: object) -> None:
+    def commit(self, context: Sequence[int], emitted: int, logits: object, path: Sequence[int] = ()) -> None:
         self._context = context
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
