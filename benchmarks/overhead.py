@@ -67,7 +67,7 @@ class TableScorer:
         table: Shape [longest draft + 1, vocab].
     """
 
-    context_limit = None
+    context_limit = places = None
     takes_trees = reads_trees = True
     gives_hidden = False
     batch = None

@@ -53,7 +53,8 @@ class Draft:
         parents: By token the index of the one it stands behind, -1 for the context; parents come before their children.
             ``None`` for a chain: -1, 0, 1, ...
         candidates: Of a tree whose tokens were drawn as one: what was drawn behind which node (-1: the context), in
-            that order, as often as it was drawn. ``None``: ``q`` tells it of the first branch, and the rest is certain.
+            that order, as often as it was drawn; their q hold as long as ``q``. ``None``: that tells it of the first
+            branch, and the rest is certain.
         chance: Of such a tree: how probable a token, by its index, was to the drafter; ``None`` if nobody knows.
     """
 

@@ -98,7 +98,8 @@ class _Rows:
     @property
     def distributions(self) -> torch.Tensor:
         if not self._normalised:  # a softmax takes little longer than the sum it divides by
-            torch.softmax(self._rows, dim=-1, out=self._rows)
+            for row in self._rows.split(1):  # of several torch calls up other threads
+                torch.softmax(row, dim=-1, out=row)
             self._normalised = True
         return self._rows
 

@@ -158,17 +158,19 @@ class ModelDrafter(BaseDrafter):
         sampling: Sampling,
     ) -> list[Scores]:
         """What the model expects behind the nodes that were read last; their logits are [nodes, vocab]."""
-        made = sampling.scores if sampling.greedy else sampling.probabilities
-        if sampling.looks_back:
-            draft = tree.draft()
-            behind = ([*context, *draft.branch(node)] for node in nodes)
-            rows = torch.cat([made(row[None], each) for row, each in zip(logits, behind, strict=True)])
-        else:
-            place = 1 + len(self._read_nodes) - len(nodes)
-            memory = self._memory(place, logits)
-            rows = made(logits, context, out=memory)
-            if rows is logits:  # which are not ours to write to
-                rows = memory.copy_(logits)
+        rows = self._memory(1 + len(self._read_nodes) - len(nodes), logits)
+        if sampling.greedy and not sampling.looks_back:
+            scores = sampling.scores(logits, context, out=rows)
+            if scores is not rows:
+                rows.copy_(scores)
+            return Scores.of(rows, normalised=False)
+        draft = tree.draft()
+        for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
+            behind = [*context, *draft.branch(node)] if sampling.looks_back else context
+            if sampling.greedy:
+                into.copy_(sampling.scores(row, behind))
+            else:
+                sampling.probabilities(row, behind, out=into)
         return Scores.of(rows, normalised=not sampling.greedy)
 
     def _memory(self, place: int, logits: torch.Tensor) -> torch.Tensor:
