@@ -264,6 +264,10 @@ def test_above_temperature_0_drafts_are_drawn_where_that_can_be_asked_for() -> N
     assert "config.temperature = 0.7" in exported("openvino", "org/small", **hot).text
     for name in ("sglang", "tensorrt-llm"):
         assert any("Σ min(p, q)" in each for each in exported(name, "org/small", **hot).differs)
+    for name in ("vllm", "sglang", "tensorrt-llm"):
+        assert any(
+            "not the 0.7 that was measured" in each for each in exported(name, "lookup", **hot).differs
+        )
     assert any("sampling need not be" in each for each in exported("openvino", "org/small", **hot).differs)
     assert any("Σ p·q" in each for each in exported("mlx-lm", "org/small", **hot).differs)
 

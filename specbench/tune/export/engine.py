@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specbench.errors import UsageError
-from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel
+from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
 from specbench.tune.export.setting import Model, Setting
 
@@ -21,6 +21,7 @@ __all__ = [
     "floating",
     "kinds",
     "model_needs",
+    "of_requests",
     "refuse",
     "revision",
     "without_counterpart",
@@ -84,7 +85,7 @@ class Engine(Protocol):
 
 def kinds(engine: Engine) -> str:
     """The drafters that it has, in words."""
-    names = {SmallModel: "a model", Cascade: "lookup+MODEL"}
+    names = {SmallModel: "a model", Cascade: "lookup+MODEL", SelfForm: "self:layers=N"}
     return ", ".join(names.get(kind, kind.word) for kind in engine.drafters)
 
 
@@ -127,6 +128,15 @@ def model_needs(setting: Setting) -> Iterator[str]:
             yield f"{builtin.alias} is a 4-bit file of {builtin.hub_id}: put that there."
         elif model is not None and not model.is_hub_id:
             yield f"{model.name} is what one machine calls a model: put its path or hub id there."
+
+
+def of_requests(setting: Setting) -> Iterator[str]:
+    """What clients of a server have to know."""
+    if setting.temperature is not None:
+        yield (
+            f"A request that says no temperature gets a default of the server, not the {setting.temperature:g} that was"
+            " measured."
+        )
 
 
 def floating(dtype: str | None) -> str | None:

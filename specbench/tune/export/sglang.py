@@ -72,7 +72,7 @@ class SGLang:
             {"--model-path": setting.target.name, **options},
             list(engine.model_needs(setting)),
             missing,
-            differs,
+            [*differs, *engine.of_requests(setting)],
             "An answer of /generate has meta_info.spec_verify_ct and spec_accept_length, the tokens of a step with the"
             " bonus token; 1.0 means that no draft was kept. /server_info has the server's average.",
         )

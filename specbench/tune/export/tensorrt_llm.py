@@ -65,7 +65,7 @@ class TensorRTLLM:
             options,
             list(engine.model_needs(setting)),
             missing,
-            differs,
+            [*differs, *engine.of_requests(setting)],
             "The server's log at its start names the speculative configuration; then compare the time of an answer with"
             " and without --config: at batch size 1 drafts that are kept show there.",
         )

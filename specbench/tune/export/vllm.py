@@ -71,7 +71,7 @@ class VLLM:
             options,
             needs,
             missing,
-            differs,
+            [*differs, *engine.of_requests(setting)],
             "curl -s localhost:8000/metrics | grep vllm:spec_decode: num_drafts, num_draft_tokens and"
             " num_accepted_tokens grow with every answer; a step emits 1 + accepted / drafts tokens.",
         )
