@@ -117,6 +117,11 @@ def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch: pytest.MonkeyPatch)
     assert "passes of one" in reason
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_single_row_in_half_precision_is_not_tried_out(dtype: torch.dtype) -> None:
+    assert linear._single_rows_differ(torch.zeros(100, 64), dtype, 64)  # on any processor
+
+
 def test_a_single_row_in_half_precision_is_never_alone() -> None:
     if not can_pack(torch.bfloat16, "cpu"):
         pytest.skip("no packed layers here")
