@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from scripted import ScriptedScorer, Ticking, fixed_script, random_table
 from test_caches import FAMILIES
-from test_exact import SAMPLINGS, largest_gap, loop_distribution, target_distribution
+from test_exact import LENGTHS, NEW, SAMPLINGS, largest_gap, loop_distribution, target_distribution
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 
 from specbench.backends.torch.caches import CACHE_KINDS, CacheKind
@@ -143,21 +144,30 @@ CASCADES: dict[str, Callable[[ScriptedScorer], CascadeDrafter]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", ["multinomial", "nucleus", "repetition penalty", "everything"])
-@pytest.mark.parametrize("name", CASCADES)
-def test_the_output_distribution_is_the_targets(name: str, sampling: str) -> None:
+def cells() -> Iterator[Any]:
+    """Every cascade with every sampling; a token more, which copies need to go on, with the simplest."""
+    for name, sampling in itertools.product(
+        CASCADES, ("multinomial", "nucleus", "repetition penalty", "everything")
+    ):
+        simple = sampling == "multinomial"
+        for new, quick in ((NEW, not simple), (NEW + 1, simple)):
+            yield pytest.param(name, sampling, new, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "sampling", "new"), list(cells()))
+def test_the_output_distribution_is_the_targets(name: str, sampling: str, new: int) -> None:
     made: list[Any] = []
 
     def build(target: ScriptedScorer) -> CascadeDrafter:
         made.append(CASCADES[name](target))
         return made[-1]
 
-    expected = target_distribution(SAMPLINGS[sampling])
+    expected = target_distribution(SAMPLINGS[sampling], new=new)
     for gamma in (1, 3):
-        found = loop_distribution(build, SAMPLINGS[sampling], gamma)
+        found = loop_distribution(build, SAMPLINGS[sampling], gamma, new=new)
         assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
         assert largest_gap(found, expected) < 1e-6
-    if sampling == "multinomial":  # where every context comes up
+    if sampling == "multinomial" and new > NEW:  # where every context comes up
         seen = {kinds(draft) for drafter in made for draft in drafter.drafts}
         assert any("f" in each for each in seen)
         assert any("m" in each for each in seen)
@@ -165,12 +175,13 @@ def test_the_output_distribution_is_the_targets(name: str, sampling: str) -> Non
             assert any("mf" in each for each in seen), "a copy never went on from what the model began"
 
 
+@pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("name", CASCADES)
-def test_so_it_is_without_a_first_target_pass_and_with_end_tokens(name: str) -> None:
-    found = loop_distribution(CASCADES[name], Multinomial(0.8), 2, first_target=False)
-    assert largest_gap(found, target_distribution(Multinomial(0.8))) < 1e-6
-    found = loop_distribution(CASCADES[name], Multinomial(), 2, end_ids=(2, 3))
-    assert largest_gap(found, target_distribution(Multinomial(), end_ids=(2, 3))) < 1e-6
+def test_so_it_is_without_a_first_target_pass_and_with_end_tokens(name: str, new: int) -> None:
+    found = loop_distribution(CASCADES[name], Multinomial(0.8), 2, first_target=False, new=new)
+    assert largest_gap(found, target_distribution(Multinomial(0.8), new=new)) < 1e-6
+    found = loop_distribution(CASCADES[name], Multinomial(), 2, end_ids=(2, 3), new=new)
+    assert largest_gap(found, target_distribution(Multinomial(), end_ids=(2, 3), new=new)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["lookup:min=2+model", "ngram:sample,min=2+self"])
@@ -192,6 +203,7 @@ def engine_of(spec: str, cache: CacheKind) -> tuple[Any, Any]:
     return target, join_cascade(parsed, other)
 
 
+@pytest.mark.parametrize("gammas", [(1, 5), pytest.param((2, 8), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cache", CACHE_KINDS)
 @pytest.mark.parametrize(
     "spec",
@@ -206,7 +218,9 @@ def engine_of(spec: str, cache: CacheKind) -> tuple[Any, Any]:
         "lookup:min=1+self:int8,skip=1",
     ],
 )
-def test_greedy_tokens_are_those_of_plain_decoding(spec: str, cache: CacheKind) -> None:
+def test_greedy_tokens_are_those_of_plain_decoding(
+    spec: str, cache: CacheKind, gammas: tuple[int, ...]
+) -> None:
     target, drafter = engine_of(spec, cache)
     expected = autoregressive_generate(PROMPT, target, max_new_tokens=24, ignore_eos=True).token_ids
     drafts: list[Draft] = []
@@ -217,7 +231,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(spec: str, cache: CacheKind) 
         return drafts[-1]
 
     drafter.propose = propose
-    for gamma in (1, 2, 5, 8):
+    for gamma in gammas:
         result = speculative_generate(
             PROMPT, target, drafter, gamma=gamma, max_new_tokens=24, ignore_eos=True
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import pytest
@@ -354,23 +355,38 @@ def test_models_that_are_otherwise_take_no_short_passes(monkeypatch: pytest.Monk
 # --- Models that were changed ---------------------------------------------------------------------
 
 
+CHOSEN = 8
+"""Tokens of a continuation: several steps."""
+
+
 def own_choice(model: Any) -> tuple[int, ...]:
     """The greedy continuation by ``transformers``."""
     ids = torch.tensor([CONTEXT[:30]])
-    settings = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
+    settings = {"do_sample": False, "max_new_tokens": CHOSEN, "pad_token_id": 0, "eos_token_id": None}
     found = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return tuple(found[0, 30:].tolist())
 
 
 def choice(target: Target, drafter: Drafter | None) -> tuple[int, ...]:
     """The same by specbench."""
-    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": 14, "ignore_eos": True}
+    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": CHOSEN, "ignore_eos": True}
     return speculative_generate(CONTEXT[:30], target, drafter, **settings).token_ids
 
 
 def plain_model(kind: str = "Qwen3") -> Any:
     """As ``transformers`` makes it, with the weights of ``build``."""
     return build(kind, packed=False)
+
+
+@cache
+def own_choice_of(name: str, hook: Callable[[Any], Any] | None = None) -> tuple[int, ...]:
+    """What ``transformers`` chooses with a module hooked."""
+    model = plain_model()
+    handle = None if hook is None else hook(model.get_submodule(name))
+    found = own_choice(model)
+    if handle is not None:
+        handle.remove()
+    return found
 
 
 def turned(value: Any) -> Any:
@@ -423,11 +439,8 @@ HOOKED = [
     ("hook", "name"), HOOKED, ids=[f"{hook.__name__}-{name or 'all'}" for hook, name in HOOKED]
 )
 def test_hooks_are_called(hook: Callable[[Any], Any], name: str, first: str) -> None:
-    wanted = plain_model()
-    without = own_choice(wanted)
-    handle = hook(wanted.get_submodule(name))
-    expected = own_choice(wanted)
-    handle.remove()
+    without = own_choice_of("")
+    expected = own_choice_of(name, hook)
     assert expected != without
     model = plain_model()
     handle = hook(model.get_submodule(name)) if first == "hook" else None
