@@ -524,7 +524,7 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(
     assert "small (int8) auto" in out
     # Everything that reads results can do without a γ.
     for arguments in (
-        ("plot", "run"),
+        ("plot", "run", "--only", "generation"),
         ("report", "run"),
         ("compare", "run", "--a", "lookup@auto", "--b", "lookup@2"),
     ):

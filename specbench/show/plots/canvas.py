@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 from matplotlib import rcParams
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
@@ -286,6 +287,7 @@ def new_figure(run: Run, height: float, width: float | None = None) -> Figure:
     """A figure; its height, in inches, is that for letters of 8 points."""
     size = (run.look.width or width or WIDTH, height * letter_size(1.0) / 8)
     figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)  # one renderer for all layouts, which remembers how large each text is
     engine: Any = figure.get_layout_engine()
     engine.set(w_pad=0.06, h_pad=0.05, wspace=0.03, hspace=0.03)
     return figure
