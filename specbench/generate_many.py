@@ -54,7 +54,7 @@ class GenerationRuns:
         max_tokens_per_pass: int = 512,
         pool_tokens: int | None = None,
     ) -> None:
-        self.runs = list(runs)
+        self.runs, self.max_batch = list(runs), max_batch
         self._errors = {i: run for i, run in enumerate(runs) if isinstance(run, Exception)}
         begun = [run for run in runs if isinstance(run, GenerationRun)]
         if any(run.target.scorer is not begun[0].target.scorer for run in begun):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.many import ManyOptions, decode_prompts
 from specbench.options import PROMPT, DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from specbench.bench.pairs import Pairs
+    from specbench.bench.prompts import Prompt
     from specbench.cli.watchers import Paint, TraceOutput, Watcher
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.records import Generation
@@ -65,7 +67,10 @@ class _Shown:
     trace_file: Annotated[
         Path | None, opt.output("--trace-file", metavar="FILE", help="Write every step as JSON Lines.")
     ] = None
-    json_output: Annotated[bool, opt.output("--json", help="Print one JSON object, no text.")] = False
+    json_output: Annotated[
+        bool,
+        opt.output("--json", help="Print one JSON object, no text; for each of --prompts one in a line."),
+    ] = False
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no summary.")] = False
 
     def __post_init__(self) -> None:
@@ -92,6 +97,7 @@ def generate(
         ),
     ] = None,
     prompt_file: opt.PromptFile = None,
+    many: ManyOptions,
     system: opt.SystemOption = None,
     chat: Annotated[
         bool | None,
@@ -117,17 +123,24 @@ def generate(
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
-    from specbench.bench.prompts import read_prompt_text
+    from specbench.bench.prompts import load_prompts, read_prompt_text
     from specbench.cli.progress import StageProgress
     from specbench.cli.summary import show_legend, show_notes
     from specbench.cli.watchers import TraceOutput
     from specbench.progress import quiet_transformers
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
+    from specbench.textsafe import counted
 
-    text = read_prompt_text(prompt, prompt_file, sys.stdin)
-    paint = _paint(show.json_output) if show.show_accepted else None
     kind = opt.cache_for(ctx, target, models, decode)
+    if many.prompts:
+        alone = ("show_accepted", "compare", "debug", "trace_file")
+        given = [*(["PROMPT"] if prompt else []), *opt.given(ctx, "prompt_file", *alone)]
+        many.refuse(given, kind, parse_drafter(drafter))
+        prompts, text = load_prompts(many.prompts), ""
+    else:
+        prompts, text = [], read_prompt_text(prompt, prompt_file, sys.stdin)
+    paint = _paint(show.json_output) if show.show_accepted else None
     with ExitStack() as stack:
         trace_to = None
         if show.debug or show.trace_file:
@@ -163,7 +176,7 @@ def generate(
             job = _Job(
                 target=loaded,
                 drafter=proposer.drafter,
-                prompt=_encode(loaded, text, chat, system),
+                prompt=[] if prompts else _encode(loaded, text, chat, system),
                 prompt_text=text,
                 sampling=transforms,
                 policy=policy,
@@ -177,10 +190,28 @@ def generate(
                 job.warm_up(None if kind in ("static", "compiled") else _WARM_UP_TOKENS)
         if not show.quiet:
             notes = [*_without_effect(ctx, spec, transforms), *_facts(job, asked_raw=chat is False)]
+            if longer := sum(len(each.turns) > 1 for each in prompts):
+                notes.append(f"{counted(longer, 'prompt')} of several turns: the first turn is answered.")
             notes += [calibrated] if calibrated else []
             show_notes(notes, apart=sys.stdout.isatty())
             if paint is not None:
                 show_legend(paint)
+        if prompts:
+
+            def start(each: Prompt) -> GenerationRun:
+                ids = _encode(loaded, each.turns[0], chat, each.system or system)
+                return replace(job, prompt=ids).start()
+
+            decode_prompts(
+                many,
+                prompts,
+                loaded,
+                start,
+                {"options": job.options(), "device": str(loaded.scorer.device)},
+                as_json=show.json_output,
+                quiet=show.quiet,
+            )
+            return
         advice = {"blank": _after_a_blank_reply(job, chat)}
         if show.compare:
             advice |= _advice(ctx, job, spec, rule.spec)

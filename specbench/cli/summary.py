@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
+from specbench.decoding.metrics import acceptance_rate, tokens_per_step
 from specbench.decoding.records import PARTS
 from specbench.textsafe import counted, terminal_safe, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specbench.backends.torch.pools import PoolUse
     from specbench.decoding.origins import Origin
+    from specbench.decoding.records import Generation
 
-__all__ = ["show_legend", "show_notes", "show_summary"]
+__all__ = ["show_legend", "show_many", "show_notes", "show_summary"]
 
 _LABEL = 8  # cells of a label with the gap behind it
 _WIDEST = 100
@@ -86,6 +89,47 @@ def show_summary(figures: Mapping[str, Any], *, apart: bool, advice: Mapping[str
             _line(console, "", command, wrap=False)
     if not figures["lossless"]:
         _line(console, "note", "NOT LOSSLESS: the residual adjustment was off", "yellow")
+
+
+def show_many(
+    done: Sequence[Generation],
+    *,
+    prompts: int,
+    failed: int,
+    seconds: float,
+    use: PoolUse | None,
+    why_apart: str | None,
+    apart: bool,
+) -> None:
+    """Print the figures of many prompts.
+
+    Args:
+        done: What has come to its end.
+        prompts, failed: How many there were, and how many failed.
+        seconds: From the first to the last of them.
+        use: Of the target's pool; ``None`` without one.
+        why_apart: Why nobody shared a pass; ``None`` if they did.
+        apart: Leave an empty line before it, for it stands behind the texts.
+    """
+    console = _console()
+    if apart:
+        console.print()
+    steps = [step for generation in done for step in generation.steps]
+    tokens = sum(len(generation.token_ids) for generation in done)
+    ends = f"{len(done)} of {counted(prompts, 'prompt')} done"
+    _line(console, "prompts", f"{ends}, {failed} failed" if failed else ends)
+    if tokens:
+        speed = f"{tokens / seconds:.1f} tokens/s together" if seconds else "at once"
+        _line(console, "output", f"{counted(tokens, 'token')} in {seconds:.2f} s: {speed}")
+    if steps:
+        text = f"{tokens_per_step(steps):.2f} tokens per step"
+        rate = acceptance_rate(steps)
+        _line(console, "steps", text if rate is None else f"{text}, {rate:.0%} of the drafts accepted")
+    if use is not None:
+        most, room = (counted(blocks * use.block, "token") for blocks in (use.peak, use.blocks))
+        _line(console, "memory", f"keys and values of at most {most} at a time, with room for {room}")
+    if why_apart is not None:
+        _line(console, "note", f"every prompt had passes of its own: {why_apart}")
 
 
 def _no_help(figures: Mapping[str, Any]) -> str | None:

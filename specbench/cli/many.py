@@ -1,0 +1,220 @@
+"""`specbench generate --prompts`: many prompts side by side, each with a line or a text of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specbench.cli import options as opt
+from specbench.options import PROMPT
+
+if TYPE_CHECKING:
+    from specbench.bench.prompts import Prompt
+    from specbench.decoding.records import Generation
+    from specbench.generate import GenerationRun
+    from specbench.generate_many import GenerationRuns
+    from specbench.models.prepare import Target
+    from specbench.specs.drafters import DrafterSpec
+
+__all__ = ["ManyOptions", "decode_prompts"]
+
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class ManyOptions:
+    """Which prompts are decoded side by side, and how many."""
+
+    prompts: Annotated[
+        tuple[str, ...],
+        opt.prompt_sets(
+            rich_help_panel=PROMPT,
+            help="Instead of PROMPT: the first turn of each prompt of a set, 'all', or a JSON Lines file; repeatable.",
+        ),
+    ] = ()
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            metavar="N",
+            rich_help_panel=PROMPT,
+            help=f"--prompts: how many are decoded at a time ({_BATCH}).",
+        ),
+    ] = None
+    kv_memory: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-memory",
+            min=1,
+            metavar="MB",
+            rich_help_panel=PROMPT,
+            help="--prompts: memory for the target's keys and values (enough for --batch). With less, prompts wait.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        from specbench.errors import UsageError
+
+        for name, value in (("--batch", self.batch), ("--kv-memory", self.kv_memory)):
+            if value is not None and not self.prompts:
+                raise UsageError(
+                    f"{name} is given without --prompts.", "Add --prompts FILE, or leave it out."
+                )
+
+    def refuse(self, given: Sequence[str], cache: str, drafter: DrafterSpec) -> None:
+        """Refuse what is for one prompt.
+
+        Args:
+            given: What stands on the command line of that.
+            cache: The kind of cache.
+            drafter: What is to draft.
+        """
+        from specbench.errors import UsageError
+
+        if given:
+            raise UsageError(
+                f"{given[0]} is for one prompt, and --prompts decodes many.", "Leave one of them out."
+            )
+        if cache in ("static", "compiled"):
+            raise UsageError(
+                "Passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
+                "Leave them out, or give one prompt.",
+            )
+        if drafter.keeps_state:
+            raise UsageError(
+                f"The drafter {drafter} carries counts from one prompt to the next, and these are side by side.",
+                "Leave keep out.",
+            )
+
+
+def decode_prompts(
+    many: ManyOptions,
+    prompts: Sequence[Prompt],
+    target: Target,
+    start: Callable[[Prompt], GenerationRun],
+    more: Mapping[str, Any],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Decode, and print what came of each prompt, in their order.
+
+    Args:
+        many: How many at a time, and in which memory.
+        prompts: All of them.
+        target: Decodes them.
+        start: From a prompt to a run that has not begun.
+        more: What every line tells beside a generation's figures.
+        as_json: Print a JSON object in a line, and no text.
+        quiet: No progress, no summary.
+
+    Raises:
+        RunError: Some have failed; the others are printed.
+        KeyboardInterrupt: Ctrl-C; what has come to its end is printed.
+    """
+    from specbench.backends.torch.pools import bytes_per_token
+    from specbench.cli.progress import StageProgress
+    from specbench.errors import RunError, UsageError
+    from specbench.generate_many import GenerationRuns
+
+    def begun(prompt: Prompt) -> GenerationRun | Exception:
+        try:
+            return start(prompt)
+        except UsageError as error:
+            return error
+
+    tokens = None
+    if many.kv_memory is not None:
+        tokens = max(1, many.kv_memory * 2**20 // bytes_per_token(target.language_model.model))
+    runs = GenerationRuns(
+        [begun(prompt) for prompt in prompts], max_batch=many.batch or _BATCH, pool_tokens=tokens
+    )
+    output = _InOrder(prompts, runs, more, as_json=as_json)
+    began = time.perf_counter()
+    try:
+        with StageProgress(quiet or (sys.stdout.isatty() and not as_json), animated=False) as progress:
+            for index, event in runs:
+                if isinstance(event, Exception) or event.finish_reason is not None:
+                    output.ended(index)
+                    progress.update("decoding", len(output.results), len(prompts))
+    except KeyboardInterrupt:
+        output.rest()
+        raise
+    finally:
+        if not quiet:
+            _summary(output, len(prompts), time.perf_counter() - began)
+    if output.failed:
+        raise RunError(f"{output.failed} of {len(prompts)} prompts failed; the output says why.")
+
+
+class _InOrder:
+    """Prints results in the order of the prompts, as soon as those before them have ended.
+
+    Attributes:
+        results: Of those that have ended, by place.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], runs: GenerationRuns, more: Mapping[str, Any], *, as_json: bool
+    ) -> None:
+        self.runs = runs
+        self.results: dict[int, Generation | Exception] = {}
+        self._prompts, self._more, self._json = prompts, more, as_json
+        self._next = 0
+
+    @property
+    def failed(self) -> int:
+        return sum(isinstance(result, Exception) for result in self.results.values())
+
+    def ended(self, index: int) -> None:
+        """One has."""
+        self.results[index] = self.runs.result(index)
+        while self._next in self.results:
+            self._print(self._next)
+            self._next += 1
+
+    def rest(self) -> None:
+        """Those that wait for others will wait in vain."""
+        for index in sorted(index for index in self.results if index >= self._next):
+            self._print(index)
+
+    def _print(self, index: int) -> None:
+        from specbench.cli.watchers import write_out
+        from specbench.decoding.metrics import summary
+
+        prompt, result = self._prompts[index], self.results[index]
+        if self._json:
+            line: dict[str, Any] = {"id": prompt.id, "category": prompt.category}
+            if isinstance(result, Exception):
+                line["error"] = str(result)
+            else:
+                queued = {"queued_s": result.prefill.queued_s, "costs": result.costs}
+                line |= summary(result) | queued | self._more
+            write_out(json.dumps(line, allow_nan=False) + "\n")
+        else:
+            text = f"FAILED: {result}" if isinstance(result, Exception) else result.text or ""
+            write_out(f"== {prompt.id} ({prompt.category})\n{text.rstrip()}\n\n")
+
+
+def _summary(output: _InOrder, prompts: int, seconds: float) -> None:
+    from specbench.cli.summary import show_many
+    from specbench.decoding.records import Generation
+
+    done = [result for result in output.results.values() if isinstance(result, Generation)]
+    seats = output.runs.seats
+    show_many(
+        done,
+        prompts=prompts,
+        failed=output.failed,
+        seconds=seconds,
+        use=None if seats is None else seats.use,
+        why_apart=None if seats is None or output.runs.max_batch == 1 else seats.why_apart,
+        apart=sys.stdout.isatty(),
+    )

@@ -1,0 +1,124 @@
+"""`specbench generate --prompts`: a line or a text for each prompt in their order, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import save_tiny
+from told import Result
+
+from specbench.cli import run
+from specbench.decoding.schedule import Scheduler
+
+Cli = Callable[..., Result]
+TEXTS = {"a": "the thing and the thing", "b": "Hello there", "long": "word " * 600, "c": "of the king"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    lines = [
+        {"id": name, "category": "x", "turns": [text, "and more"][: 2 if name == "a" else 1]}
+        | ({"system": "Be brief."} if name == "b" else {})
+        for name, text in TEXTS.items()
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def many(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """`generate` with the tiny target and its prompts."""
+
+    def call(*arguments: object) -> Result:
+        words = ["generate", "--target", folder, "--dtype", "float32", "-n", 8, *arguments]
+        code = run([str(word) for word in words])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def lines(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.out.splitlines()]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_every_prompt_has_a_line_and_its_own_output(many: Cli, folder: Path, batch: int) -> None:
+    result = many(
+        "--prompts", folder / "prompts.jsonl", "--batch", batch, "--json", "--drafter", "self:layers=1"
+    )
+    assert result.code == 1
+    found = lines(result)
+    assert [line["id"] for line in found] == list(TEXTS)
+    assert "error" in found[2]
+    assert "context of 512 leaves no room" in found[2]["error"]
+    for line in found[:2] + found[3:]:
+        system = ["--system", "Be brief."] if line["id"] == "b" else []
+        alone = many(TEXTS[line["id"]], "--json", "--drafter", "self:layers=1", *system).json()
+        assert line["token_ids"] == alone["token_ids"]
+        assert alone.keys() - line.keys() <= {"peak_memory_bytes", "draftable_share"}
+        assert line["options"] == alone["options"]
+    assert "3 of 4 prompts done, 1 failed" in result.err
+    assert "1 prompt of several turns" in result.err
+    assert ("room for" in result.err) == (batch == 8)
+    assert result.err.splitlines()[-1].startswith("specbench: 1 of 4 prompts failed")
+
+
+def test_texts_stand_under_their_names(many: Cli, folder: Path) -> None:
+    result = many("--prompts", folder / "prompts.jsonl", "--quiet")
+    alone = many(TEXTS["c"], "--quiet").out
+    assert result.out.split("\n\n")[3] == f"== c (x)\n{alone.rstrip()}"
+    assert "== long (x)\nFAILED: The prompt has" in result.out
+    assert result.err.count("\n") == 1
+
+
+def test_memory_is_bounded_and_reported(many: Cli, folder: Path) -> None:
+    prompts = ("--prompts", folder / "prompts.jsonl", "--json")
+    found = many(*prompts, "--kv-memory", 1)
+    plenty = many(*prompts)
+    assert [line.get("token_ids") for line in lines(found)] == [
+        line.get("token_ids") for line in lines(plenty)
+    ]
+    assert "with room for 4096 tokens" in found.err
+
+
+def test_ctrl_c_prints_what_has_come_to_its_end(
+    many: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, ended = Scheduler.step, []
+
+    def interrupted(scheduler: Scheduler) -> list[Any]:
+        if len(ended) == 2:
+            raise KeyboardInterrupt
+        events = [event for event in whole(scheduler) if event[0] != 0]  # the first one never ends
+        ended.extend(event for _, event in events if getattr(event, "finish_reason", "failed") is not None)
+        return events
+
+    monkeypatch.setattr(Scheduler, "step", interrupted)
+    result = many("--prompts", folder / "prompts.jsonl", "--json", "--batch", 2)
+    assert result.code == 130
+    assert [line["id"] for line in lines(result)] == ["b", "long"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("hi", "--prompts", "P"), "PROMPT is for one prompt"),
+        (("--prompts", "P", "--compare"), "--compare is for one prompt"),
+        (("--prompts", "P", "--debug"), "--debug is for one prompt"),
+        (("--prompts", "P", "--cache", "static"), "serve one prompt at a time"),
+        (("--prompts", "P", "--drafter", "ngram:keep"), "Leave keep out"),
+        (("hi", "--batch", "2"), "--batch is given without --prompts"),
+        (("hi", "--kv-memory", "2"), "--kv-memory is given without --prompts"),
+        (("--prompts", "nothing.jsonl"), "no prompt file"),
+    ],
+)
+def test_what_goes_with_one_prompt_only_is_refused(
+    many: Cli, folder: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    words = [str(folder / "prompts.jsonl") if word == "P" else word for word in arguments]
+    many(*words).refused(2, said)
