@@ -195,8 +195,12 @@ class _InOrder:
             if isinstance(result, Exception):
                 line["error"] = str(result)
             else:
-                queued = {"queued_s": result.prefill.queued_s, "costs": result.costs}
-                line |= summary(result) | queued | self._more
+                line |= {
+                    **summary(result),
+                    "queued_s": result.prefill.queued_s,
+                    "costs": result.costs,
+                    **self._more,
+                }
             write_out(json.dumps(line, allow_nan=False) + "\n")
         else:
             text = f"FAILED: {result}" if isinstance(result, Exception) else result.text or ""
