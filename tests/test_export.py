@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -368,6 +369,9 @@ def test_gguf_files_need_not_be_here(tmp_path: Path) -> None:
 def test_a_configuration() -> None:
     config = Config(target="org/big@v1", drafter="org/small", length_policy="fixed:gamma=7", dtype="bfloat16")
     found = setting_of_config(config)
+    assert not any(
+        "takes its place" in each for each in ENGINES["vllm"].export(setting_of_config(config, 3)).missing
+    )
     assert (found.target, found.gamma, found.gamma_from) == (Model("org/big", "v1"), 7, "")
     assert setting_of_config(config, 3).gamma_from == "as --gamma says"
     auto = Config(target="org/big", drafter="lookup", length_policy="auto")
@@ -513,6 +517,44 @@ def test_transformers_gives_the_same_tokens(
         assert (new, passes) == (40, 8)
     elif not drafter.startswith("self"):
         assert 0 < passes <= new == len(tokens)
+
+
+def command_lines(name: str) -> list[list[str]]:
+    """The arguments of every setting that an engine can express."""
+    engine = ENGINES[name]
+    fitting = [each for each in SETTINGS if isinstance(each.drafter, engine.drafters)]
+    return [words(engine.export(each).text) for each in fitting]
+
+
+@pytest.mark.slow
+def test_sglang_parses_what_is_exported() -> None:
+    arguments = pytest.importorskip(
+        "sglang.srt.server_args", reason="SGLang is not installed", exc_type=ImportError
+    )
+    parser = argparse.ArgumentParser()
+    arguments.ServerArgs.add_cli_args(parser)
+    lines = command_lines("sglang")
+    assert lines
+    for line in lines:
+        assert parser.parse_args(line[3:]).speculative_num_draft_tokens == 5
+
+
+@pytest.mark.slow
+def test_vllm_parses_what_is_exported() -> None:
+    engine = pytest.importorskip(
+        "vllm.engine.arg_utils", reason="vLLM is not installed", exc_type=ImportError
+    )
+    from vllm.config import SpeculativeConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = engine.EngineArgs.add_cli_args(FlexibleArgumentParser())
+    names = {field.name for field in fields(SpeculativeConfig)}
+    lines = command_lines("vllm")
+    assert lines
+    for line in lines:
+        given = parser.parse_args(["--model", *line[2:]])
+        assert given.speculative_config["num_speculative_tokens"] == 4
+        assert set(given.speculative_config) <= names
 
 
 @pytest.mark.slow

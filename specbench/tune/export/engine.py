@@ -100,7 +100,7 @@ def refuse(engine: Engine, setting: Setting) -> UsageError:
 def without_counterpart(engine: Engine, setting: Setting) -> Iterator[str]:
     """What an engine lacks of rule, drafter and dtypes, whatever it is."""
     rule = setting.rule
-    if setting.gamma_from and rule.word not in engine.rules:
+    if setting.gamma_from and rule.word not in ("fixed", *engine.rules):
         yield f"The rule {rule}: a fixed γ of {setting.gamma} takes its place, {setting.gamma_from}."
     if not rule.kind.tree and rule.siblings:
         yield f"Siblings: specbench verified up to {rule.siblings} alternatives beside a draft."
@@ -139,9 +139,9 @@ def of_requests(setting: Setting) -> Iterator[str]:
         )
 
 
-def floating(dtype: str | None) -> str | None:
-    """A dtype, if other engines have it."""
-    return dtype if dtype in ("float32", "bfloat16", "float16") else None
+def floating(dtype: str | None, name: str) -> dict[str, str]:
+    """The option for a dtype, if other engines have it."""
+    return {name: dtype} if dtype in ("float32", "bfloat16", "float16") else {}
 
 
 def revision(model: Model | None, name: str) -> dict[str, str]:

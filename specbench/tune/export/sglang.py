@@ -26,7 +26,7 @@ class SGLang:
         missing, differs = list(engine.without_counterpart(self, setting)), []
         options: dict[str, Any] = {
             **engine.revision(setting.target, "--revision"),
-            **({"--dtype": dtype} if (dtype := engine.floating(setting.dtype)) else {}),
+            **engine.floating(setting.dtype, "--dtype"),
         }
         if isinstance(drafter, SmallModel):
             assert setting.assistant is not None

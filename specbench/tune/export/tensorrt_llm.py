@@ -51,7 +51,7 @@ class TensorRTLLM:
             if model is not None and model.revision is not None
         ]
         options: dict[str, Any] = {
-            **({"dtype": dtype} if (dtype := engine.floating(setting.dtype)) else {}),
+            **engine.floating(setting.dtype, "dtype"),
             "disable_overlap_scheduler": True,
             "speculative_config": speculative,
         }

@@ -10,6 +10,7 @@ from specbench.tune.export.setting import Model, Setting
 
 __all__ = ["Transformers"]
 
+_MODEL = "AutoModelForCausalLM"
 _COUNT = """passes = []
 target.register_forward_hook(lambda *_: passes.append(1))
 """
@@ -48,7 +49,10 @@ class Transformers:
         elif isinstance(drafter, SmallModel):
             assert setting.assistant is not None
             options["generation_config"] = drafting = _drafting(setting)
-            lines = [_loaded("assistant", setting.assistant, setting), _configured("assistant", drafting)]
+            lines = [
+                f"assistant = {_loaded(_MODEL, setting.assistant, setting.dtype)}",
+                _configured("assistant", drafting),
+            ]
             generate["assistant_model"] = "assistant"
             differs += [
                 "These settings are read from the assistant's generation_config; arguments of generate are not.",
@@ -75,8 +79,8 @@ class Transformers:
         arguments += [f"{name}={value}" for name, value in generate.items()]
         text = [
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
-            f"tokenizer = AutoTokenizer.from_pretrained({_named(setting.target)})",
-            _loaded("target", setting.target, setting),
+            f"tokenizer = {_loaded('AutoTokenizer', setting.target)}",
+            f"target = {_loaded(_MODEL, setting.target, setting.dtype)}",
             *lines,
             'messages = [{"role": "user", "content": "Why is the sky blue?"}]',
             "inputs = tokenizer.apply_chat_template(",
@@ -114,14 +118,11 @@ def _configured(model: str, values: dict[str, Any]) -> str:
     return "\n".join(f"{model}.generation_config.{name} = {value!r}" for name, value in values.items())
 
 
-def _named(model: Model) -> str:
-    return repr(model.name) if model.revision is None else f"{model.name!r}, revision={model.revision!r}"
-
-
-def _loaded(variable: str, model: Model, setting: Setting) -> str:
-    dtype = engine.floating(setting.dtype)
-    end = "" if dtype is None else f", dtype={dtype!r}"
-    return f"{variable} = AutoModelForCausalLM.from_pretrained({_named(model)}{end})"
+def _loaded(kind: str, model: Model, dtype: str | None = None) -> str:
+    """What loads a tokenizer or a model."""
+    given = engine.revision(model, "revision") | engine.floating(dtype, "dtype")
+    arguments = [repr(model.name), *(f"{name}={value!r}" for name, value in given.items())]
+    return f"{kind}.from_pretrained({', '.join(arguments)})"
 
 
 def _sampling(setting: Setting) -> list[str]:

@@ -46,7 +46,9 @@ class VLLM:
                 " where its tokens get rare (suffix_decoding_min_token_prob)."
             )
         elif isinstance(drafter, SmallModel):
-            speculative = {"method": "draft_model", "model": _name(setting), **_revision(setting)}
+            assert setting.assistant is not None
+            speculative = {"method": "draft_model", "model": setting.assistant.name}
+            speculative |= engine.revision(setting.assistant, "revision")
             if setting.temperature:
                 speculative["draft_sample_method"] = "probabilistic"  # as specbench drew and tested
             else:
@@ -62,7 +64,7 @@ class VLLM:
         )
         options = {
             **engine.revision(setting.target, "--revision"),
-            **({"--dtype": dtype} if (dtype := engine.floating(setting.dtype)) else {}),
+            **engine.floating(setting.dtype, "--dtype"),
             "--speculative-config": speculative,
         }
         shown = options | {"--speculative-config": json.dumps(speculative)}
@@ -75,12 +77,3 @@ class VLLM:
             "curl -s localhost:8000/metrics | grep vllm:spec_decode: num_drafts, num_draft_tokens and"
             " num_accepted_tokens grow with every answer; a step emits 1 + accepted / drafts tokens.",
         )
-
-
-def _name(setting: Setting) -> str:
-    assert setting.assistant is not None
-    return setting.assistant.name
-
-
-def _revision(setting: Setting) -> dict[str, str]:
-    return engine.revision(setting.assistant, "revision")
