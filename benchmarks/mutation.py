@@ -152,15 +152,15 @@ MUTANTS = (
     Mutant(
         "a sibling sees the draft beside it",
         "decoding/tree.py",
-        "        mask[row] |= mask[parent + 1]\n",
-        "        mask[row] |= mask[row - 1]\n",
+        "        found[row] |= found[parent + 1]\n",
+        "        found[row] |= found[row - 1]\n",
         SIBLINGS,
     ),
     Mutant(
         "a sibling has the place behind the draft beside it",
         "decoding/tree.py",
-        "positions.append(positions[parent + 1] + 1)",
-        "positions.append(positions[-1] + 1)",
+        "ancestors.sum(axis=1, dtype=np.int64)",
+        "np.arange(1, len(ancestors) + 1)",
         SIBLINGS,
     ),
     Mutant(
@@ -183,6 +183,20 @@ MUTANTS = (
         "chance = total / (total + 1.0 - chance) if chance < 1.0 else 1.0",
         "chance = total if chance < 1.0 else 1.0",
         TREES,
+    ),
+    Mutant(
+        "a drafter's best token is hidden from whoever looks next",
+        "decoding/prospects.py",
+        "values[every, place] = value",
+        "value = place",
+        ("tests/test_trees.py", "-k", "largest"),
+    ),
+    Mutant(
+        "a column that ties with the last one counted is left out",
+        "decoding/prospects.py",
+        "highest >= np.partition(",
+        "highest > np.partition(",
+        ("tests/test_trees.py", "-k", "largest"),
     ),
     Mutant(
         "a node of a tree is read at the place of the one before it",

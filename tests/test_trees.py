@@ -16,7 +16,7 @@ from tiny import tiny_llama
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding import verdicts, verify
+from specbench.decoding import prospects, verdicts, verify
 from specbench.decoding.drafts import Candidate, Draft, Drawn, GrowingTree
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.prospects import Prospects, Scores, largest
@@ -435,7 +435,9 @@ def test_what_cannot_be_a_tree_is_refused() -> None:
         start("auto-tree")
 
 
-def test_the_largest_of_a_row_are_those_of_a_sort() -> None:
+@pytest.mark.parametrize("quick", [2**18, 0])
+def test_the_largest_of_a_row_are_those_of_a_sort(quick: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prospects, "_QUICK", quick)
     generator = torch.Generator().manual_seed(0)
     for length in (1, 5, 64, 700, 5003):
         rows = torch.randn(3, length, generator=generator).mul(3).round()  # with ties

@@ -12,9 +12,11 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specbench.decoding.drafts import Draft
 from specbench.errors import UsageError
@@ -102,10 +104,8 @@ def tree_positions(past: int, parents: Sequence[int], device: torch.device) -> t
         parents: See ``Draft``.
         device: Where to.
     """
-    positions = [past]
-    for parent in parents:
-        positions.append(positions[parent + 1] + 1)
-    return torch.tensor([positions], device=device)
+    ancestors = _ancestors(tuple(parents))
+    return torch.from_numpy(past - 1 + ancestors.sum(axis=1, dtype=np.int64))[None].to(device)
 
 
 def tree_mask(past: int, parents: Sequence[int], keys: int, device: torch.device) -> torch.Tensor:
@@ -118,9 +118,17 @@ def tree_mask(past: int, parents: Sequence[int], keys: int, device: torch.device
     Returns:
         Bool [1, 1, 1 + nodes, keys], true where it attends.
     """
-    mask = np.zeros((len(parents) + 1, keys), dtype=np.bool_)
-    mask[:, : past + 1] = True
-    for row, parent in enumerate(parents, start=1):
-        mask[row] |= mask[parent + 1]
-        mask[row, past + row] = True
+    ancestors = _ancestors(tuple(parents))
+    mask = np.zeros((len(ancestors), keys), dtype=np.bool_)
+    mask[:, :past] = True
+    mask[:, past : past + len(ancestors)] = ancestors
     return torch.from_numpy(mask)[None, None].to(device)
+
+
+@lru_cache(maxsize=64)
+def _ancestors(parents: tuple[int, ...]) -> NDArray[np.bool_]:
+    """By token of such a pass which others of it stand in its branch, itself among them, [1 + nodes, 1 + nodes]."""
+    found = np.eye(len(parents) + 1, dtype=np.bool_)
+    for row, parent in enumerate(parents, start=1):
+        found[row] |= found[parent + 1]
+    return found
