@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.theory import best_length, expected_tokens_by_position
 from specbench.lengths.acceptance import OnlineLogistic, log_odds
-from specbench.lengths.base import Rule, confidence, is_free, rule_name
+from specbench.lengths.base import Rule, confidence, is_free
 from specbench.lengths.costs import CostSource, MeasuredCosts
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class AutoLength(Rule):
     """
 
     def __init__(self, gamma_max: int = 16, costs: CostSource | None = None) -> None:
-        super().__init__(gamma_max)
+        super().__init__("auto", gamma_max)
         self._costs = costs or MeasuredCosts()
         # Chance that a draft is accepted: of its own log-odds with the drafter, and of those of the draft before it.
         # The priors lie between what two pairs of models showed, that of evidence between lookup and ngram as well.
@@ -70,10 +70,6 @@ class AutoLength(Rule):
         self._matched = OnlineLogistic((-0.7, 1.4), (1.0, 0.4))  # of tokens without logits
         self._upcoming = OnlineLogistic((1.4, 0.3), (1.0, 0.2))
         self.reset()
-
-    @property
-    def name(self) -> str:
-        return rule_name("auto", max=(self.gamma_max, 16))
 
     def reset(self) -> None:
         self._costs.reset()

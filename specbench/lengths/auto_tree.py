@@ -52,10 +52,7 @@ class AutoTree(AutoLength):
         self._slots = (OnlineLogistic((1.0, 1.0), (1.0, 0.3)), OnlineLogistic((0.0, 1.0), (1.0, 0.3)))
         self._known = (OnlineLogistic((1.0, 1.0), (1.0, 0.3)), OnlineLogistic((0.0, 1.0), (1.0, 0.3)))
         super().__init__(nodes, costs)
-
-    @property
-    def name(self) -> str:
-        return rule_name("auto-tree", nodes=(self.gamma_max, 16))
+        self.name = rule_name("auto-tree", nodes=nodes)
 
     def reset(self) -> None:
         for curve in (*self._slots, *self._known):

@@ -16,6 +16,7 @@ import torch
 
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
+from specbench.specs.rules import RuleSpec, parse_rule
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -40,20 +41,19 @@ class Rule:
     """A rule that drafts ``gamma_max`` tokens in every step and learns nothing; others override what they need.
 
     Args:
+        word: What it is called, see ``specbench.specs.rules``.
         gamma_max: The most tokens drafted in a step, 1 to ``LONGEST_DRAFT``.
+        arguments: What else it is made of.
 
     Raises:
-        UsageError: It is less or more.
+        UsageError: ``gamma_max`` is less or more.
     """
 
-    def __init__(self, gamma_max: int) -> None:
+    def __init__(self, word: str, gamma_max: int, **arguments: object) -> None:
         if not 1 <= gamma_max <= LONGEST_DRAFT:
             raise UsageError(f"The longest draft is {gamma_max} tokens.", f"Give 1 to {LONGEST_DRAFT}.")
         self.gamma_max = gamma_max
-
-    @property
-    def name(self) -> str:
-        raise NotImplementedError
+        self.name = rule_name(word, gamma_max=gamma_max, **arguments)
 
     def reset(self) -> None:
         """There is nothing to forget."""
@@ -98,15 +98,11 @@ class FixedLength(Rule):
     unconditional = True
 
     def __init__(self, gamma: int = 5) -> None:
-        super().__init__(gamma)
+        super().__init__("fixed", gamma, gamma=gamma)
 
     @property
     def gamma(self) -> int:
         return self.gamma_max
-
-    @property
-    def name(self) -> str:
-        return f"fixed:gamma={self.gamma}"
 
 
 def entropy(logits: torch.Tensor) -> float:
@@ -139,11 +135,8 @@ def confidence(draft: Draft, i: int) -> float:
     return draft.evidence[i] if draft.evidence is not None else 1.0
 
 
-def rule_name(word: str, **options: tuple[object, object]) -> str:
-    """A rule's name, a spec itself: its word and, behind a colon, each option whose (value, default) differ."""
-    changed = [
-        option if value is True else f"{option}={value}"
-        for option, (value, default) in options.items()
-        if value != default
-    ]
-    return f"{word}:{','.join(changed)}" if changed else word
+def rule_name(word: str, **arguments: object) -> str:
+    """A rule's name, a spec itself: its word and those of its arguments that are options and not at their defaults."""
+    kind = parse_rule(word).kind
+    said = {each.name: arguments[each.argument] for each in kind.options if each.argument in arguments}
+    return str(RuleSpec(kind, said))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from specbench.errors import UsageError
-from specbench.lengths.base import Rule, entropy, normalised_entropy, rule_name
+from specbench.lengths.base import Rule, entropy, normalised_entropy
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class EntropyGuidedLength(Rule):
     def __init__(
         self, gamma_min: int = 1, gamma_max: int = 8, ema_beta: float = 0.0, scale: float = 0.3
     ) -> None:
-        super().__init__(gamma_max)
+        super().__init__("egag", gamma_max, gamma_min=gamma_min, ema_beta=ema_beta, scale=scale)
         if not 1 <= gamma_min <= gamma_max:
             raise UsageError(
                 f"The shortest draft of EGAG is {gamma_min} tokens.", f"Give 1 to the longest, {gamma_max}."
@@ -54,16 +54,6 @@ class EntropyGuidedLength(Rule):
             raise UsageError(f"The scale of EGAG is {scale}.", "Give a number above 0 and at most 1.")
         self.gamma_min, self.ema_beta, self.scale = gamma_min, ema_beta, scale
         self.reset()
-
-    @property
-    def name(self) -> str:
-        return rule_name(
-            "egag",
-            min=(self.gamma_min, 1),
-            max=(self.gamma_max, 8),
-            beta=(self.ema_beta, 0.0),
-            scale=(self.scale, 0.3),
-        )
 
     def reset(self) -> None:
         self._average: float | None = None
@@ -105,14 +95,10 @@ class SvipLength(Rule):
     factor = 0.15
 
     def __init__(self, threshold: float = 0.3, gamma_max: int = 40) -> None:
-        super().__init__(gamma_max)
+        super().__init__("svip", gamma_max, threshold=threshold)
         if not (threshold > 0 and math.isfinite(threshold)):
             raise UsageError(f"The threshold of SVIP is {threshold}.", "Give a number above 0.")
         self.threshold = threshold
-
-    @property
-    def name(self) -> str:
-        return rule_name("svip", threshold=(self.threshold, 0.3), max=(self.gamma_max, 40))
 
     def another(self, draft: Draft) -> bool:
         return not draft.logits or math.sqrt(self.factor * entropy(draft.logits[-1])) <= self.threshold
@@ -143,16 +129,11 @@ class EntropyBoundLength(Rule):
     step = 0.01
 
     def __init__(self, threshold: float = 0.6, gamma_max: int = 20) -> None:
-        super().__init__(gamma_max)
+        super().__init__("entropy-bound", gamma_max, threshold=threshold)
         if not 0 <= threshold <= 1:
             raise UsageError(f"λ of the entropy bound is {threshold}.", "Give a number from 0 to 1.")
         self.initial_threshold = threshold
         self.reset()
-
-    @property
-    def name(self) -> str:
-        options = {"lambda": (self.initial_threshold, 0.6), "max": (self.gamma_max, 20)}
-        return rule_name("entropy-bound", **options)
 
     def reset(self) -> None:
         self.threshold, self._rate, self._limit = self.initial_threshold, self.target_rate, self.gamma_max

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.errors import UsageError
-from specbench.lengths.base import Rule, confidence, rule_name
+from specbench.lengths.base import Rule, confidence
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -32,7 +32,7 @@ class HeuristicLength(Rule):
     """
 
     def __init__(self, gamma: int = 5, gamma_min: int = 1, gamma_max: int = 40) -> None:
-        super().__init__(gamma_max)
+        super().__init__("heuristic", gamma_max, gamma=gamma, gamma_min=gamma_min)
         if not 1 <= gamma_min <= gamma <= gamma_max:
             raise UsageError(
                 f"The heuristic begins with {gamma} tokens, at least {gamma_min} and at most {gamma_max}.",
@@ -40,12 +40,6 @@ class HeuristicLength(Rule):
             )
         self.first, self.gamma_min = gamma, gamma_min
         self.reset()
-
-    @property
-    def name(self) -> str:
-        return rule_name(
-            "heuristic", gamma=(self.first, 5), min=(self.gamma_min, 1), max=(self.gamma_max, 40)
-        )
 
     def reset(self) -> None:
         self.gamma = self.first
@@ -77,20 +71,11 @@ class ConfidenceLength(Rule):
     """
 
     def __init__(self, threshold: float = 0.4, adapt: bool = False, gamma_max: int = 20) -> None:
-        super().__init__(gamma_max)
+        super().__init__("confidence", gamma_max, threshold=threshold, adapt=adapt)
         if not 0 <= threshold <= 1:
             raise UsageError(f"The confidence threshold is {threshold}.", "Give a number from 0 to 1.")
         self.initial_threshold, self.adapt = threshold, adapt
         self.reset()
-
-    @property
-    def name(self) -> str:
-        return rule_name(
-            "confidence",
-            threshold=(self.initial_threshold, 0.4),
-            adapt=(self.adapt, False),
-            max=(self.gamma_max, 20),
-        )
 
     def reset(self) -> None:
         self.threshold = self.initial_threshold

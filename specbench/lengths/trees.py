@@ -32,18 +32,21 @@ class Tree:
     """What policies for trees have in common; others override what they need.
 
     Args:
+        word: What it is called, see ``specbench.specs.rules``.
         nodes: The most nodes, 1 to ``MOST_NODES``.
+        arguments: What else it is made of.
 
     Raises:
-        UsageError: They are less or more.
+        UsageError: The nodes are less or more.
     """
 
     certain_only = False
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, word: str, nodes: int, **arguments: object) -> None:
         if not 1 <= nodes <= MOST_NODES:
             raise UsageError(f"The tree has {nodes} nodes.", f"Give 1 to {MOST_NODES}.")
         self.nodes = nodes
+        self.name = rule_name(word, nodes=nodes, **arguments)
         self._room = 0
 
     def reset(self) -> None:
@@ -81,7 +84,7 @@ class StaticTree(Tree):
     def __init__(
         self, nodes: int = 12, depth: int = 6, ranks: Sequence[int] = RankShares((70, 12, 5, 3))
     ) -> None:
-        super().__init__(nodes)
+        super().__init__("static-tree", nodes, depth=depth, ranks=RankShares(ranks))
         if depth < 1:
             raise UsageError(f"The depth of the static tree is {depth}.", "Give at least 1.")
         self.depth, self.ranks = depth, RankShares(ranks)
@@ -100,11 +103,6 @@ class StaticTree(Tree):
         for node, parent in enumerate(parents):
             self._behind.setdefault(parent, []).append(node)
         self._shape: dict[int, int] = {}
-
-    @property
-    def name(self) -> str:
-        values = {"nodes": (self.nodes, 12), "depth": (self.depth, 6), "ranks": (self.ranks, (70, 12, 5, 3))}
-        return rule_name("static-tree", **values)
 
     def begin(self, room: int) -> bool:
         self._shape = {-1: -1}
@@ -137,12 +135,8 @@ class IndependentChains(Tree):
     def __init__(self, chains: int = 4, length: int = 4) -> None:
         if chains < 1 or length < 1:
             raise UsageError(f"{chains} drafts of {length} tokens are asked for.", "Give at least 1 of each.")
-        super().__init__(chains * length)
+        super().__init__("chains", chains * length, chains=chains, length=length)
         self.chains, self.length = chains, length
-
-    @property
-    def name(self) -> str:
-        return rule_name("chains", k=(self.chains, 4), length=(self.length, 4))
 
     def widths(
         self, tree: GrowingTree, nodes: Sequence[int], prospects: Sequence[Prospects]
@@ -171,17 +165,12 @@ class DynamicTree(Tree):
     certain_only = True
 
     def __init__(self, top_k: int = 4, nodes: int = 12, depth: int = 6) -> None:
-        super().__init__(nodes)
+        super().__init__("dynamic-tree", nodes, top_k=top_k, depth=depth)
         for what, value in (("top-k", top_k), ("depth", depth)):
             if value < 1:
                 raise UsageError(f"The {what} of the dynamic tree is {value}.", "Give at least 1.")
         self.top_k, self.depth = top_k, depth
         self._scores: list[float] = []
-
-    @property
-    def name(self) -> str:
-        values = {"top-k": (self.top_k, 4), "nodes": (self.nodes, 12), "depth": (self.depth, 6)}
-        return rule_name("dynamic-tree", **values)
 
     def begin(self, room: int) -> bool:
         self._scores = []
