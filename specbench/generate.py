@@ -162,7 +162,7 @@ class GenerationRun:
             policy = FixedLength(5) if blank else build_policy(default_rule(greedy=sampling.greedy))
         self.policy = policy
         self.seed, self.residual_adjustment = seed, residual_adjustment
-        self._prompt, self.prompt_tokens = prompt, len(prompt)
+        self.prompt, self.prompt_tokens = prompt, len(prompt)
         tokenizer = target.tokenizer
         stop = (stop,) if isinstance(stop, str) else stop
         _check_tokens(prompt, target)
@@ -205,7 +205,7 @@ class GenerationRun:
         """
         self.policy = policy = DraftPolicy.of(self.policy).fork()
         target, drafter = seats.open(self.drafter)
-        return Request(self._prompt, target, drafter, policy, **self._settings)
+        return Request(self.prompt, target, drafter, policy, **self._settings)
 
     def __iter__(self) -> Iterator[Prefill | Step]:
         for record in self._records:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random as standard_random
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 
+import specbench.generate_many
 from specbench import (
     GenerationRun,
     Multinomial,
@@ -20,11 +21,13 @@ from specbench import (
     wrap_drafter,
     wrap_target,
 )
+from specbench.backends.torch.pools import PoolKind
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation, Prefill
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
 from specbench.models.prepare import Target, _prepare_target, join_cascade
+from specbench.models.seats import Seats
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 KINDS = ("none", "lookup", "ngram", "suffix", "recycle", "model", "self:int8", "self:layers=1", "lookup+model",
@@ -82,9 +85,13 @@ def told(generation: Generation | Exception) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("batch", "most", "tokens"), [(1, 512, None), (3, 16, None), (8, 512, 150), (16, 64, None)]
+    ("batch", "most", "tokens", "kind"),
+    [(1, 512, None, "paged"), (3, 16, None, "slotted"), (8, 512, 150, "paged"), (16, 64, None, "paged")],
 )
-def test_outputs_are_those_alone(batch: int, most: int, tokens: int | None) -> None:
+def test_outputs_are_those_alone(
+    batch: int, most: int, tokens: int | None, kind: PoolKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specbench.generate_many, "Seats", partial(Seats, kind=kind))
     many = GenerationRuns(
         [run(number) for number in range(48)], max_batch=batch, max_tokens_per_pass=most, pool_tokens=tokens
     )

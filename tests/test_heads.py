@@ -40,7 +40,7 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking, Drafter, Pass
-from specbench.decoding.records import Prefill, Step
+from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
@@ -48,6 +48,8 @@ from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
+from specbench.generate import GenerationRun
+from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
 from specbench.lengths.trees import StaticTree
 from specbench.models.prepare import Target, load_drafter, wrap_target
@@ -469,6 +471,30 @@ def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) ->
             )
             accepted += sum(step.accepted for step in steps)
     assert accepted > 20
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kept", ["dynamic", "preallocated"])
+def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any, kind: str) -> None:
+    target = wrap_target(few_tokens(), cache=kept, pack=False)
+    head = few_head(tmp_path / "head", kind, target)
+    prompts = [[*PROMPT, *[number % 9] * number * 3] for number in range(5)]
+    tree = StaticTree.shaped((-1, -1, 0, 0, 1))
+    runs: list[GenerationRun] = []
+    for drafter in (head, CascadeDrafter(LookupDrafter(), head)):
+        policy = DraftPolicy(FixedLength(3), tree=tree if drafter is head else None)
+        runs += [
+            GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=20) for prompt in prompts
+        ]
+    # Prompts are read in parts, and there is no room for all: somebody is put back, and read again.
+    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=6, pool_tokens=112)
+    for run, found in zip(runs, many.results(), strict=True):
+        alone = GenerationRun(run.prompt, target, run.drafter, policy=run.policy, max_new_tokens=20)
+        assert all(True for _ in alone)
+        assert isinstance(found, Generation), found
+        assert found.token_ids == alone.result().token_ids
+        assert [step.drafted for step in found.steps] == [step.drafted for step in alone.result().steps]
+    assert sum(step.accepted for run in runs for step in run.result().steps) > 20
 
 
 @pytest.mark.parametrize(("drafter", "tree"), [("head", False), ("head", True), ("cascade", False)])

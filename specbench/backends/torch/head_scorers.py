@@ -248,7 +248,8 @@ class MedusaScorer(HeadScorer):
         self._rows: list[torch.Tensor] = []
 
     def twin(self) -> MedusaScorer:
-        return MedusaScorer(self.heads, self.layers[0], self.device, self._fitted.fresh(), self.embeddings)
+        fitted = self._fitted.fresh()
+        return MedusaScorer(self.heads, self.layers[0], self._dtype, self.device, fitted, self.embeddings)
 
     @property
     def held(self) -> int:
