@@ -131,8 +131,8 @@ MUTANTS = (
     Mutant(
         "a tree is chosen as if a drafter read all nodes of a depth for the price of one",
         "tune/ranks.py",
-        "for rows in (1, *read_by_depth(parents)))",
-        "for _ in (1, *read_by_depth(parents)) for rows in (1,))",
+        "for behind in (0, *read))",
+        "for behind in [min(each, 1) for each in (0, *read)])",
         CALIBRATED,
     ),
     Mutant(

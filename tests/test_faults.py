@@ -157,8 +157,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sweep_words(models: Path, out: Path) -> list[object]:
     return [
         "sweep", "--target", models / "tiny", "--dtype", "float32", "--device", "cpu",
-        "--length-policy", "fixed", "--gamma", "1..2",
-        "--drafter", "lookup", "--prompts", models / "prompts.jsonl", "-n", 24, "--repeats", 2, "--ignore-eos",
+        "--length-policy", "fixed", "--gamma", 1, "--tree", "static:nodes=4",
+        "--drafter", "suffix", "--prompts", models / "prompts.jsonl", "-n", 24, "--repeats", 2, "--ignore-eos",
         "--quiet", "--out", out,
     ]  # fmt: skip
 
@@ -182,6 +182,8 @@ def undisturbed(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     assert child.wait() == 0, child.errors
     found = rows(folder / "run")
     assert len(found) == 3 + 4 * 2 * 3 * 2  # a warm-up each; prompts, turns, configurations, repeats
+    lines = (folder / "run" / "generations.jsonl").read_bytes().splitlines()
+    assert any(any(json.loads(line)["steps"].get("parents", ())) for line in lines), "no tree was drafted"
     return found
 
 

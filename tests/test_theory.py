@@ -103,11 +103,10 @@ def test_no_pass_takes_longer_than_a_wider_one() -> None:
     assert never_falling({}) == {}
 
 
-def test_a_drafters_pass_with_more_rows() -> None:
-    costs = PassCosts({1: 0.1}, {"a": 0.02, "b": 0.03}, rows_s={"a": {4: 0.05, 8: 0.07}})
-    assert [costs.c("a", rows) for rows in (1, 2, 4, 6, 10)] == pytest.approx([0.2, 0.3, 0.5, 0.6, 0.8])
-    assert costs.c("b", 1) == pytest.approx(0.3)
-    assert costs.c("b", 3) == pytest.approx(0.3 * (1 + 2 * SLOPE)), "it was not timed"
+def test_a_drafters_pass_behind_nodes_of_a_tree() -> None:
+    costs = PassCosts({1: 0.1}, {"a": 0.02, "b": 0.03}, rows_s={"a": {1: 0.03, 4: 0.06, 8: 0.08}})
+    assert [costs.c("a", n) for n in (0, 1, 2, 4, 6, 10)] == pytest.approx([0.2, 0.3, 0.4, 0.6, 0.7, 0.9])
+    assert costs.c("b") == costs.c("b", 3) == pytest.approx(0.3), "of trees it was not timed"
     assert PassCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
 
 

@@ -117,7 +117,9 @@ def test_percentages_are_never_more_than_a_hundred() -> None:
 
 def test_no_tree_is_predicted_to_be_faster() -> None:
     ranks = (50, 25, 15)
-    costs = PassCosts({1: 1.0, 17: 1.2, 33: 2.0}, {"drafter": 0.2}, rows_s={"drafter": {2: 0.3, 8: 0.6}})
+    costs = PassCosts(
+        {1: 1.0, 17: 1.2, 33: 2.0}, {"drafter": 0.2}, rows_s={"drafter": {1: 0.2, 2: 0.3, 8: 0.6}}
+    )
     found = best_tree(ranks, costs)
     everything = {}
     for nodes in range(1, 26):
@@ -128,7 +130,7 @@ def test_no_tree_is_predicted_to_be_faster() -> None:
                 depths.append(1 + (depths[parent] if parent >= 0 else 0))
             behind = {node for node in parents if node >= 0}
             rows = [sum(depths[node] == level for node in behind) for level in range(1, max(depths))]
-            passes = sum(costs.c("drafter", n) for n in [1, *rows])
+            passes = sum(costs.c("drafter", n) for n in [0, *rows])
             chances: list[float] = []
             for node, parent in enumerate(parents):
                 rank = parents[:node].count(parent)

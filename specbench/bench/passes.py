@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ABREAST", "PassTimes", "cost_widths", "time_in_turn", "time_passes"]
 
 _CONTEXT = 256  # tokens of context at which passes are timed
-ABREAST = (2, 4, 8)
+ABREAST = (1, 2, 4, 8)
 """Nodes of a tree that drafters are timed with reading at once."""
 
 Name = TypeVar("Name")

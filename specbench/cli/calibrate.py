@@ -262,6 +262,13 @@ def _find_tree(
     write_out(_tree_as_json(found) if json_output else _tree_as_text(found, loaded))
 
 
+def _hardly_a_gain(speedup: float) -> str:
+    """What to say of a predicted speedup that is none; empty of another."""
+    if speedup >= _WORTH:
+        return ""
+    return "Plain decoding is predicted to be faster" if speedup < 1 else "That is hardly a gain"
+
+
 def _tree_as_json(found: TreeCalibration) -> str:
     from dataclasses import asdict
 
@@ -295,8 +302,12 @@ def _tree_as_text(found: TreeCalibration, target: Target) -> str:
     ]
     if not found.complete:
         lines.append("The time was up before all prompts were decoded; --minutes gives it more.")
+    kept = "Kept"
+    if hardly := _hardly_a_gain(choice.speedup):
+        kept = "Kept all the same"
+        lines.append(f"{hardly}: try --drafter lookup, or suffix.")
     lines.append(
-        f"Kept for {choice.target} in {target.dtype} on {target.scorer.device.type} and {choice.circumstances}:"
+        f"{kept} for {choice.target} in {target.dtype} on {target.scorer.device.type} and {choice.circumstances}:"
         " --tree static"
     )
     return terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8")
@@ -354,10 +365,9 @@ def _as_text(found: Calibration, target: Target) -> str:
     if not found.complete:
         lines.append("The time was up before the search was; --minutes gives it more.")
     kept = "Kept"
-    if choice.speedup < _WORTH:
-        what = "Plain decoding is predicted to be faster" if choice.speedup < 1 else "That is hardly a gain"
-        lines.append(f"{what}: try --drafter lookup, or lookup+self:calibrated.")
+    if hardly := _hardly_a_gain(choice.speedup):
         kept = "Kept all the same"
+        lines.append(f"{hardly}: try --drafter lookup, or lookup+self:calibrated.")
     lines.append(
         f"{kept} for {choice.target} in {target.dtype} on {target.scorer.device.type}: --drafter self:calibrated"
     )

@@ -115,7 +115,7 @@ class PassCosts:
         target_s: Of the target, by number of tokens, ascending.
         drafter_s: Of drafting one token, by drafter.
         context: Tokens of context they were timed at; ``None`` where nobody says.
-        rows_s: Of drafting behind several nodes of a tree at once, by drafter and their number, ascending from 2.
+        rows_s: Of drafting behind so many nodes of a tree at once, by drafter and their number, ascending.
     """
 
     target_s: Mapping[int, float]
@@ -157,15 +157,17 @@ class PassCosts:
         """v(n): time of a target's pass with ``n`` tokens over that of one with a single token."""
         return self.target_pass_s(n) / self.target_s[1]
 
-    def c(self, drafter: str, rows: int = 1) -> float:
+    def c(self, drafter: str, nodes: int = 0) -> float:
         """c: time of a drafter's pass over that of a target's with a single token.
 
         Args:
             drafter: Its name.
-            rows: How many nodes it drafts behind; between and beyond the numbers timed as ``target_pass_s`` has it.
+            nodes: Of a tree, how many it drafts behind; between and beyond the numbers timed as ``target_pass_s`` has
+                it. 0: behind the context, or in a chain.
         """
-        points = {1: self.drafter_s[drafter], **self.rows_s.get(drafter, {})}
-        return _prolonged(points, rows) / self.target_s[1]
+        timed = self.rows_s.get(drafter)
+        seconds = _prolonged(timed, nodes) if nodes and timed else self.drafter_s[drafter]
+        return seconds / self.target_s[1]
 
 
 def _by_number(seconds: Mapping[str, float]) -> dict[int, float]:

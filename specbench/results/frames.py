@@ -630,7 +630,7 @@ def _predictions(
     wider = np.zeros(len(steps.trees) + 1)  # its last item is that of chains
     if drafter in timed.rows_s:
         for tree in np.unique(steps.tree[steps.tree >= 0]):
-            wider[tree] = sum(timed.c(drafter, rows) - c for rows in read_by_depth(steps.trees[tree]))
+            wider[tree] = sum(timed.c(drafter, nodes) - c for nodes in read_by_depth(steps.trees[tree]))
     by_position, iid, prompts = [], [], []
     for prompt, mine in steps.split(steps.prompt).items():
         longest = int(mine["drafted"].max())

@@ -188,7 +188,7 @@ def best_tree(ranks: Sequence[int], costs: PassCosts, drafter: str = _NAME) -> P
     """The tree with the highest predicted speedup, ``E / (Σ c(r) + v(n))``; of equally good ones the smallest.
 
     Args:
-        ranks: Per cent, by rank.
+        ranks: Per cent, by rank; a single one gives chains, which are not drafted as trees.
         costs: Of passes.
         drafter: Whose.
     """
@@ -201,7 +201,8 @@ def best_tree(ranks: Sequence[int], costs: PassCosts, drafter: str = _NAME) -> P
             if len(parents) < nodes and best is not None:
                 continue  # nothing is gained by more
             tokens = expected_tokens_of_tree(parents, rates)
-            passes = sum(costs.c(drafter, rows) for rows in (1, *read_by_depth(parents)))
+            read = read_by_depth(parents) if len(ranks) > 1 else [0] * (len(parents) - 1)
+            passes = sum(costs.c(drafter, behind) for behind in (0, *read))
             speedup = predicted_speedup(tokens, 1, passes, costs.v(len(parents) + 1))
             if best is None or speedup > best.speedup:
                 best = PlannedTree(nodes, depth, tokens, speedup)
