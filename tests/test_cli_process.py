@@ -183,6 +183,7 @@ def test_a_note_does_not_share_a_line_with_the_bar(folder: Path, tmp_path: Path)
         ("calibrate --prompts a", ["all"]),
         ("compare run --a lookup", ["lookup-g2", "lookup-g4"]),
         ("compare run --b p", ["plain"]),
+        ("export run --setting ngram", ["ngram-g2", "ngram-g4"]),
     ],
 )
 def test_completion_knows_values_and_imports_nothing_heavy(

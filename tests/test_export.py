@@ -353,17 +353,27 @@ def test_without_a_fixed_length_beside_it_steps_say_how_long(tmp_path: Path) -> 
     assert "no fixed γ was measured with it" in found.gamma_from
 
 
-def test_gguf_files_need_not_be_here(tmp_path: Path) -> None:
-    drafters = (Drafter("small.gguf (int8)", 0.8, 0.2), Drafter("lookup:n=4+small.gguf (int8)", 0.8, 0.2))
+@pytest.mark.parametrize("model", ["small.gguf", "my small one", "lookups"])
+def test_models_of_a_run_need_not_be_here(tmp_path: Path, model: str) -> None:
+    """Nor need their names be what a hub would take."""
+    drafters = (Drafter(f"{model} (int8)", 0.8, 0.2), Drafter(f"lookup:n=4+{model} (int8)", 0.8, 0.2))
     write_run(
         tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1, target="big.gguf"
     )
     df = load_results(tmp_path / "run")
-    for name, drafter in (("small.gguf (int8)-g2", "small.gguf"), ("lookup:n=4+small.gguf (int8)-g2", None)):
-        found = setting_of_run(df, name)
-        assert str(found.drafter) == (drafter or "lookup:n=4+small.gguf")
+    for front in ("", "lookup:n=4+"):
+        found = setting_of_run(df, f"{front}{model} (int8)-g2")
+        assert (str(found.drafter), found.drafter_dtype) == (front + model, "int8")
         options = ENGINES["llama.cpp"].export(found).options
-        assert (options["--model"], options["--spec-draft-model"]) == ("big.gguf", "small.gguf")
+        assert options["--model"] == "big.gguf"
+        assert options["--spec-draft-model"] == f"{model.removesuffix('.gguf')}.gguf"
+
+
+def test_a_drafter_of_another_version_is_refused(tmp_path: Path) -> None:
+    write_run(
+        tmp_path / "run", drafters=(Drafter("oracle:n=3", 0.8, 0.2),), gammas=(2,), prompts_per_category=1
+    )
+    assert "oracle:n=3" in refusal(setting_of_run, load_results(tmp_path / "run"), kind=UsageError)
 
 
 def test_a_configuration() -> None:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from specbench.cli.options import DEFAULT_DRAFTER, DEFAULT_TARGET, JsonOption, TracebackOption
+from specbench.cli.options import (
+    DEFAULT_DRAFTER,
+    DEFAULT_TARGET,
+    JsonOption,
+    TracebackOption,
+    complete_configurations,
+)
 
 if TYPE_CHECKING:
     from specbench.tune.export.setting import Setting
@@ -33,6 +39,7 @@ def export(
         typer.Option(
             "--setting",
             metavar="NAME",
+            autocompletion=complete_configurations,
             help="Of a run: a setting by its name in the tables or its id. Default: the fastest.",
         ),
     ] = None,

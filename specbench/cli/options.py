@@ -185,12 +185,12 @@ def complete_prompts(incomplete: str) -> list[str]:
 
 
 def complete_configurations(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The configurations of the runs that are named before ``--a`` or ``--b``."""
+    """The configurations of the runs that are named before ``--a``, ``--b`` or ``--setting``."""
     from specbench.results.store import stored_runs
 
-    folders = (
-        ctx.params.get("runs") or ctx.args
-    )  # the latter: an option that has no value yet ends the parsing
+    source = ctx.params.get("source")
+    # The last: an option that has no value yet ends the parsing.
+    folders = ctx.params.get("runs") or ([source] if source else ctx.args)
     runs = [run for folder in folders for _, run in stored_runs(folder)]
     names = [
         config.get("id") for run in runs for config in run.get("configs") or () if isinstance(config, dict)

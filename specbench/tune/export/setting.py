@@ -221,9 +221,9 @@ def _drafter(name: str) -> DrafterSpec:
         return parse_drafter(bare)
     except UsageError:
         front, plus, model = bare.rpartition("+")
-        if not model.lower().endswith(".gguf"):
+        if re.search("[:|]", model):  # no name, but what another version had
             raise
-        back = SmallModel(ModelSpec("gguf", model))
+        back = SmallModel(ModelSpec("gguf" if model.lower().endswith(".gguf") else "folder", model))
         if not plus:
             return back
         cascade = parse_drafter(f"{front}+self:int8")
