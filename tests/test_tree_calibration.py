@@ -271,6 +271,8 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"The tree is the one calibrated for small (int8) at temperature 0: {tree}." in words(said.err)
     assert run([*generate, "--tree", "static:ranks=50-20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["options"]["length_policy"] == "static-tree:ranks=50-20"
+    assert run([*generate, "--drafter", "none", "--tree", "static"]) == 0
+    assert "calibrated" not in capsys.readouterr().err
     sweep = ["sweep", *models, "--tree", "static", "--temperature", "0", "--temperature", "1", "--limit", "1"]
     assert run([*sweep, "-n", "4", "-r", "1", "--out", str(tmp_path / "run"), "--quiet"]) == 0
     said = capsys.readouterr()
@@ -288,7 +290,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--temperature", "1"], "--temperature is given without --tree"),
         (["--tree", "--vocab", "3"], "--tree and --vocab are both given"),
         (["--tree", "--drafter", "lookup"], "The drafter lookup drafts chains only"),
-        (["--tree", "--drafter", "lookup+self:int8"], "drafts chains only"),
+        (["--tree", "--drafter", "suffix+self:int8"], "The drafter suffix+self:int8 drafts chains only"),
         (["--tree", "--minutes", "0"], "The time for decoding is 0 s"),
     ],
 )

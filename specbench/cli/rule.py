@@ -48,10 +48,13 @@ class LengthRule:
 
         Costs may be those of several drafters.
         """
-        from specbench.lengths import build_policy, parse_costs
+        from specbench.decoding.request import DraftPolicy
+        from specbench.lengths import FixedLength, build_policy, parse_costs
         from specbench.models.tree_choices import calibrated_tree
 
         costs = None if self._costs is None else parse_costs(self._costs, proposer.name)
+        if self.spec.kind.tree and proposer.spec.is_plain:  # it has no effect
+            return DraftPolicy(FixedLength()), None
         spec, note = calibrated_tree(self.spec, target, proposer.drafter, proposer.weights, sampling)
         return build_policy(spec, costs=costs), note
 

@@ -360,7 +360,7 @@ class RuleSpec:
             )
         if self.kind.tree and not drafter.trees:
             raise UsageError(
-                f"The drafter {drafter.word} drafts chains only, and {self.word} asks for trees.",
+                f"The drafter {drafter} drafts chains only, and {self.word} asks for trees.",
                 "Choose suffix, recycle, self:... or a model, or another draft-length rule.",
             )
         if not self.applies(drafter):
