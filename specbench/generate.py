@@ -171,7 +171,6 @@ class GenerationRun:
             raise UsageError("A stop string is empty.", "Give at least one character.")
         if stop and tokenizer is None:
             raise UsageError("Stop strings need a tokenizer, and the target has none.", "Leave them out.")
-        sampling = sampling or Greedy()
         if model_defaults:
             sampling = sampling.with_defaults(target.language_model.defaults, target.vocab_size)
         self._stops = stop

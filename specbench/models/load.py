@@ -38,8 +38,9 @@ from specbench.models.checkpoints import (
 )
 from specbench.models.hub import HubModel
 from specbench.options import LoadOptions
-from specbench.progress import Progress, one_line, quiet_transformers
+from specbench.progress import Progress, quiet_transformers
 from specbench.specs.models import ModelSpec, parse_model
+from specbench.textsafe import excerpt
 
 __all__ = [
     "DTYPES",
@@ -353,7 +354,7 @@ def _loading_failed(name: str, error: Exception) -> RunError:
             f"There is not enough memory for {name}.", "Choose a smaller model or a narrower dtype."
         )
     return RunError(
-        f"The model {name} cannot be loaded: {one_line(str(error)).rstrip('.') or type(error).__name__}."
+        f"The model {name} cannot be loaded: {excerpt(error).rstrip('.') or type(error).__name__}."
     )
 
 
@@ -416,7 +417,7 @@ def _load_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrained
             if "trust_remote_code" in str(error):
                 raise custom_code(f"The tokenizer of {name}") from error
             raise RunError(
-                f"The tokenizer of {name} cannot be loaded: {one_line(str(error)).rstrip('.')}.",
+                f"The tokenizer of {name} cannot be loaded: {excerpt(error).rstrip('.')}.",
                 "A model folder needs its tokenizer files beside the weights.",
             ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
