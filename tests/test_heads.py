@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -28,7 +29,8 @@ from head_files import (
     write_head,
 )
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
-from tiny import tiny_language_model, tiny_llama
+from tiny import save_tiny, tiny_language_model, tiny_llama
+from told import Result, refusal
 from transformers import LlamaConfig
 
 from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
@@ -37,6 +39,7 @@ from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.check.memo import memoised
 from specbench.check.observe import DecodingSetup, observe
 from specbench.check.run import Case, DecodingCheck
+from specbench.cli import run
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking, Drafter, Pass
@@ -48,6 +51,7 @@ from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
+from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
@@ -62,7 +66,9 @@ PLAIN = LoadOptions(dtype="float32")
 
 @cache
 def target_model() -> Any:
-    return tiny_language_model(layers=3).model
+    model = tiny_language_model(layers=3).model
+    model.config.architectures = ["LlamaForCausalLM"]  # as if it had been loaded
+    return model
 
 
 def tiny_target(**options: Any) -> Target:
@@ -590,3 +596,184 @@ def test_the_check_passes_heads_and_finds_a_wrong_q(kind: str) -> None:
         checking.sampled()
         result = checking.result()
         assert (result.violations == []) == sound
+
+
+# -- files that are not what they should be ---------------------------------------------------------
+
+
+def without(tensors: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def changed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return eagle_tensors() | {name: tensor}
+
+
+LAST = torch.arange(VOCAB - DRAFTED, VOCAB) - torch.arange(DRAFTED)
+WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
+    "layers that the target lacks": (
+        speculators_settings((0, 1, 3)), eagle_tensors(),
+        "The head head takes what the layers 0, 1, 3 read, and the target's are 0 to 2.",
+    ),
+    "another width": (
+        speculators_settings(target_hidden_size=64), eagle_tensors(),
+        "trained for another target: for hidden states of the size 64, and tiny has 32.",
+    ),
+    "another vocabulary": (
+        speculators_settings(vocab=VOCAB + 1), eagle_tensors(),
+        f"trained for another target: for tokens {VOCAB + 1}, and tiny has {VOCAB}.",
+    ),
+    "another architecture": (
+        speculators_settings(speculators_config={"verifier": {"architectures": ["Qwen3ForCausalLM"]}}), eagle_tensors(),
+        "trained for a Qwen3ForCausalLM, and tiny is a LlamaForCausalLM.",
+    ),
+    "a tensor is missing": (
+        speculators_settings(), without(eagle_tensors(), "fc.weight", "norm.weight"),
+        "The head head lacks the tensor fc.weight and 1 more.",
+    ),
+    "a tensor too many": (
+        speculators_settings(), changed("layers.1.mlp.up_proj.weight", torch.zeros(1)),
+        "holds what its configuration does not tell of: layers.1.mlp.up_proj.weight.",
+    ),
+    "a missing bias": (speculators_settings(), changed("layers.0.self_attn.q_proj.bias", torch.ones(3)), "bias"),
+    "another shape": (
+        speculators_settings(), changed("fc.weight", torch.zeros(32, 64)),
+        "The tensor fc.weight of the head head is 32×64, and its configuration tells of 32×96.",
+    ),
+    "a map of too few": (speculators_settings(), changed("d2t", torch.zeros(3).long()), "d2t of the head head is no"),
+    "no map": (
+        speculators_settings(), without(eagle_tensors(), "d2t", "t2d"),
+        f"drafts {DRAFTED} tokens and does not tell which: it lacks the tensor d2t.",
+    ),
+    "tokens beyond the target's": (
+        speculators_settings(), changed("d2t", LAST + 1), f"drafts tokens beyond the {VOCAB} of its target"
+    ),
+    "a token twice": (
+        speculators_settings(), changed("d2t", -torch.arange(DRAFTED)), "or some of them twice"
+    ),
+    "maps that contradict": (speculators_settings(), changed("d2t", LAST), "t2d and d2t of the head head contradict"),
+    "two layers": (
+        speculators_settings(transformer_layer_config={**LAYER, "num_hidden_layers": 2}), eagle_tensors(),
+        "of a kind that is not read: it has 2 layers.",
+    ),
+    "a window": (
+        speculators_settings(transformer_layer_config={**LAYER, "sliding_window": 64}), eagle_tensors(),
+        "it sees 64 tokens only",
+    ),
+    "the last state alone": (
+        eagle_settings(eagle_config={"use_aux_hidden_state": False}), eagle_tensors(), "the last hidden state alone"
+    ),
+    "no size": (speculators_settings(transformer_layer_config={}), eagle_tensors(), "vocab_size is no whole number"),
+    "no list of layers": (
+        speculators_settings(eagle_aux_hidden_state_layer_ids="all"), eagle_tensors(), "no list of whole numbers"
+    ),
+    "DFlash": ({"architectures": ["DFlashDraftModel"]}, {}, "of a kind that is not read: DFlash."),
+    "P-EAGLE": ({"speculators_model_type": "peagle"}, {}, "not read: P-EAGLE."),
+    "EAGLE-1": ({"architectures": ["EagleLlamaForCausalLM"]}, {}, "not read: EAGLE-1 or EAGLE-2."),
+    "Medusa without a map": (
+        medusa_settings(truncated_vocab_size=9), medusa_tensors(drafted=9),
+        "The tensor token_map of the head head",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_file_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
+    settings, tensors, message = WRONG[case]
+    if case == "Medusa without a map":
+        tensors = {**tensors, "token_map": torch.zeros(9)}
+    folder = write_head(tmp_path / "head", settings, tensors)
+    assert message in refusal(load_drafter, str(folder), tiny_target(), PLAIN, kind=SpecbenchError)
+
+
+def test_a_head_goes_with_its_target_alone(tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
+    target = tiny_target()
+    for options in (LoadOptions(device="cpu"), LoadOptions(device_map="auto")):
+        assert "drafts on its target's device" in refusal(
+            load_drafter, str(folder), target, options, kind=UsageError
+        )
+    (folder / "model.safetensors").write_bytes(b"nonsense")
+    assert "damaged" in refusal(load_drafter, str(folder), target, PLAIN, kind=RunError)
+    (folder / "model.safetensors").unlink()
+    torch.save(eagle_tensors(), folder / "pytorch_model.bin")
+    assert "--allow-pickle" in refusal(load_drafter, str(folder), target, PLAIN, kind=UsageError)
+    assert load_drafter(str(folder), target, PLAIN, allow_pickle=True).draftable
+
+
+def test_medusa_as_its_authors_write_it(tmp_path: Path) -> None:
+    """The number of heads is that of the file."""
+    tensors = medusa_tensors()
+    own = {}
+    for head in range(3):
+        own[f"{head}.0.linear.weight"] = tensors[f"blocks.{head}.layers.0.weight"]
+        own[f"{head}.0.linear.bias"] = torch.zeros(WIDTH)
+        own[f"{head}.1.weight"] = tensors[f"lm_heads.{head}.weight"]
+    folder, other = tmp_path / "head", tmp_path / "other"
+    write_head(folder, {"medusa_num_heads": 5, "medusa_num_layers": 1, "base_model_name_or_path": "a/b"}, own)
+    (folder / "model.safetensors").rename(folder / "medusa_lm_head.safetensors")
+    rows = []
+    for files in (folder, write_head(other, medusa_settings(), tensors)):
+        drafter = drafter_of(files, tiny_target())
+        assert drafter.scorer.longest == 3
+        drafter.begin(CONTEXT)
+        drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], (3,)))
+        rows.append(drafter.scorer.score(Pass(drafter.scorer, CONTEXT, DRAFT[:2])).logits)
+    torch.testing.assert_close(*rows)
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    save_tiny(made / "tiny", layers=3)
+    write_head(made / "eagle", speculators_settings(), eagle_tensors())
+    write_head(made / "medusa", medusa_settings(), medusa_tensors())
+    return made
+
+
+def test_heads_on_the_command_line(cli: Any, folder: Path) -> None:
+    def tiny(*arguments: object) -> Any:
+        common = ("--target", folder / "tiny", "--dtype", "float32", "the thing", "-n", 12)
+        return cli("generate", *common, *arguments)
+
+    plain = tiny("--drafter", "none", "--json").json()["text"]
+    eagle, medusa = folder / "eagle", folder / "medusa"
+    for drafter in (eagle, medusa, f"lookup+{eagle}"):
+        figures = tiny("--drafter", drafter, "--json").json()
+        assert figures["text"] == plain
+        assert figures["drafted"] > 0
+    assert tiny("--drafter", f"{eagle}|{medusa}", "--gamma", 2, "--json").json()["text"] == plain
+    for tree in ("static:nodes=6,depth=3", "dynamic", "auto"):
+        assert tiny("--drafter", eagle, "--tree", tree, "--json").json()["text"] == plain
+    shown = tiny("--drafter", eagle, "--debug", "-t", 1)
+    assert shown.code == 0
+    assert "eagle (int8)" in shown.err
+    tiny("--drafter", f"{eagle}:vocab=9").refused(
+        2, "The head eagle has a vocabulary of its own", "Leave vocab out"
+    )
+    tiny("--drafter", eagle, "--drafter-device", "cpu").refused(2, "drafts on its target's device")
+
+
+def test_heads_in_the_check(cli: Any, folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        json.dumps({"id": "one", "category": "a", "turns": ["the thing"]}) + "\n", encoding="utf-8"
+    )
+    done = cli(
+        "check", "--target", folder / "tiny", "--dtype", "float32", "--drafter", folder / "eagle", "-n", 4, "-t", 1,
+        "--prompts", prompts, "--bias", 0.4, "--json",
+    )  # fmt: skip
+    assert done.json()["verdict"] == "identical"

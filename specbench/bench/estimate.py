@@ -214,8 +214,11 @@ def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from specbench.models.heads import find_head
     from specbench.models.load import load_config
 
+    if (trained := find_head(spec, progress)) is not None:
+        return _Size(trained.sizes, trained.parameters, layers=0, cache_values=0)
     config: PreTrainedConfig = load_config(spec, progress=progress)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)

@@ -95,6 +95,21 @@ class HeadFiles:
             reason = excerpt(error).rstrip(".")
             raise RunError(f"The config.json of {self.name} is damaged: {reason}.") from error
 
+    @property
+    def sizes(self) -> PreTrainedConfig:
+        """A configuration that tells its sizes, as far as they are known before its weights are read."""
+        known = {key: self.number(key, 1) for key in ("vocab_size", "hidden_size", "intermediate_size")}
+        return LlamaConfig(
+            **known, dtype=self.layer_settings.get("dtype") or self.layer_settings.get("torch_dtype")
+        )
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its weights are, as far as its configuration tells."""
+        with torch.device("meta"):
+            module = EagleHead(self.eagle_shape()) if self.kind == "eagle3" else self.medusa({})
+        return sum(parameter.numel() for parameter in module.parameters())
+
     def number(self, key: str, default: int | None = None) -> int:
         """A whole number of its configuration.
 
@@ -213,12 +228,13 @@ class HeadFiles:
         )
 
     def medusa(self, tensors: Mapping[str, torch.Tensor]) -> MedusaHeads:
-        """Medusa heads without weights, as many as there are tensors for."""
+        """Medusa heads without weights, as many as there are tensors for, or as it says without tensors."""
+        told = self.number("num_heads", self.number("medusa_num_heads", 1))
         heads = [int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))]
         projection = tensors.get("lm_heads.0.weight", torch.empty(1, 1))
         with torch.device("meta"):
             return MedusaHeads(
-                1 + max(heads, default=0),
+                1 + max(heads, default=told - 1),
                 self.number(
                     "medusa_num_layers" if "medusa_num_heads" in self.settings else "num_hidden_layers", 1
                 ),

@@ -236,12 +236,12 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
 
 
 def _check_form(form: DrafterSpec, target: ModelSpec, progress: Progress | None) -> None:
-    if isinstance(form, SmallModel) and form.vocab is not None and not any_counts():
-        raise nothing_counted(target.name)
     if isinstance(form, SmallModel) and (head := find_head(form.model, progress)) is not None:
         if form.vocab is not None:
             raise UsageError(f"The head {head.name} has a vocabulary of its own.", "Leave vocab out.")
         head.check(load_config(target, progress=progress), target.name)
+    if isinstance(form, SmallModel) and form.vocab is not None and not any_counts():
+        raise nothing_counted(target.name)
     if not isinstance(form, SelfForm):
         return
     if form.calibrated and not any_choice():

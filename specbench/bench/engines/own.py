@@ -473,6 +473,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         UsageError: What cannot be (see ``check_engine``), or a drafter that does not fit the target.
         RunError: The target could not be loaded.
     """
+    from specbench.drafters.heads import HeadDrafter
     from specbench.drafters.translate import TranslatingDrafter
     from specbench.models.load import load_model
     from specbench.models.prepare import prepare
@@ -495,10 +496,13 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
     for each in proposers:
         if options.assistants and isinstance(each.spec, SmallModel) and each.models:
-            if isinstance(each.outcome, TranslatingDrafter):
-                assistants[each.name] = RunError(
-                    "transformers is given no drafter with another tokenizer than the target's."
+            if isinstance(each.outcome, TranslatingDrafter | HeadDrafter):
+                what = (
+                    "trained head"
+                    if isinstance(each.outcome, HeadDrafter)
+                    else "drafter with another tokenizer than the target's"
                 )
+                assistants[each.name] = RunError(f"transformers is given no {what}.")
                 continue
             try:
                 assistants[each.name] = load_model(
