@@ -67,6 +67,7 @@ THEORY = ("tests/test_theory.py", "-k", "tree")
 SCHEDULE = ("tests/test_schedule.py",)
 CALIBRATED = ("tests/test_tree_calibration.py", "-k", "holds_for or rule_takes or faster")
 TREES = ("tests/test_trees.py", "-k", "targets and not specinfer or keeps_what_it_has_read")
+HEADS = ("tests/test_heads.py", "-k", "formula or every_draft")
 CONTROL = Mutant(
     "(nothing changed)",
     "decoding/verify.py",
@@ -581,8 +582,8 @@ MUTANTS = (
     Mutant(
         "short passes pass hooks by",
         "backends/torch/kernels/surgery.py",
-        "        if any(of_all) or any(self._hooks):\n",
-        "        if any(of_all):\n",
+        "for hooks in self._hooks\n",
+        "for hooks in ()\n",
         ("tests/test_short_passes.py", "-k", "hooks_are_called"),
     ),
     Mutant(
@@ -834,6 +835,42 @@ MUTANTS = (
         '"constant", 0.0',
         '"constant", 0.4',
         ("tests/test_export.py", "-k", "same_tokens and big"),
+    ),
+    # -- trained heads ---------------------------------------------------------------------------
+    Mutant(
+        "states of drafts off the path are handed on",
+        "decoding/loop.py",
+        "return hidden[[*range(before), *(before + node for node in path)]]",
+        "return hidden[: before + len(path)]",
+        HEADS,
+    ),
+    Mutant(
+        "a head goes on from keys of its own drafts",
+        "backends/torch/head_scorers.py",
+        "        self._cache.keep(self._read)\n",
+        "        pass\n",
+        HEADS,
+    ),
+    Mutant(
+        "a token goes with the state at its own position",
+        "backends/torch/head_scorers.py",
+        "self._states.append(states[-fresh:]",
+        "self._states.append(states[-fresh:].roll(-1, 0)",
+        HEADS,
+    ),
+    Mutant(
+        "a node goes with the output before its parent",
+        "backends/torch/head_scorers.py",
+        "self._features[parents[node] + 1]",
+        "self._features[max(0, parents[node])]",
+        HEADS,
+    ),
+    Mutant(
+        "SpecForge's layers are taken for vLLM's",
+        "models/heads.py",
+        "each + 1 for each in",
+        "each for each in",
+        HEADS,
     ),
 )
 

@@ -494,13 +494,13 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any
         ]
     # Prompts are read in parts, and there is no room for all: somebody is put back, and read again.
     many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=6, pool_tokens=112)
-    for run, found in zip(runs, many.results(), strict=True):
-        alone = GenerationRun(run.prompt, target, run.drafter, policy=run.policy, max_new_tokens=20)
+    for each, found in zip(runs, many.results(), strict=True):
+        alone = GenerationRun(each.prompt, target, each.drafter, policy=each.policy, max_new_tokens=20)
         assert all(True for _ in alone)
         assert isinstance(found, Generation), found
         assert found.token_ids == alone.result().token_ids
         assert [step.drafted for step in found.steps] == [step.drafted for step in alone.result().steps]
-    assert sum(step.accepted for run in runs for step in run.result().steps) > 20
+    assert sum(step.accepted for each in runs for step in each.result().steps) > 20
 
 
 @pytest.mark.parametrize(("drafter", "tree"), [("head", False), ("head", True), ("cascade", False)])
