@@ -66,6 +66,8 @@ SIBLINGS = ("tests/test_siblings.py",)
 THEORY = ("tests/test_theory.py", "-k", "tree")
 SCHEDULE = ("tests/test_schedule.py",)
 CALIBRATED = ("tests/test_tree_calibration.py", "-k", "holds_for or rule_takes or faster")
+BLOCKS = ("tests/test_pools.py", "-k", "whatever_others_do")
+RAGGED = ("tests/test_batch.py::test_every_request_gets_the_rows_it_gets_alone[llama-slotted]",)
 TREES = ("tests/test_trees.py", "-k", "targets and not specinfer or keeps_what_it_has_read")
 HEADS = ("tests/test_heads.py", "-k", "formula or every_draft")
 CONTROL = Mutant(
@@ -596,7 +598,7 @@ MUTANTS = (
     Mutant(
         "short passes keep a norm's old weights",
         "backends/torch/passes.py",
-        "found is None or found.held() is not held:",
+        "found is None or found.mark() is not mark:",
         "found is None:",
         ("tests/test_short_passes.py", "-k", "stale"),
     ),
@@ -813,6 +815,48 @@ MUTANTS = (
         "            with suppress(Exception):\n                scorer.keep(0)\n",
         "            pass\n",
         SCHEDULE,
+    ),
+    Mutant(
+        "a request writes into blocks that others share",
+        "backends/torch/pools.py",
+        "shared = [i for i in written if self._holders[blocks[i]] > 1]",
+        "shared: list[int] = []",
+        BLOCKS,
+    ),
+    Mutant(
+        "a request that is rolled back keeps a block too many",
+        "backends/torch/pools.py",
+        "        kept = -(-length // self.size)\n",
+        "        kept = length // self.size + 1\n",
+        BLOCKS,
+    ),
+    Mutant(
+        "blocks are shared whatever stands before them",
+        "backends/torch/pools.py",
+        "blake2b(before + part.tobytes()",
+        "blake2b(part.tobytes()",
+        BLOCKS,
+    ),
+    Mutant(
+        "a request sees what lies behind its own rows",
+        "backends/torch/pools.py",
+        "mask[i, 0, :count, : part.end - first] = _seen(part, first, part.end, window)",
+        "mask[i, 0, :count] = True",
+        RAGGED,
+    ),
+    Mutant(
+        "rows go back in the order of the pool",
+        "backends/torch/batch.py",
+        "scorer.fit(made.logits[given[i]])",
+        "scorer.fit(made.logits[given[order[i]]])",
+        RAGGED,
+    ),
+    Mutant(
+        "what a cheaper form has read passes for the target's own",
+        "backends/torch/scorer.py",
+        "        if isinstance(self.cache, Slot) and self._owns_slot:\n",
+        "        if isinstance(self.cache, Slot):\n",
+        ("tests/test_pools.py", "-k", "cheaper_form"),
     ),
     # -- configurations and exports ---------------------------------------------------------------
     Mutant(

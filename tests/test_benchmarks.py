@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aa
+import batch
 import overhead
 import parts
 import passes
@@ -45,6 +46,26 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 # --- Passes ---------------------------------------------------------------------------------------
+
+
+def test_passes_over_several_requests_are_timed_beside_one_over_each(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--target",
+        str(models / "target"),
+        "--dtype",
+        "float32",
+        "--contexts",
+        "24",
+        "--rounds",
+        "2",
+    ]
+    assert batch.main([*arguments, "--requests", "1", "3"]) == 0
+    rows = last_json(capsys)["passes"]
+    assert [(row["requests"], row["rows"]) for row in rows] == [(1, 1), (1, 5), (3, 1), (3, 5)]
+    for row in rows:
+        assert row["slotted_ratio"] == pytest.approx(row["separate_ms"] / row["slotted_ms"], rel=0.1)
 
 
 def test_passes_are_measured_against_memory(

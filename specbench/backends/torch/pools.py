@@ -28,7 +28,7 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Blocks", "Joined", "KVPool", "Part", "PoolKind", "PoolUse", "Slot", "Table", "bytes_per_token"]
+__all__ = ["Blocks", "Joined", "KVPool", "Part", "PoolKind", "PoolUse", "Slot", "Table", "make_pool"]
 
 PoolKind = Literal["slotted", "paged"]
 
@@ -49,6 +49,7 @@ class PoolUse:
         used: Of these, those that some request holds.
         shared: Of these, those that several hold.
         peak: The most that were used at a time.
+        bytes: Of the whole pool's buffers; 0 before anything is in them.
     """
 
     block: int
@@ -56,6 +57,7 @@ class PoolUse:
     used: int
     shared: int
     peak: int
+    bytes: int
 
 
 class Table:
@@ -296,15 +298,36 @@ class KVPool:
     def use(self) -> PoolUse:
         """How much of it is taken now."""
         blocks = self.blocks
-        return PoolUse(blocks.size, blocks.count, blocks.count - blocks.free, blocks.shared, blocks.peak)
+        size = sum(
+            store.keys.nbytes + store.values.nbytes
+            for store in self.stores
+            if store is not None and store.made
+        )
+        return PoolUse(
+            blocks.size, blocks.count, blocks.count - blocks.free, blocks.shared, blocks.peak, size
+        )
 
     def slot(self) -> Slot:
         """Room for the keys and values of one request; it holds none yet."""
         return Slot(self)
 
 
+def make_pool(model: PreTrainedModel, kind: PoolKind, memory: int, slots: int) -> KVPool:
+    """A pool for a model.
+
+    Args:
+        model: Whose keys and values it is to hold.
+        kind, slots: See ``KVPool``.
+        memory: Bytes that its buffers may take.
+
+    Raises:
+        UsageError: See ``KVPool``.
+    """
+    return KVPool(model.config, kind, memory // _bytes_per_token(model), slots)
+
+
 @torch.inference_mode()
-def bytes_per_token(model: PreTrainedModel) -> int:
+def _bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes that the keys and values of a token take, found by reading one."""
     cache, untyped = DynamicCache(config=model.config), cast("Any", model)
     ids = torch.zeros(1, 1, dtype=torch.long, device=untyped.get_input_embeddings().weight.device)
@@ -480,15 +503,16 @@ class Slot:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        if self._table.blocks and self.pool.kind == "slotted":
+        if not self._table.blocks:
+            return
+        if self.pool.kind == "slotted":
             first = self.place * self.pool.blocks.size
             for layer in self._held:
                 layer.store.clean(first, first + self._end)
         self._hold(0)
         self._end = 0
         self._shorten()
-        self._cache = self._as_cache()  # another object, as a sign of another context
-        self.pool.mark = Mark()
+        self._cache, self.pool.mark = self._as_cache(), Mark()  # signs of another context
 
 
 class Part(NamedTuple):
