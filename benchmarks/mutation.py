@@ -796,6 +796,20 @@ MUTANTS = (
         SCHEDULE,
     ),
     Mutant(
+        "hidden states of a prompt's first parts are lost",
+        "decoding/schedule.py",
+        "return rows._replace(hidden=torch.cat(states))",
+        "return rows",
+        SCHEDULE,
+    ),
+    Mutant(
+        "requests side by side share what a rule has learnt",
+        "generate.py",
+        "DraftPolicy.of(self.policy).fork()",
+        "DraftPolicy.of(self.policy)",
+        ("tests/test_generate_many.py", "-k", "rules_learn"),
+    ),
+    Mutant(
         "passes do not wait for those who draft",
         "decoding/schedule.py",
         "[job for job in self._active if job.drafts] or candidates",

@@ -380,15 +380,9 @@ def test_a_context_that_nobody_keeps_is_read_whole() -> None:
     assert [found[0], found[1]] == [case.alone() for case in cases]
 
 
-class Telling(Member):
-    """Its hidden states are the tokens it was fed."""
-
-    def score(self, asked: Pass) -> Rows:
-        held = self.held
-        rows = super().score(asked)
-        return rows._replace(
-            hidden=torch.tensor([[[float(token)]] for token, _ in self.cache.entries[held:]])
-        )
+def last_token(tokens: Sequence[int]) -> torch.Tensor:
+    """Hidden states that say what was fed, [1, 1]."""
+    return torch.tensor([[float(tokens[-1])]])
 
 
 class Listening(NoDraft):
@@ -406,7 +400,8 @@ class Listening(NoDraft):
 
 def test_states_of_contexts_read_in_parts_and_anew_are_whole() -> None:
     house = House(Room(90))
-    house.member = lambda: Telling(TARGET, house.room, house.target)  # type: ignore[method-assign]
+    telling = partial(Member, TARGET, house.room, house.target, states=last_token)
+    house.member = telling  # type: ignore[method-assign]
     listening: list[Listening] = []
 
     def request(case: Case) -> Request:
@@ -416,7 +411,7 @@ def test_states_of_contexts_read_in_parts_and_anew_are_whole() -> None:
     scheduler = Scheduler(max_tokens_per_pass=7)
     for number in range(3):
         scheduler.add(partial(request, Case((1, number) * 12, tokens=20)))
-    assert not any(isinstance(event, Exception) for _, event in scheduler)
+    assert [event for _, event in scheduler if isinstance(event, Exception)] == []
     assert [each.known for each in listening] == [43] * 3
     assert house.target is not None
     assert any(max(each) > 4 for each in house.target.passes[-30:])  # somebody was put back, and read again
@@ -551,6 +546,13 @@ def test_times_are_those_of_the_batch_without_the_consumer_s() -> None:
         assert {step.times.verify_s for step in steps} == {1}
         assert {step.times.total_s for step in steps} == {1}
     assert records[2][0].queued_s == 30
+
+
+def test_a_prompt_is_not_read_for_longer_than_is_drafted() -> None:
+    watch = Stopwatch(Ticking())
+    watch.start()
+    watch.lap("draft")
+    assert [watch.times(seconds).draft_prefill_s for seconds in (0.5, 3.0)] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("options", [{"max_batch": 0}, {"max_tokens_per_pass": 0}])

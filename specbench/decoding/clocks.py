@@ -91,7 +91,10 @@ class Stopwatch:
         self._last = now
 
     def times(self, draft_prefill_s: float = 0.0) -> StepTimes:
-        """The step so far. Seconds of reading a prompt are told by the drafter, and a part of its draft's."""
+        """The step so far. Seconds of reading a prompt are told by the drafter, and a part of its draft's.
+
+        Its clock goes on while this one may stand still.
+        """
         parts = self._parts
         return StepTimes(
             draft_s=parts["draft"],
@@ -99,7 +102,7 @@ class Stopwatch:
             accept_s=parts["accept"],
             rollback_s=parts["rollback"],
             other_s=parts["other"],
-            draft_prefill_s=draft_prefill_s,
+            draft_prefill_s=min(draft_prefill_s, parts["draft"]),
         )
 
 
