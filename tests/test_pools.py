@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny import tiny_llama
 
 from specbench.backends.torch.kernels.surgery import first_layers
-from specbench.backends.torch.pools import PAGE, Blocks, KVPool, PoolKind, Table, make_pool
+from specbench.backends.torch.pools import PAGE, Blocks, KVPool, PoolKind, Table, bytes_per_token
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Pass
 from specbench.errors import UsageError
@@ -349,10 +349,11 @@ def test_a_pool_without_room_or_with_other_layers_is_refused() -> None:
         KVPool(config, "paged", 64)
 
 
-def test_a_pool_takes_no_more_memory_than_it_is_given() -> None:
-    token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, float32
+def test_a_pool_takes_no_more_memory_than_its_tokens_need() -> None:
+    token = bytes_per_token(model())
+    assert token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, float32
     for kind, tokens in (("paged", 6 * PAGE), ("slotted", 99)):
-        held = make_pool(model(), kind, 100 * token + 5, 3)  # type: ignore[arg-type]
+        held = pool(kind, 100, 3)  # type: ignore[arg-type]
         assert held.use.bytes == 0
         Scorer(model(), held.slot()).logits(CONTEXT[:3])
         assert held.use.bytes == tokens * token

@@ -28,7 +28,7 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Blocks", "Joined", "KVPool", "Part", "PoolKind", "PoolUse", "Slot", "Table", "make_pool"]
+__all__ = ["Blocks", "Joined", "KVPool", "Part", "PoolKind", "PoolUse", "Slot", "Table", "bytes_per_token"]
 
 PoolKind = Literal["slotted", "paged"]
 
@@ -312,22 +312,8 @@ class KVPool:
         return Slot(self)
 
 
-def make_pool(model: PreTrainedModel, kind: PoolKind, memory: int, slots: int) -> KVPool:
-    """A pool for a model.
-
-    Args:
-        model: Whose keys and values it is to hold.
-        kind, slots: See ``KVPool``.
-        memory: Bytes that its buffers may take.
-
-    Raises:
-        UsageError: See ``KVPool``.
-    """
-    return KVPool(model.config, kind, memory // _bytes_per_token(model), slots)
-
-
 @torch.inference_mode()
-def _bytes_per_token(model: PreTrainedModel) -> int:
+def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes that the keys and values of a token take, found by reading one."""
     cache, untyped = DynamicCache(config=model.config), cast("Any", model)
     ids = torch.zeros(1, 1, dtype=torch.long, device=untyped.get_input_embeddings().weight.device)
