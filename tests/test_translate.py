@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import answered
-from specbench.decoding.records import Prefill
+from specbench.decoding.records import Generation, Prefill
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -24,6 +24,7 @@ from specbench.drafters.model import ModelDrafter
 from specbench.drafters.translate import TranslatingDrafter, Translation, longest_matches
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.generate_many import speculative_generate_many
 from specbench.lengths import FixedLength
 from specbench.models.load import LanguageModel, wrap_model
 from specbench.models.pairing import token_bytes, translation_of
@@ -200,6 +201,22 @@ def test_greedy_outputs_are_those_of_plain_decoding(cache: Any) -> None:
         found = speculative_generate(TEXT, target, each, gamma=4, max_new_tokens=40, ignore_eos=True)
         assert found.token_ids == plain.token_ids
         assert any(step.drafted for step in found.steps)
+
+
+@pytest.mark.parametrize("sampling", [None, Multinomial(0.7)])
+def test_requests_side_by_side_read_in_ids_of_their_own(sampling: Sampling | None) -> None:
+    target, drafter = pair(other_words("the", "Ġan", "er"))
+    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": 20, "sampling": sampling}
+    texts = [TEXT[: 10 * number] for number in range(2, 6)]
+    # Prompts are read in parts, and somebody is put back.
+    many = speculative_generate_many(
+        texts, target, drafter, max_batch=3, max_tokens_per_pass=20, pool_tokens=160, **settings
+    )
+    for text, found in zip(texts, many.results(), strict=True):
+        alone = speculative_generate(text, target, drafter, **settings)
+        assert isinstance(found, Generation), found
+        assert found.token_ids == alone.token_ids
+        assert [step.drafted for step in found.steps] == [step.drafted for step in alone.steps]
 
 
 @pytest.mark.parametrize("sampling", [None, Multinomial()])
