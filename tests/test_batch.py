@@ -19,7 +19,7 @@ from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, qu
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass
-from specbench.decoding.records import Prefill, Step
+from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.schedule import Scheduler
@@ -27,6 +27,8 @@ from specbench.decoding.tree import Siblings
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
+from specbench.generate import GenerationRun, speculative_generate
+from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength, build_policy
 from specbench.models.prepare import wrap_target
 
@@ -210,6 +212,20 @@ def test_models_that_cannot_be_read_together_are_read_one_by_one(name: str) -> N
             seat.logits(context, [6]), Scorer(scorer.model, "none").logits(context, [6]), atol=1e-3
         )
     assert pool.use.used == 2
+
+
+def test_layers_that_no_pool_holds_are_kept_apart() -> None:
+    class_name, config = ZOO["lfm2"]
+    target = wrap_target(build(class_name, config()), name="lfm2", pack=False)
+    runs = [GenerationRun(prompt, target, LookupDrafter(), max_new_tokens=9) for prompt in PROMPTS[:3]]
+    many = GenerationRuns(runs, max_batch=3)
+    assert many.seats is not None
+    assert "grows" in (many.seats.why_apart or "")
+    expected = [
+        speculative_generate(prompt, target, LookupDrafter(), max_new_tokens=9).token_ids
+        for prompt in PROMPTS[:3]
+    ]
+    assert [each.token_ids for each in many.results() if isinstance(each, Generation)] == expected
 
 
 def test_why_some_are_not_read_together() -> None:

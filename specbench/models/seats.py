@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, PreallocatedKVCache, make_cache
 from specbench.backends.torch.head_scorers import HeadScorer
-from specbench.backends.torch.pools import KVPool, PoolKind, PoolUse
+from specbench.backends.torch.pools import KVPool, PoolKind, PoolUse, fits_pools
 from specbench.backends.torch.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ class Seats:
         if loaded not in self._models:
             own, pool = loaded is self._target, self._pool
             if own or loaded.cache is not self._target.cache:
-                pool = KVPool(loaded.model.config, self._kind, self._tokens, self._requests)
+                config = loaded.model.config
+                fits = fits_pools(config)
+                pool = KVPool(config, self._kind, self._tokens, self._requests) if fits else None
             self._models[loaded] = BatchedModel(loaded, pool, exact=own)
             if own:
                 self._pool = pool

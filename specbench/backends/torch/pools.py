@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
     DynamicCache,
+    DynamicLayer,
     DynamicSlidingWindowLayer,
 )
 
@@ -28,7 +29,18 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Blocks", "Joined", "KVPool", "Part", "PoolKind", "PoolUse", "Slot", "Table", "bytes_per_token"]
+__all__ = [
+    "Blocks",
+    "Joined",
+    "KVPool",
+    "Part",
+    "PoolKind",
+    "PoolUse",
+    "Slot",
+    "Table",
+    "bytes_per_token",
+    "fits_pools",
+]
 
 PoolKind = Literal["slotted", "paged"]
 
@@ -283,15 +295,15 @@ class KVPool:
         self.blocks = Blocks(tokens // size, size, 1 if kind == "slotted" else None)
         self.stores: list[_Store | None] = []  # None for a layer that reads the keys of others
         for layer in DynamicCache(config=config).layers:
-            if type(layer) is DummyLayer:
-                self.stores.append(None)
-            elif type(layer).__name__ == "DynamicLayer" or type(layer) is DynamicSlidingWindowLayer:
-                self.stores.append(_Store(self.blocks.count * size, getattr(layer, "sliding_window", None)))
-            else:
+            if not _is_attention(layer):
                 raise UsageError(
                     f"A pool cannot hold layers of the kind {type(layer).__name__}.",
                     "Decode the prompts one by one with this model.",
                 )
+            window = getattr(layer, "sliding_window", None)
+            self.stores.append(
+                None if type(layer) is DummyLayer else _Store(self.blocks.count * size, window)
+            )
         self.mark = Mark()
 
     @property
@@ -310,6 +322,15 @@ class KVPool:
     def slot(self) -> Slot:
         """Room for the keys and values of one request; it holds none yet."""
         return Slot(self)
+
+
+def fits_pools(config: PretrainedConfig) -> bool:
+    """Whether a pool can hold what a model of this configuration keeps of its context."""
+    return all(_is_attention(layer) for layer in DynamicCache(config=config).layers)
+
+
+def _is_attention(layer: object) -> bool:
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 
 
 @torch.inference_mode()
