@@ -5,6 +5,10 @@ A part of benchmarks/lossless.py, which does all drafters, caches, several γ an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -19,12 +23,13 @@ from specbench.options import LoadOptions
 
 pytestmark = pytest.mark.real
 
-MODEL, NEW = "smollm2-135m", 40
+MODEL, NEW, MANY = "smollm2-135m", 24, 40
+CACHES = ("dynamic", "preallocated")
 FLOAT32 = LoadOptions(dtype="float32", device="cpu")
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[tuple[int, ...], list[int]]:
+@cache
+def expected(new: int) -> dict[tuple[int, ...], list[int]]:
     """What `generate` answers to a few prompts, with the same end tokens and no sampling defaults."""
     reference = load_model(MODEL, FLOAT32)
     prompts = load_prompts(["code-editing", "chat", "structured-output"], limit=3)
@@ -34,7 +39,7 @@ def expected() -> dict[tuple[int, ...], list[int]]:
         batch = torch.tensor([ids])
         config = GenerationConfig(
             do_sample=False,
-            max_new_tokens=NEW,
+            max_new_tokens=new,
             eos_token_id=list(reference.end_ids),
             pad_token_id=reference.end_ids[0],
         )
@@ -46,32 +51,39 @@ def expected() -> dict[tuple[int, ...], list[int]]:
     return answers
 
 
-@pytest.fixture(scope="module", params=["dynamic", "preallocated"])
+@pytest.fixture(scope="module", params=CACHES)
 def target(request: pytest.FixtureRequest) -> Target:
     return load_target(MODEL, FLOAT32, cache=request.param)
 
 
-@pytest.mark.parametrize(
-    ("spec", "rule"),
-    [
-        ("none", "fixed"),
-        ("lookup", "fixed"),
-        ("ngram:top-k=2", "fixed:gamma=3"),
-        ("self:int8", "fixed:gamma=4"),
-        ("self:layers=10", "fixed:gamma=2"),
-        (MODEL, "fixed:gamma=2"),
-        ("suffix", "static-tree:nodes=8"),
-        ("self:int8", "dynamic-tree:nodes=8,top-k=3"),
-        ("self:layers=10", "auto-tree"),
-        ("lookup|self:layers=10", "fixed:gamma=2"),
-    ],
-)
-def test_greedy_tokens_are_those_of_transformers(
-    target: Target, expected: dict[tuple[int, ...], list[int]], spec: str, rule: str
-) -> None:
+DRAFTS = [
+    ("none", "fixed"),
+    ("lookup", "fixed"),
+    ("ngram:top-k=2", "fixed:gamma=3"),
+    ("self:int8", "fixed:gamma=4"),
+    ("self:layers=10", "fixed:gamma=2"),
+    (MODEL, "fixed:gamma=2"),
+    ("suffix", "static-tree:nodes=8"),
+    ("self:int8", "dynamic-tree:nodes=8,top-k=3"),
+    ("self:layers=10", "auto-tree"),
+    ("lookup|self:layers=10", "fixed:gamma=2"),
+]
+
+
+def cells() -> Iterator[Any]:
+    """Every drafter with one of the caches in turn; with the other one, and longer, where it is slow."""
+    for place, kind in enumerate(CACHES):
+        for number, (spec, rule) in enumerate(DRAFTS):
+            quick = number % len(CACHES) == place
+            new, marks = (NEW, ()) if quick else (MANY, pytest.mark.slow)
+            yield pytest.param(kind, spec, rule, new, id=f"{kind}-{spec}-{rule}", marks=marks)
+
+
+@pytest.mark.parametrize(("target", "spec", "rule", "new"), list(cells()), indirect=["target"])
+def test_greedy_tokens_are_those_of_transformers(target: Target, spec: str, rule: str, new: int) -> None:
     drafter = load_drafter(spec, target)
-    for ids, tokens in expected.items():
-        run = GenerationRun(ids, target, drafter, policy=build_policy(rule), max_new_tokens=NEW)
+    for ids, tokens in expected(new).items():
+        run = GenerationRun(ids, target, drafter, policy=build_policy(rule), max_new_tokens=new)
         for _ in run:
             pass
         result = run.result()
@@ -85,7 +97,7 @@ def test_sampling_repeats_with_its_seed(target: Target) -> None:
 
     def tokens(seed: int) -> tuple[int, ...]:
         result = speculative_generate(
-            "Tell me a story.", target, drafter, sampling=Multinomial(0.9), seed=seed, max_new_tokens=16
+            "Tell me a story.", target, drafter, sampling=Multinomial(0.9), seed=seed, max_new_tokens=8
         )
         return result.token_ids
 
