@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 from specbench.errors import SpecbenchError
 from specbench.models.load import load_model
@@ -15,6 +16,7 @@ from specbench.options import LoadOptions
 
 
 def main() -> None:
+    time.sleep = lambda _: None  # the hub's client waits for half a minute before it gives up
     for _ in sys.stdin:
         try:
             model = load_model("org/name", LoadOptions("float32", "cpu"), tokenizer=False)

@@ -16,7 +16,7 @@ CASE = 2
 
 
 @pytest.mark.parametrize(
-    ("minutes", "seed"), [(0.2, 0), pytest.param(1, 1000, marks=pytest.mark.slow, id="a minute")]
+    ("minutes", "seed"), [(0.1, 0), pytest.param(1, 1000, marks=pytest.mark.slow, id="a minute")]
 )
 def test_random_cases_find_nothing(minutes: float, seed: int) -> None:
     child = subprocess.run(

@@ -350,7 +350,7 @@ def test_every_width_is_compiled(compiler: CountingCompiler) -> None:
     scorer.logits(CONTEXT)
     scorer.keep(len(CONTEXT) - 1)
     counts = []
-    for width in range(14):
+    for width in range(10):  # torch recompiles eight times by itself
         scorer.logits(CONTEXT, [1] * width)
         scorer.keep(len(CONTEXT) - 1)
         counts.append(compiler.graphs)
@@ -359,8 +359,15 @@ def test_every_width_is_compiled(compiler: CountingCompiler) -> None:
     )
 
 
-@pytest.mark.parametrize("rule", ["fixed:gamma=4", "auto"])
-@pytest.mark.parametrize("drafter", ["lookup", "self:layers=1"])
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        ("lookup", "auto"),
+        ("self:layers=1", "fixed:gamma=4"),
+        pytest.param("lookup", "fixed:gamma=4", marks=pytest.mark.slow),
+        pytest.param("self:layers=1", "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_decoding_gives_the_targets_own_tokens(
     compiler: CountingCompiler, drafter: str, rule: str
 ) -> None:
