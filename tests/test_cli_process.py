@@ -312,7 +312,9 @@ def test_a_sweep_whose_table_nobody_takes_is_whole_in_its_folder(
 def test_neither_prompts_nor_models_steer_a_terminal(folder: Path, more: Mapping[str, str]) -> None:
     prompt = "\x1b]0;title\x07\x1b[31m[red]x[/] 👩‍👧 שלום \udced\udca0\udc80 \u202e"
     command = ["generate", prompt, "--target", str(folder), "--ignore-eos", "-t", "5", "-n", "60"]
-    code, output = in_terminal([*command, "--drafter", "self:layers=1", "--debug", "--compare"], **more)
+    code, output = in_terminal(
+        [*command, "--drafter", "self:layers=1", "--debug", "--compare", "--repeats", "1"], **more
+    )
     assert code == 0, output
     if "NO_COLOR" in more:
         assert not re.search("\x1b\\[[0-9;]*[34][0-9][0-9;]*m", output), "a colour"
@@ -356,6 +358,8 @@ def test_a_terminal_gets_colour_and_80_columns(folder: Path) -> None:
         "-n",
         "40",
         "--compare",
+        "--repeats",
+        "1",
     ]
     code, output = in_terminal([*command, "--debug"], TERM="xterm-256color")
     assert code == 0, output
