@@ -80,6 +80,9 @@ def test_counts_are_those_of_the_decoder(sampling: Sampling, method: Any) -> Non
         sum(each.tested > 0 for each in steps),
         sum(each.ranks[:1] == (0,) for each in steps),
     ]
+    for rank, share in enumerate(found.shares):
+        kept = sum(each.ranks.count(rank) for each in steps)
+        assert share == pytest.approx(kept / found.choice.tested)
     choice = found.choice
     assert (choice.target, choice.drafter, choice.verification) == ("tiny", drafter.name, method)
     assert (choice.nodes, choice.depth, choice.speedup) == (

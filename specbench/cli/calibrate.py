@@ -287,14 +287,11 @@ def _tree_as_json(found: TreeCalibration) -> str:
 
 
 def _tree_as_text(found: TreeCalibration, target: Target) -> str:
-    from specbench.decoding.metrics import kept_by_rank
     from specbench.textsafe import terminal_safe
 
     choice = found.choice
-    lines = ["rank  tested   kept"]
-    for rank, rate in enumerate(kept_by_rank(found.counts)):
-        tested = sum(each for (_, other), (each, _) in found.counts.items() if other == rank)
-        lines.append(f"{rank + 1:4}  {tested:6}  {rate:5.1%}")
+    lines = [f"rank  kept at so many of {choice.tested} nodes"]
+    lines += [f"{rank:4}  {share:6.1%}" for rank, share in enumerate(found.shares, start=1)]
     lines += [
         "",
         f"{choice.rule}: predicted {choice.speedup:.2f} × plain decoding with {found.tree.tokens:.2f} tokens per step;"

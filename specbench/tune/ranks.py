@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from specbench.bench.passes import ABREAST, time_passes
 from specbench.decoding.clocks import Clock, clock_for
-from specbench.decoding.metrics import count_ranks, kept_by_rank
+from specbench.decoding.metrics import count_ranks
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.theory import (
@@ -68,6 +68,7 @@ class TreeCalibration:
 
     Attributes:
         counts: By depth, from 1, and rank, from 0: at how many nodes it was tested, and how often kept.
+        shares: By rank, at how many of all nodes that candidate was the one kept; some nodes may have had none.
         choice: The tree to be stored.
         tree: The same, and what is expected of it.
         chain: The best chain by the same figures.
@@ -75,6 +76,7 @@ class TreeCalibration:
     """
 
     counts: Mapping[tuple[int, int], Sequence[int]]
+    shares: Sequence[float]
     choice: TreeChoice
     tree: PlannedTree
     chain: PlannedTree
@@ -153,7 +155,11 @@ def calibrate_tree(
         progress,
         abreast=ABREAST,
     )
-    ranks, costs = _percentages(kept_by_rank(counts)), times.medians()
+    nodes = sum(tested for (_, rank), (tested, _) in counts.items() if rank == 0)
+    shares = [0.0] * (1 + max(rank for _, rank in counts))
+    for (_, rank), (_, kept) in counts.items():
+        shares[rank] += kept / nodes
+    ranks, costs = _percentages(shares), times.medians()
     tree, chain = best_tree(ranks, costs), best_tree(ranks[:1], costs)
     choice = TreeChoice(
         target=target.name,
@@ -161,12 +167,12 @@ def calibrate_tree(
         temperature=sampling.temperature,
         verification=key.verification,
         ranks=ranks,
-        tested=sum(tested for (_, rank), (tested, _) in counts.items() if rank == 0),
+        tested=nodes,
         nodes=tree.nodes,
         depth=tree.depth,
         speedup=tree.speedup,
     )
-    return TreeCalibration(counts, choice, tree, chain, complete)
+    return TreeCalibration(counts, shares, choice, tree, chain, complete)
 
 
 def _comb() -> StaticTree:
@@ -177,7 +183,7 @@ def _comb() -> StaticTree:
 
 
 def _percentages(rates: Sequence[float]) -> tuple[int, ...]:
-    """Whole per cent, not more than a hundred together, without zeros behind the last that counts."""
+    """Per cent of parts of a whole, rounded; not more than a hundred, without zeros behind the last that counts."""
     rounded = [round(100 * rate) for rate in rates]
     while len(rounded) > 1 and not rounded[-1]:
         rounded.pop()
