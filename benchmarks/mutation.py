@@ -924,6 +924,13 @@ MUTANTS = (
         HEADS,
     ),
     Mutant(
+        "guesses stand one place off",
+        "drafters/look_ahead.py",
+        "return self._guesses[place - self._first][None]",
+        "return self._guesses[place - self._first - 1][None]",
+        ("tests/test_heads.py", "-k", "rows_of_pass"),
+    ),
+    Mutant(
         "SpecForge's layers are taken for vLLM's",
         "models/heads.py",
         "each + 1 for each in",

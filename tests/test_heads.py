@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -36,18 +36,21 @@ from transformers import LlamaConfig
 from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
 from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
 from specbench.backends.torch.scorer import FittedLogits, Scorer
+from specbench.bench.passes import time_passes
 from specbench.check.memo import memoised
 from specbench.check.observe import DecodingSetup, observe
 from specbench.check.run import Case, DecodingCheck
 from specbench.cli import run
+from specbench.decoding.clocks import WallClock
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Asking, Drafter, Pass
+from specbench.decoding.protocols import Asking, Drafter, Pass, answered
 from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
+from specbench.drafters.look_ahead import LookAheadDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
@@ -266,7 +269,7 @@ def test_rows_of_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) ->
     torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT, DRAFT[:1])).logits, chain[:2], **close)
     torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT, DRAFT)).logits, chain, **close)
     drafter.keep(len(CONTEXT) - 1)
-    assert scorer.held == len(CONTEXT)
+    assert scorer.held == len(CONTEXT) - 1  # the last token is read again
     found = scorer.score(Pass(scorer, CONTEXT, DRAFT, parents)).logits
     torch.testing.assert_close(found, tree, **close)
 
@@ -299,6 +302,26 @@ def test_rows_of_medusa_are_those_of_the_formula(tmp_path: Path, shared: bool) -
     torch.testing.assert_close(found, torch.stack([rows[1], rows[2]]), atol=1e-4, rtol=1e-4)
     assert drafter.can_read(CONTEXT, DRAFT[:2])
     assert not drafter.can_read(CONTEXT, DRAFT)
+
+
+def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path: Path) -> None:
+    ahead = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
+    settings = {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": VOCAB}
+    target = tiny_target()
+    drafter = load_drafter(str(write_head(tmp_path / "head", settings, {"ahead": ahead})), target, PLAIN)
+    target.scorer.begin()
+    draft = answered(
+        drafter.propose(CONTEXT, 9, FixedLength(9), Multinomial(1.0), Randomness(0))  # four at most
+    )
+    with torch.inference_mode():
+        embedded = target_model().get_input_embeddings()(torch.tensor([CONTEXT]))
+        whole = torch.cat((embedded, ahead[None]), dim=1)
+        expected = target_model()(inputs_embeds=whole).logits[0, -4:]
+    assert (draft.passes, len(draft.tokens)) == (1, 4)
+    assert draft.logits is not None
+    torch.testing.assert_close(torch.stack(draft.logits), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(draft.q, expected.softmax(-1), atol=1e-4, rtol=1e-4)
+    assert target.scorer.held == 0  # all of it was taken back
 
 
 # -- the loop's own distribution, enumerated -------------------------------------------------------
@@ -347,13 +370,30 @@ def small_scorer(kind: str) -> HeadScorer:
     return EagleScorer(head, head.embed_tokens, (0, 1, 2), fitted, None)
 
 
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "eagle": lambda: HeadDrafter(small_scorer("eagle"), "eagle"),
-    "medusa": lambda: HeadDrafter(small_scorer("medusa"), "medusa"),
-    "lookup+eagle": lambda: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("eagle"), "eagle")),
-    "lookup+medusa": lambda: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("medusa"), "medusa")),
-    "eagle|medusa": lambda: SeveralDrafters([DRAFTERS["eagle"](), DRAFTERS["medusa"]()]),
+DRAFTERS: dict[str, Callable[[ScriptedScorer], Drafter]] = {
+    "eagle": lambda _: HeadDrafter(small_scorer("eagle"), "eagle"),
+    "medusa": lambda _: HeadDrafter(small_scorer("medusa"), "medusa"),
+    "lookup+eagle": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("eagle"), "eagle")),
+    "lookup+medusa": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("medusa"), "medusa")),
+    "eagle|medusa": lambda target: SeveralDrafters([DRAFTERS["eagle"](target), DRAFTERS["medusa"](target)]),
+    "pass": lambda target: look_ahead(target),
+    "lookup+pass": lambda target: CascadeDrafter(LookupDrafter(), look_ahead(target)),
 }
+
+
+def ahead_table(tokens: Sequence[int]) -> torch.Tensor:
+    """Logits of the target where the ids from ``FEW`` on stand for tokens to come."""
+    return TABLE(tokens) if tokens[-1] < FEW else AHEAD([token % FEW for token in tokens[-2:]]) + tokens[-1]
+
+
+AHEAD = random_table(8, FEW)
+
+
+def look_ahead(target: ScriptedScorer) -> LookAheadDrafter:
+    scorer: Any = ScriptedScorer(ahead_table, FEW, cache=target.cache, own_entries_only=False)
+    return LookAheadDrafter(scorer, (FEW, FEW + 1), "pass")
+
+
 POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     "chain": lambda: DraftPolicy(FixedLength(DEPTH)),
     "block": lambda: DraftPolicy(FixedLength(DEPTH), verification="block"),
@@ -371,8 +411,9 @@ def loop_distribution(
 ) -> dict[tuple[int, ...], float]:
     def run(random: Any) -> tuple[int, ...]:
         tokens: list[int] = []
+        target = scripted_target()
         for record in decode_steps(
-            PROMPT, scripted_target(), DRAFTERS[drafter](), policy=POLICIES[policy](), sampling=sampling, random=random,
+            PROMPT, target, DRAFTERS[drafter](target), policy=POLICIES[policy](), sampling=sampling, random=random,
             max_new_tokens=new,
         ):  # fmt: skip
             if isinstance(record, Prefill):
@@ -399,8 +440,9 @@ def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], f
 
 
 CELLS = [
-    *((drafter, policy, NEW) for drafter, policy in itertools.product(["eagle", "medusa"], POLICIES)),
-    ("lookup+eagle", "chain", NEW), ("lookup+medusa", "chain", NEW), ("eagle|medusa", "chain", NEW - 1),
+    *((drafter, policy, NEW) for drafter, policy in itertools.product(["eagle", "medusa", "pass"], POLICIES)),
+    ("lookup+eagle", "chain", NEW), ("lookup+medusa", "chain", NEW), ("lookup+pass", "chain", NEW),
+    ("eagle|medusa", "chain", NEW - 1),
 ]  # fmt: skip
 
 
@@ -447,7 +489,11 @@ def few_tokens() -> Any:
     return tiny_llama(vocab_size=9, layers=3, seed=1)
 
 
-def few_head(folder: Path, kind: str, target: Target) -> HeadDrafter:
+def few_head(folder: Path, kind: str, target: Target) -> Any:
+    if kind == "pass":
+        settings = {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": 9}
+        files = write_head(folder, settings, {"ahead": few_tokens().get_input_embeddings().weight[:3]})
+        return load_drafter(str(files), target, PLAIN)
     if kind == "medusa":
         files = write_head(folder, medusa_settings(9), medusa_tensors(vocab=9))
     else:
@@ -456,7 +502,7 @@ def few_head(folder: Path, kind: str, target: Target) -> HeadDrafter:
     return drafter_of(files, target)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "pass"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated", "none", "static"])
 def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) -> None:
     target = wrap_target(few_tokens(), cache=kept, pack=False)
@@ -472,9 +518,8 @@ def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) ->
         for first in (True, False):
             found, steps = outputs(target.scorer, drafter, policy, first_target=first)
             assert found == expected
-            assert bool(steps[0].drafted) == (
-                first or (isinstance(drafter, CascadeDrafter) and bool(steps[0].drafted))
-            )
+            if drafter is head and kind != "pass":  # which knows nothing before the target's first pass
+                assert bool(steps[0].drafted) == first
             accepted += sum(step.accepted for step in steps)
     assert accepted > 20
 
@@ -551,25 +596,38 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
     assert (rows[0] - rows[1])[:, places].norm() < 0.05 * rows[1][:, places].norm()
 
 
+def test_timed_passes_are_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = wrap_target(few_tokens(), pack=False)
+    for kind in ("eagle", "medusa"):
+        head = few_head(tmp_path / kind, kind, target)
+        made: list[int] = []
+        module = head.scorer.head if kind == "eagle" else head.scorer.heads
+        name = "read" if kind == "eagle" else "logits"
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, real=real, made=made: made.append(0) or real(*given))
+        time_passes(target.scorer, {kind: head}, PROMPT, [1], WallClock(), 3, Random(0))
+        assert len(made) == 1 + 1 + 3  # to read the context, to meet the machine, and timed
+
+
 # -- the check -------------------------------------------------------------------------------------
 
 
-def check_setup(drafter: Drafter, **changes: Any) -> DecodingSetup:
-    made = DecodingSetup(
-        target=scripted_target(),  # type: ignore[arg-type]
-        drafter=drafter,
+def check_setup(drafter: str | Drafter) -> DecodingSetup:
+    target = scripted_target()
+    return DecodingSetup(
+        target=target,  # type: ignore[arg-type]
+        drafter=DRAFTERS[drafter](target) if isinstance(drafter, str) else drafter,
         policy=FixedLength(2),
         sampling=Multinomial(0.9),
         max_new_tokens=6,
     )
-    return replace(made, **changes)
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "medusa", "lookup+eagle"])
+@pytest.mark.parametrize("drafter", ["eagle", "medusa", "lookup+eagle", "pass"])
 def test_remembered_decoding_is_decoding(drafter: str) -> None:
     for greedy in (True, False):
-        setup = check_setup(DRAFTERS[drafter]())
-        memo, _ = memoised(check_setup(DRAFTERS[drafter]()))
+        setup, other = check_setup(drafter), check_setup(drafter)
+        memo, _ = memoised(other)
         for _ in range(2):
             direct = [each.tokens for each in observe(setup, PROMPT, greedy=greedy)]
             assert [each.tokens for each in observe(memo, PROMPT, greedy=greedy)] == direct

@@ -123,7 +123,7 @@ def time_passes(
         progress: Told how many rounds are done.
         abreast: How many nodes of a tree drafters are to read at once, those that draft trees.
     """
-    from specbench.decoding.protocols import answered
+    from specbench.decoding.protocols import Pass, answered
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.decoding.verdicts import top
     from specbench.lengths import FixedLength
@@ -161,6 +161,11 @@ def time_passes(
     target_pass(1)  # reads the context
     for drafter in drafters.values():
         drafter.begin(context)
+        if drafter.layers:
+            scorer.begin()
+            states = scorer.score(Pass(scorer, context[:-1], rows=1, layers=drafter.layers)).hidden
+            assert states is not None
+            drafter.take_states(context, states)
         drafter_pass(drafter)  # reads it too, if it keeps anything
     trees = [
         (name, nodes)

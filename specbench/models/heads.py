@@ -1,8 +1,9 @@
 """Trained heads on disk: which kind a folder holds, whether it fits a target, and its weights, named in one way.
 
 Read are EAGLE-3 as its authors, AngelSlim and SpecForge write it (``midlayer.*``) and as ``speculators`` and vLLM do
-(``layers.0.*``), and Medusa as vLLM and its authors write it. Which tensors a head has to have follows from its
-configuration; more, fewer, or others of another shape are refused.
+(``layers.0.*``), Medusa as vLLM and its authors write it, and PaSS in a form of our own: a ``config.json`` with the
+model_type ``pass``, ``look_ahead``, ``hidden_size`` and ``vocab_size``, and the tensor ``ahead``. Which tensors a head
+has to have follows from its configuration; more, fewer, or others of another shape are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
+from specbench.backends.torch.heads import EagleHead, EagleShape, LookAheadEmbedding, MedusaHeads
 from specbench.errors import RunError, UsageError
 from specbench.models.checkpoints import (
     check_memory,
@@ -58,7 +59,7 @@ class HeadFiles:
     """A head as far as its configuration tells.
 
     Attributes:
-        kind: ``eagle3`` or ``medusa``.
+        kind: ``eagle3``, ``medusa`` or ``pass``.
         name: What results call it.
         folder: Where its files are.
         settings: Its configuration.
@@ -98,7 +99,9 @@ class HeadFiles:
     @property
     def sizes(self) -> PreTrainedConfig:
         """A configuration that tells its sizes, as far as they are known before its weights are read."""
-        known = {key: self.number(key, 1) for key in ("vocab_size", "hidden_size", "intermediate_size")}
+        known: dict[str, Any] = {
+            key: self.number(key, 1) for key in ("vocab_size", "hidden_size", "intermediate_size")
+        }
         return LlamaConfig(
             **known, dtype=self.layer_settings.get("dtype") or self.layer_settings.get("torch_dtype")
         )
@@ -106,6 +109,8 @@ class HeadFiles:
     @property
     def parameters(self) -> int:
         """How many numbers its weights are, as far as its configuration tells."""
+        if self.kind == "pass":
+            return self.number("look_ahead") * self.number("hidden_size")
         with torch.device("meta"):
             module = EagleHead(self.eagle_shape()) if self.kind == "eagle3" else self.medusa({})
         return sum(parameter.numel() for parameter in module.parameters())
@@ -133,8 +138,8 @@ class HeadFiles:
             UsageError: The target has no such layers.
         """
         total = text_config(target).num_hidden_layers
-        if self.kind == "medusa":
-            return (total,)
+        if self.kind != "eagle3":
+            return (total,) if self.kind == "medusa" else ()
         ids = self.settings.get("eagle_aux_hidden_state_layer_ids")
         nested = self.settings.get("eagle_config") or {}
         if (
@@ -246,7 +251,7 @@ class HeadFiles:
 
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_READ = "Read are EAGLE-3 heads of one layer with full attention, and Medusa heads."
+_READ = "Read are EAGLE-3 heads of one layer with full attention, Medusa heads, and PaSS."
 _LAYER = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
     "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
@@ -277,7 +282,7 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
     kind = _kind(settings)
     if kind is None:
         return None
-    if kind not in ("eagle3", "medusa"):
+    if kind not in ("eagle3", "medusa", "pass"):
         raise UsageError(
             f"The head {spec.name} is of a kind that is not read: {_NOT_READ.get(kind, kind)}.", _READ
         )
@@ -296,6 +301,8 @@ def _kind(settings: Mapping[str, Any]) -> str | None:
     for kind in known:
         if any(re.search(kind, word, re.IGNORECASE) for word in words):
             return kind.replace("?", "")
+    if settings.get("model_type") == "pass":
+        return "pass"
     if "medusa_num_heads" in settings:
         return "medusa"
     return "eagle3" if "draft_vocab_size" in settings else None
@@ -354,8 +361,28 @@ class TrainedHead:
         self._fill(heads, self.tensors)
         return heads
 
+    def look_ahead(self, own: nn.Module) -> LookAheadEmbedding:
+        """A target's embeddings with those of PaSS behind them.
+
+        Args:
+            own: The target's.
+
+        Raises:
+            UsageError: Tensors are missing, too many or of another shape.
+        """
+        weight: Any = own.weight
+        module = LookAheadEmbedding(own, weight.new_empty(self.files.number("look_ahead"), weight.shape[1]))
+        self._check({"ahead": module.ahead}, self.tensors)
+        module.ahead = nn.Parameter(self.tensors["ahead"].to(weight), requires_grad=False)
+        return module.eval()
+
     def _fill(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        expected = module.state_dict()
+        self._check(module.state_dict(), tensors)
+        module.load_state_dict(dict(tensors), assign=True)
+        module.eval().requires_grad_(False)
+
+    def _check(self, expected: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse tensors that are missing, too many or of another shape."""
         other = "Fetch it again, or correct its config.json."
         if missing := [name for name in expected if name not in tensors]:
             raise UsageError(f"The head {self.name} lacks the tensor {_listed(missing)}.", other)
@@ -371,8 +398,6 @@ class TrainedHead:
                     f" {_by(wanted)}.",
                     other,
                 )
-        module.load_state_dict(dict(tensors), assign=True)
-        module.eval().requires_grad_(False)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -399,10 +424,12 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
         found |= _read(path, files.name)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in found.items():
-        own = (_eagle_name if files.kind == "eagle3" else _medusa_name)(name)
+        own = (_medusa_name if files.kind == "medusa" else _eagle_name)(name)
         if own not in _UNUSED:
             tensors[own] = tensor
-    places = _eagle_places(files, tensors) if files.kind == "eagle3" else _medusa_places(files, tensors)
+    places = None
+    if files.kind != "pass":
+        places = (_eagle_places if files.kind == "eagle3" else _medusa_places)(files, tensors)
     return TrainedHead(files, tensors, places, _fingerprint(files, tensors))
 
 

@@ -20,6 +20,7 @@ from specbench.decoding.protocols import Drafter, Pass
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.layers import cheaper_form, check_form
+from specbench.drafters.look_ahead import LookAheadDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
@@ -382,7 +383,9 @@ def wrap_drafter(
     )
 
 
-def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> HeadDrafter:
+def wrap_head(
+    head: TrainedHead, target: Target, options: LoadOptions | None = None
+) -> HeadDrafter | LookAheadDrafter:
     """A drafter of a trained head, on its target's device.
 
     Args:
@@ -403,6 +406,8 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     model: Any = target.language_model.model
     config, embeddings = model.config, model.get_input_embeddings()
     head.files.check(config, target.name)
+    if head.files.kind == "pass":
+        return _look_ahead(head, target)
     eagle = head.files.kind == "eagle3"
     module: Any = head.eagle(config, lambda: _head_of(target)) if eagle else head.medusa()
     quantised = options.dtype in ("auto", "int8")
@@ -424,6 +429,22 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
         scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
     _require_states(target, layers)
     return HeadDrafter(scorer, f"{head.name} ({name})")
+
+
+def _look_ahead(head: TrainedHead, target: Target) -> LookAheadDrafter:
+    """A target that drafts with embeddings of tokens to come."""
+    model: Any = target.language_model.model
+    own = model.get_input_embeddings()
+    try:
+        twin: Any = cheaper_form(model, range(target.language_model.layers), int8=False)
+    except ValueError as error:
+        raise UsageError(
+            f"This target takes no embeddings of others: {error}.", "Use another drafter."
+        ) from error
+    twin.set_input_embeddings(head.look_ahead(own))
+    scorer = Scorer(twin, target.scorer.cache, context_limit=target.scorer.context_limit)
+    first = len(own.weight)
+    return LookAheadDrafter(scorer, range(first, first + head.files.number("look_ahead")), head.name)
 
 
 def _head_of(target: Target) -> torch.Tensor:

@@ -438,7 +438,7 @@ class SmallModel(DrafterSpec):
     word = "MODEL"
     summary = (
         "A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one"
-        " it drafts the tokens that both have. Or a head trained for the target: EAGLE-3 or Medusa."
+        " it drafts the tokens that both have. Or a head trained for the target: EAGLE-3, Medusa or PaSS."
     )
     options: ClassVar[Mapping[str, str]] = {
         "vocab=N": "draft the N tokens that the target writes most often (`specbench calibrate --vocab`)"

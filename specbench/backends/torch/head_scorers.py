@@ -134,6 +134,7 @@ class EagleScorer(HeadScorer):
         self._cache: Any = PreallocatedLayer()
         self._states: list[torch.Tensor] = []  # that are known and not read
         self._read = 0  # tokens that were read with them
+        self._last = torch.empty(0)  # states of the last of these
         self._features: list[torch.Tensor] = []  # behind the context, and behind each node of the draft
         self._outputs: list[torch.Tensor] = []
 
@@ -157,6 +158,9 @@ class EagleScorer(HeadScorer):
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         super().keep(length, path)
+        if self._read and self.held > length:  # as a timed pass is taken back, to be made again
+            self._read -= 1
+            self._states.insert(0, self._last)
         self._drop_drafts()
 
     def _drop_drafts(self) -> None:
@@ -174,7 +178,7 @@ class EagleScorer(HeadScorer):
         """Read what is new, each token with the target's state at the one before it."""
         self._drop_drafts()
         states = self._states[0] if len(self._states) == 1 else torch.cat(self._states)
-        self._states = []
+        self._states, self._last = [], states[-1:]
         past, self._read = self._read, len(context) - 1
         ids = torch.tensor(context[past + 1 :], device=self.device)
         positions = torch.arange(past, self._read, device=self.device)
@@ -262,6 +266,10 @@ class MedusaScorer(HeadScorer):
     def take_states(self, length: int, states: torch.Tensor) -> None:
         self._state, self._rows = states[-1:, 0].to(self.device, self._dtype), []
         self._known = length
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        super().keep(length, path)
+        self._rows = []
 
     def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
         depths = [0]
