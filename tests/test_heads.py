@@ -274,6 +274,25 @@ def test_rows_of_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) ->
     torch.testing.assert_close(found, tree, **close)
 
 
+def test_a_trainer_gets_the_decoders_logits_at_all_positions_with_gradients() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        head = EagleHead(EagleShape(3, WIDTH, VOCAB, LlamaConfig(**LAYER), fc_norm=True, norm_before_fc=True))
+    embed = target_model().get_input_embeddings()
+    states = target_states(CONTEXT[:-1], (0, 1, 2))
+    texts = torch.tensor([CONTEXT[1:], CONTEXT[:0:-1]])
+    out, logits = head(embed(texts), states.expand(2, -1, -1, -1))
+    assert out.shape == (2, len(CONTEXT) - 1, WIDTH)
+    scorer = EagleScorer(head, embed, (0, 1, 2), FittedLogits(VOCAB), None)
+    for length in (2, 5, len(CONTEXT)):
+        scorer.begin()
+        scorer.take_states(length - 1, states[: length - 1])
+        found = scorer.score(Pass(scorer, CONTEXT[:length])).logits[0]
+        torch.testing.assert_close(logits[0, length - 2].detach(), found, atol=1e-5, rtol=1e-4)
+    logits.logsumexp(-1).sum().backward()
+    assert all(each.grad is not None and each.grad.any() for each in head.parameters())
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_rows_of_medusa_are_those_of_the_formula(tmp_path: Path, shared: bool) -> None:
     tensors = medusa_tensors(blocks=2, drafted=DRAFTED)
