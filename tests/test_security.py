@@ -41,6 +41,7 @@ from specbench.models.prepare import load_target
 from specbench.options import LoadOptions
 from specbench.results.store import load_results, write_csv
 from specbench.results.trace import read_trace
+from specbench.show import plots
 
 PACKAGE = Path(__file__).resolve().parents[1] / "specbench"
 CPU = LoadOptions("float32", "cpu")
@@ -310,6 +311,13 @@ SWEEP = [
 ]
 
 
+@pytest.fixture
+def one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are written alike."""
+    monkeypatch.setattr(plots, "FIGURES", {"speedup": plots.FIGURES["speedup"]})
+
+
+@pytest.mark.usefixtures("one_figure")
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -354,6 +362,7 @@ def test_nothing_is_written_through_a_link(
     assert (list(mine.iterdir()) if mine.is_dir() else mine.read_bytes()) == before
 
 
+@pytest.mark.usefixtures("one_figure")
 def test_no_name_of_an_unfinished_file_can_be_prepared(theirs: Path) -> None:
     mine = theirs.parent / "mine"
     mine.write_text("mine")
