@@ -1079,7 +1079,18 @@ def test_bit_exact_passes_are_had_or_refused(tiny: Cli) -> None:
 
 def test_an_int8_target_keeps_its_output_or_says_that_it_may_not(cli: Cli, folder: Path) -> None:
     def tiny(*arguments: object) -> Result:
-        common = ("--dtype", "int8", "--drafter", "lookup", "-n", "60", "--ignore-eos", "--compare")
+        common = (
+            "--dtype",
+            "int8",
+            "--drafter",
+            "lookup",
+            "-n",
+            "60",
+            "--ignore-eos",
+            "--compare",
+            "--repeats",
+            2,
+        )
         return cli("generate", "--target", folder, *common, *arguments, "the and the and the")
 
     note = "outputs of this int8 target may part from plain decoding's"
