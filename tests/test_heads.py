@@ -259,7 +259,7 @@ def test_rows_of_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) ->
         shorter = Formulas(expected.tensors, settings).rows(CONTEXT[:5], [CONTEXT[5], 70], [-1, 0])
     scorer.begin()
     drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], drafter.layers))
-    close = {"atol": 1e-4, "rtol": 1e-4}
+    close: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(
         scorer.score(Pass(scorer, CONTEXT[:5], [CONTEXT[5], 70])).logits, shorter, **close
     )
@@ -467,7 +467,8 @@ CELLS = [
 
 @pytest.mark.parametrize(("drafter", "policy", "new"), CELLS)
 def test_the_output_distribution_is_the_targets(drafter: str, policy: str, new: int) -> None:
-    for sampling in (Multinomial(0.9, repetition_penalty=1.4), Nucleus(0.8)):
+    samplings = (Multinomial(0.9, repetition_penalty=1.4), Nucleus(0.8))
+    for sampling in samplings[: 2 if policy == "chain" else 1]:
         found = loop_distribution(drafter, policy, sampling, new)
         expected = target_distribution(sampling, new)
         assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
@@ -603,7 +604,8 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors(spread=0.1))
     quick, exact = drafter_of(folder, target, LoadOptions()), drafter_of(folder, target)
     assert (quick.name, exact.name) == ("head (int8)", "head (float32)")
-    assert quick.draftable == exact.draftable is not None
+    assert quick.draftable is not None
+    assert quick.draftable == exact.draftable
     assert len(quick.draftable) == DRAFTED
     rows = []
     for drafter in (quick, exact):
