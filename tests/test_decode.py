@@ -228,7 +228,8 @@ def test_the_drafters_first_pass_alone_is_its_prefill(keeps: bool) -> None:
             return 0
 
     scorer = script(cache=ScriptedCache() if keeps else NoCache())
-    _, steps = decode(script(), ModelDrafter(scorer, "model", Ticking()), gamma=2, max_new_tokens=9)
+    clock = Ticking()
+    _, steps = decode(script(), ModelDrafter(scorer, "model", clock), gamma=2, max_new_tokens=9, clock=clock)
     assert [step.times.draft_prefill_s for step in steps] == [1.0, *[0.0] * (len(steps) - 1)]
     assert len(steps) > 1
 

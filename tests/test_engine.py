@@ -348,7 +348,7 @@ def test_a_drafter_that_cannot_be_loaded_is_missed_where_it_is_asked_for(
         return original(spec, *given, **options)
 
     monkeypatch.setattr(specbench.models.prepare, "load_model", load)
-    (tmp_path / "small").mkdir()
+    save_tiny(tmp_path / "small")
     target = parse_model(str(save_tiny(tmp_path / "target")))
     specs = [parse_drafter(str(tmp_path / "small")), parse_drafter(f"lookup+{tmp_path / 'small'}"), Lookup()]
     _, proposers = prepare(target, specs, ModelOptions())

@@ -475,7 +475,7 @@ def test_lookup_knows_how_long_its_match_is() -> None:
     assert evidence_of(LookupDrafter(Lookup(None)), [1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5], 1).evidence == [
         5 / 6
     ]
-    assert evidence_of(LookupDrafter(), [1, 2, 3], 2).evidence is None
+    assert not evidence_of(LookupDrafter(), [1, 2, 3], 2).evidence
 
 
 def test_ngram_knows_how_often_its_token_came() -> None:
