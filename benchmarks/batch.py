@@ -74,7 +74,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 one_by_one([Pass(scorer, text[:-5]) for scorer, text in zip(scorers, texts, strict=True)])
                 for width in WIDTHS:
                     passes = [
-                        Pass(scorer, text[:-4], text[-4 : -4 + width - 1] if width > 1 else ())
+                        Pass(scorer, text[:-4], text[-4:][: width - 1])
                         for scorer, text in zip(scorers, texts, strict=True)
                     ]
                     jobs[way, width] = lambda s=scorers, p=passes, f=score: timed(s, p, f)  # type: ignore[misc]
