@@ -122,16 +122,21 @@ def test_a_single_row_in_half_precision_is_not_tried_out(dtype: torch.dtype) -> 
     assert linear._single_rows_differ(torch.zeros(100, 64), dtype, 64)  # on any processor
 
 
-def test_a_single_row_in_half_precision_is_never_alone() -> None:
+@pytest.mark.parametrize(("quickest", "expected"), [(1, [2, 2, 3, 6]), (5, [5, 5, 3, 6])])
+def test_a_single_row_in_half_precision_is_never_alone(
+    quickest: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not can_pack(torch.bfloat16, "cpu"):
         pytest.skip("no packed layers here")
+    monkeypatch.setattr(linear, "quickest_rows", lambda dtype: quickest)
     weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
     layer = linear.PackedLinear(weight.bfloat16(), None)
     rows: list[int] = []
     product = layer._product
     layer._product = lambda x: rows.append(x.shape[-2]) or product(x)  # type: ignore[func-returns-value,assignment,method-assign]
-    layer(torch.randn(1, 1, 64).bfloat16())
-    assert rows == [2]
+    for count in (1, 2, 3, 6):
+        layer(torch.randn(1, count, 64).bfloat16())
+    assert rows == expected
 
 
 def test_every_pass_of_a_walk_gives_the_same_bits() -> None:

@@ -76,10 +76,14 @@ def _with_and_without_operators(request: pytest.FixtureRequest, monkeypatch: pyt
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
-def test_a_packed_layer_computes_the_same(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("quickest", [1, 5])
+def test_a_packed_layer_computes_the_same(
+    quickest: int, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "quickest_rows", lambda dtype: quickest)
     layer = linear(inputs, outputs, bias, dtype)
     packed = PackedLinear(layer.weight, layer.bias)
-    for shape in ((1,), (5,), (33,), (1, 7), (2, 3, 4), (0,)):
+    for shape in ((1,), (2,), (5,), (33,), (1, 1), (1, 7), (2, 3, 4), (0,)):
         x = random_rows(*shape, inputs, dtype=dtype)
         found = packed(x)
         assert found.dtype == dtype

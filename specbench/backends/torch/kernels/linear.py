@@ -8,8 +8,11 @@ beside it. Both fall back to ordinary operators where oneDNN's are missing.
 
 from __future__ import annotations
 
+import statistics
 import threading
+import time
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch import nn
 
 from specbench.errors import UsageError
 
-__all__ = ["Int8Linear", "PackedLinear", "can_pack"]
+__all__ = ["Int8Linear", "PackedLinear", "can_pack", "quickest_rows"]
 
 _ROWS_HINT = 5
 """Rows the packed layout is chosen for: a verification pass of a usual draft length."""
@@ -62,7 +65,9 @@ class PackedLinear(nn.Module):
         self.bias = bias
         # Not a parameter or buffer: torch cannot move or save tensors of this layout.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
-        self._doubles_single_rows = _single_rows_differ(self._packed, weight.dtype, self.in_features)
+        self._least_rows = quickest_rows(weight.dtype)
+        if self._least_rows == 1 and _single_rows_differ(self._packed, weight.dtype, self.in_features):
+            self._least_rows = 2
 
     @property
     def weight(self) -> torch.Tensor:
@@ -72,10 +77,15 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        if self._doubles_single_rows and x.numel() == self.in_features:
-            both = x.reshape(1, self.in_features).expand(2, -1).contiguous()
-            return self._product(both)[:1].view(*x.shape[:-1], self.out_features)
-        return self._product(x)
+        rows = x.numel() // self.in_features
+        if rows >= min(self._least_rows, _MOST_FILLED + 1):
+            return self._product(x)
+        flat = x.reshape(rows, self.in_features)
+        if rows == 1:
+            filled = flat.expand(self._least_rows, -1).contiguous()
+        else:
+            filled = nn.functional.pad(flat, (0, 0, 0, self._least_rows - rows))
+        return self._product(filled)[:rows].view(*x.shape[:-1], self.out_features)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -89,6 +99,45 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
+
+
+_TRIED_WEIGHTS, _TRIED_SIZE = 48, 1024
+"""So many square weights, which no cache holds, tell how many rows are quickest."""
+
+_MOST_FILLED = 2
+"""Rows up to which more are added: with three, adding them takes as long as they save."""
+
+_WORTH_FILLING = 0.95
+"""Most time of a product with rows filled up, over one as it is, for which they are filled up."""
+
+
+@cache
+def quickest_rows(dtype: torch.dtype) -> int:
+    """Rows to which one or two are filled up: 1 for none.
+
+    A product of few rows reads its weights as slowly as memory gives them, and oneDNN's code for five rows reads faster
+    than that for one or two on some processors (by a fifth on an EPYC with AVX-512). It is tried out once in a process,
+    which takes a tenth of a second.
+    """
+    weights = [
+        torch.ops.mkldnn._reorder_linear_weight(
+            torch.zeros(_TRIED_SIZE, _TRIED_SIZE, dtype=dtype), _ROWS_HINT
+        )
+        for _ in range(_TRIED_WEIGHTS)
+    ]
+    product = torch.ops.mkldnn._linear_pointwise
+    times: dict[int, list[float]] = {2: [], _ROWS_HINT: []}
+    with torch.inference_mode():
+        for turn in range(6):
+            for rows, measured in times.items():
+                x = torch.zeros(rows, _TRIED_SIZE, dtype=dtype)
+                began = time.perf_counter()
+                for weight in weights:
+                    product(x, weight, None, "none", [], "")
+                if turn:  # the first meets the machine cold
+                    measured.append(time.perf_counter() - began)
+    few, filled = (statistics.median(measured) for measured in times.values())
+    return _ROWS_HINT if filled <= _WORTH_FILLING * few else 1
 
 
 _single_rows: dict[tuple[int, int], bool] = {}
