@@ -262,11 +262,28 @@ def _find_tree(
     write_out(_tree_as_json(found) if json_output else _tree_as_text(found, loaded))
 
 
-def _hardly_a_gain(speedup: float) -> str:
-    """What to say of a predicted speedup that is none; empty of another."""
-    if speedup >= _WORTH:
-        return ""
-    return "Plain decoding is predicted to be faster" if speedup < 1 else "That is hardly a gain"
+def _closing(
+    target: Target, speedup: float, *, cut_short: str | None, instead: str, use: str, circumstances: str = ""
+) -> list[str]:
+    """The last lines of an answer: what is doubtful about a choice, for what it is kept, and how it is used.
+
+    Args:
+        target: What it was made for.
+        speedup: That is predicted.
+        cut_short: Before what the time was up; ``None`` if it was not.
+        instead: A drafter beside ``lookup`` that may be better where there is hardly a gain.
+        use: What to add to a command.
+        circumstances: For what else it was made.
+    """
+    lines, kept = [], "Kept"
+    if cut_short is not None:
+        lines.append(f"The time was up before {cut_short}; --minutes gives it more.")
+    if speedup < _WORTH:
+        kept = "Kept all the same"
+        hardly = "Plain decoding is predicted to be faster" if speedup < 1 else "That is hardly a gain"
+        lines.append(f"{hardly}: try --drafter lookup, or {instead}.")
+    where = f"{target.name} in {target.dtype} on {target.scorer.device.type}{circumstances}"
+    return [*lines, f"{kept} for {where}: {use}"]
 
 
 def _tree_as_json(found: TreeCalibration) -> str:
@@ -297,15 +314,13 @@ def _tree_as_text(found: TreeCalibration, target: Target) -> str:
         f"{choice.rule}: predicted {choice.speedup:.2f} × plain decoding with {found.tree.tokens:.2f} tokens per step;"
         f" the best chain, γ = {found.chain.nodes}, {found.chain.speedup:.2f} ×.",
     ]
-    if not found.complete:
-        lines.append("The time was up before all prompts were decoded; --minutes gives it more.")
-    kept = "Kept"
-    if hardly := _hardly_a_gain(choice.speedup):
-        kept = "Kept all the same"
-        lines.append(f"{hardly}: try --drafter lookup, or suffix.")
-    lines.append(
-        f"{kept} for {choice.target} in {target.dtype} on {target.scorer.device.type} and {choice.circumstances}:"
-        " --tree static"
+    lines += _closing(
+        target,
+        choice.speedup,
+        cut_short=None if found.complete else "all prompts were decoded",
+        instead="suffix",
+        circumstances=f" and {choice.circumstances}",
+        use="--tree static",
     )
     return terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8")
 
@@ -359,14 +374,11 @@ def _as_text(found: Calibration, target: Target) -> str:
         f"{choice.form}: accepts {choice.accepted:.2f} of {choice.tested} drafts on other prompts;"
         f" predicted {choice.speedup:.2f} × plain decoding at γ = {choice.gamma}.",
     ]
-    if not found.complete:
-        lines.append("The time was up before the search was; --minutes gives it more.")
-    kept = "Kept"
-    if hardly := _hardly_a_gain(choice.speedup):
-        kept = "Kept all the same"
-        lines.append(f"{hardly}: try --drafter lookup, or lookup+self:calibrated.")
-    lines.append(
-        f"{kept} for {choice.target} in {target.dtype} on {target.scorer.device.type}: --drafter self:calibrated"
+    lines += _closing(
+        target,
+        choice.speedup,
+        cut_short=None if found.complete else "the search was",
+        instead="lookup+self:calibrated",
+        use="--drafter self:calibrated",
     )
-    text = "".join(f"{line}\n" for line in lines)
-    return terminal_safe(text, sys.stdout.encoding or "utf-8")
+    return terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8")
