@@ -28,6 +28,7 @@ from specbench.bench.estimate import estimate_time
 from specbench.bench.runner import Event, run_sweep
 from specbench.cli import run
 from specbench.cli.sweep_display import SweepDisplay, duration, show_answer
+from specbench.decoding.theory import SLOPE
 from specbench.errors import RunError
 from specbench.results import frames
 from specbench.results.store import RunStore, load_results, read_run
@@ -467,6 +468,28 @@ def test_the_time_needed_counts_the_warm_ups(tmp_path: Path, monkeypatch: pytest
     # 3 prompts twice, and 3 warm-ups of half the length; d@2, which is not stored, counts as plain
     assert need.seconds == pytest.approx(7.5 * (2 * (first["plain"] + 32 / 10) + (first["d@1"] + 32 / 20)))
     assert need.source == "from the speeds measured in run"
+
+
+@pytest.mark.parametrize(
+    ("policy", "passes", "verified"),
+    [
+        ("svip", 5, 5),
+        ("static-tree:nodes=8,depth=3", 3, 8),
+        ("dynamic-tree:nodes=2", 2, 2),
+        ("chains:k=2,length=3", 3, 6),
+        ("auto-tree:nodes=3", 3, 3),
+        ("auto-tree", 5, 16),
+    ],
+)
+def test_the_time_of_a_tree_goes_by_its_depth_and_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, passes: int, verified: int
+) -> None:
+    monkeypatch.setattr(specbench.bench.estimate, "_calibrated", lambda *_: (1.0, {"d": 0.25}))
+    measured = make_sweep(prompts(1), policies=(policy,), repeats=1, warmup=0, max_new_tokens=10)
+    letters = len(measured.prompts[0].turns[0])
+    need = estimate_time(measured, EngineOptions(parse_model("smollm2-135m")), tmp_path)
+    prefill, plain = 2 * letters / 4 / 20, 10 * 1.0  # of both configurations
+    assert need.seconds == pytest.approx(prefill + plain + 10 * (1 + SLOPE * verified + 0.25 * passes))
 
 
 # -- the display -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.bench.grid import WARMUP_TOKENS, Config, Sweep, turns_of
+from specbench.decoding.theory import PassCosts
 from specbench.specs.drafters import DrafterSpec, SelfForm
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryNeed", "TimeNeed", "estimate_memory", "estimate_time", "slowdown"]
 
 _PROGRAM_BYTES = 700_000_000  # Python, torch and transformers themselves
-_RULES_GAMMA = 5  # tokens a draft-length rule drafts in a step, about
+_RULES_GAMMA = 5  # tokens that a rule which decides as it goes drafts behind each other, about
 _LETTERS_PER_TOKEN = 4
 _LAYER_S = 0.0002  # of a pass that is not spent on weights, per layer
 _PREFILL_GAIN = 20  # tokens of a prompt that take as long as one decoded token
@@ -183,12 +184,22 @@ def _calibrated(options: EngineOptions, progress: Progress | None) -> tuple[floa
 
 
 def _from_passes(sweep: Sweep, config: Config, token_s: float, draft_s: Mapping[str, float]) -> float:
-    # A rule chooses γ as it goes; a drafter that never drafts costs nothing whatever γ is.
-    gamma = _RULES_GAMMA if config.gamma is None else config.gamma
-    step_s = token_s + gamma * draft_s.get(config.drafter, 0.0)
+    passes, drafted = _drafted(config)
+    verify_s = PassCosts({1: token_s}).target_pass_s(1 + drafted)
+    step_s = verify_s + passes * draft_s.get(config.drafter, 0.0)
     letters = sum(len(turn) for prompt in sweep.prompts for turn in prompt.turns)
     prefill = sweep.options.repeats * letters / _LETTERS_PER_TOKEN / _PREFILL_GAIN * token_s
     return prefill + _generations(sweep) * sweep.options.max_new_tokens * step_s
+
+
+def _drafted(config: Config) -> tuple[int, int]:
+    """In a step, passes of the drafter and tokens that are verified behind the context; about, where a rule decides."""
+    if config.drafter == "none":
+        return 0, 0
+    if config.kind == "speculative" and (nodes := config.rule.nodes):
+        return config.rule.depth or min(_RULES_GAMMA, nodes), nodes
+    gamma = _RULES_GAMMA if config.gamma is None else config.gamma
+    return gamma, gamma
 
 
 def _bytes_per_second(weights: int) -> float:

@@ -308,8 +308,20 @@ class RuleSpec:
         """The most nodes of its trees; 0 where it drafts chains."""
         if not self.kind.tree:
             return 0
-        said = {each.name: self.options.get(each.name, each.default) for each in self.kind.options}
+        said = self._said
         return int(said["nodes"] if "nodes" in said else said["chains"] * said["length"])
+
+    @property
+    def depth(self) -> int | None:
+        """The deepest branch that its trees may have; ``None`` where it says nothing of it, or drafts chains."""
+        said = self._said
+        depth = said.get("depth", said.get("length"))
+        return None if depth is None else min(int(depth), self.nodes)
+
+    @property
+    def _said(self) -> dict[str, Any]:
+        """Its options with their defaults."""
+        return {each.name: self.options.get(each.name, each.default) for each in self.kind.options}
 
     def takes(self, name: str) -> bool:
         """Whether it has an option of that name."""
