@@ -86,7 +86,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny: Cli) -> None:
     assert result.code == 0
     assert result.out == figures["text"] + ("" if figures["text"].endswith("\n") else "\n")
     labels = [line.split()[0] for line in result.err.splitlines()]
-    assert labels == ["model", "output", "speed", "steps", "time"]
+    assert labels == ["model", "output", "speed", "steps", "time", "verdict"]
     assert "tiny (float32), drafter self:layers=1, γ 5" in result.err
     assert f"{figures['accepted']} of {figures['drafted']} drafts accepted" in result.err
 
@@ -216,11 +216,14 @@ def test_a_pair_whose_tokens_part_is_found_in_any_repeat(tiny: Cli, monkeypatch:
     assert figures["difference"]["position"] == 2
 
 
+EXPLAINED = {"tokens": 2.0, "step": 4.0, "drafting": 2.5, "usual": 0.5, "plain_s": 0.1, "plain_steps": 9}
+
+
 def compared(tiny: Cli, **figures: object) -> dict[str, Any]:
     """Figures of a comparison, with others in place of those that were measured."""
     arguments = ("the thing", "-n", 8, "--drafter", "self:layers=1", "--compare", "--repeats", 1)
     found = tiny(*arguments, "--json").json()
-    return found | {"warnings": [], "speedup_explained": 0.5, "tokens_per_step": 2.0} | figures
+    return found | {"warnings": [], "explained": EXPLAINED} | figures
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,8 @@ def compared(tiny: Cli, **figures: object) -> dict[str, Any]:
         (
             0.5,
             [0.4, 0.6],
-            "slower with this drafter: a step brings 2.00 tokens and takes as long as 4.00 plain ones",
+            "slower with this drafter: a step brings 2.00 tokens and takes as long as 4.00 plain ones, 2.50 of them for"
+            " drafting",
         ),
         (1.2, [0.9, 1.6], "not shown to be faster"),
         (1.5, [1.4, 1.6], None),
@@ -276,6 +280,53 @@ def test_what_is_said_of_it_depends(
     err = capsys.readouterr().err
     assert said in err
     assert ("Busy. Wait." in err) is ("warnings" in changes)
+
+
+@pytest.mark.parametrize(
+    ("explained", "changes", "said"),
+    [
+        (
+            {"tokens": 1.8, "step": 1.2, "drafting": 0.1, "usual": 1.5},
+            {},
+            "about 1.50× plain decoding, predicted from this run's own passes; --compare measures it",
+        ),
+        (
+            {"tokens": 1.8, "step": 1.2, "drafting": 0.1, "usual": 1.5, "plain_steps": 0},
+            {},
+            "predicted from this run's own passes, none of them a plain one; --compare",
+        ),
+        (
+            {"tokens": 1.05, "step": 1.2, "drafting": 0.01, "usual": 0.88},
+            {"gammas": [5, 0, 0, 15], "steps": 4, "drafted": 20, "acceptance_rate": 0.05},
+            "predicted to be slower with this drafter, about 0.88× plain decoding: a step brings 1.05 tokens and takes"
+            " as long as 1.20 plain ones, for 5% of 20 drafts in 2 of 4 steps were accepted: this text repeats little;"
+            " `specbench tune` looks for better",
+        ),
+        (
+            {"tokens": 1.5, "step": 1.5, "drafting": 0.4, "usual": 1.0},
+            {},
+            "predicted to be hardly faster with this drafter, about 1.00× plain decoding: a step brings 1.50 tokens"
+            " and takes as long as 1.50 plain ones, 0.40 of them for drafting; `specbench tune`",
+        ),
+        ({"usual": 1.0}, {"drafted": 0, "steps": 9}, "nothing was drafted in 9 steps; `specbench tune`"),
+        (None, {}, ""),
+    ],
+)
+def test_a_single_generation_says_what_it_predicts(
+    tiny: Cli,
+    capsys: pytest.CaptureFixture[str],
+    explained: dict[str, Any] | None,
+    changes: dict[str, Any],
+    said: str,
+) -> None:
+    found = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--gamma", 2, "--json").json()
+    assert {*found["explained"]} >= {*EXPLAINED}
+    figures = found | {"explained": explained and EXPLAINED | explained} | changes
+    show_summary(figures, apart=False, advice={"text": "this text repeats little", "command": "no command"})
+    err = capsys.readouterr().err
+    assert (f"verdict {said}" in err) is bool(said)
+    assert "no command" not in err
+    assert "verdict" not in tiny("the thing", "-n", 20, "--drafter", "none").err
 
 
 @pytest.mark.parametrize(

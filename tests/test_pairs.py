@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from specbench.bench.pairs import LEAST, MOST, Explanation, Pairs, explain, unexplained
+from specbench.bench.pairs import LEAST, MOST, Explanation, Pairs, explain, predict, unexplained
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
+from specbench.decoding.theory import SLOPE
 from specbench.results.load import LoadSnapshot, load_snapshot
 
 DRAFTS = 4
@@ -154,6 +155,32 @@ def test_a_speedup_is_explained_by_tokens_per_step_and_usual_times() -> None:
     assert explain([generation(1.0)], []) is None
 
 
+def test_a_generation_predicts_its_speedup_from_its_own_steps() -> None:
+    """A step takes 1.5 s, 0.3 of them for drafting, brings three tokens and verifies five."""
+    found = predict(generation(1.5))
+    assert found is not None
+    assert found.plain_steps == 0
+    assert found.plain_s == pytest.approx(1.2 / (1 + SLOPE * DRAFTS))
+    assert found.usual == pytest.approx(3.0 * found.plain_s / 1.5)
+    mixed = replace(
+        generation(1.5), steps=(*generation(1.0, plain=True).steps, *generation(1.5, disturbed=99.0).steps)
+    )
+    found = predict(mixed)
+    assert found is not None
+    assert found.plain_steps == 20
+    assert found.plain_s == pytest.approx(1.0, rel=0.03)
+    assert found.tokens == 2.0
+    assert found.usual == pytest.approx(2.0 / 1.25, rel=0.03)  # the disturbed step counts as the others do
+
+
+def test_little_is_predicted_from_nothing() -> None:
+    assert predict(generation(1.0, plain=True)) is None
+    assert predict(generation(1.5, steps=7)) is None
+    undrafted = predict(replace(generation(1.0, plain=True), drafter="d"))
+    assert undrafted is not None
+    assert (undrafted.usual, undrafted.drafting) == (pytest.approx(1.0, rel=0.03), 0.0)
+
+
 @pytest.mark.parametrize(
     ("speedup", "said"),
     [
@@ -167,7 +194,9 @@ def test_a_speedup_is_explained_by_tokens_per_step_and_usual_times() -> None:
     ],
 )
 def test_a_speedup_that_nothing_explains_is_questioned(speedup: float, said: str | None) -> None:
-    warning = unexplained(speedup, Explanation(tokens=3.0, step=1.5, drafting=0.3, usual=2.0, lowest=0.57))
+    warning = unexplained(
+        speedup, Explanation(3.0, step=1.5, drafting=0.3, usual=2.0, lowest=0.57, plain_s=1.0, plain_steps=9)
+    )
     if said is None:
         assert warning is None
     else:
@@ -183,4 +212,6 @@ def test_a_disturbed_repeat_is_questioned_in_the_figures() -> None:
     figures = pairs.figures()
     assert figures["speedup"] == pytest.approx(0.5, rel=0.02)
     assert figures["speedup_explained"] == pytest.approx(3.0, rel=0.02)
+    assert figures["explained"]["usual"] == figures["speedup_explained"]
+    assert figures["explained"]["plain_steps"] == 60
     assert "speedup-unexplained" in [warning["id"] for warning in figures["warnings"]]

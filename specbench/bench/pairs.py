@@ -1,6 +1,7 @@
 """One prompt decoded in turns, with a drafter and plainly: how much faster, how sure that is, and what explains it.
 
-The unit of the interval is a repeat of this one prompt. It says nothing about other prompts: a sweep does.
+The unit of the interval is a repeat of this one prompt. It says nothing about other prompts: a sweep does. What a
+single generation tells without a plain one beside it, ``predict`` says.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
+from specbench.lengths.costs import MeasuredCosts
 from specbench.results.advice import RunWarning, disturbed, during
 from specbench.results.load import LoadSnapshot, load_snapshot
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Generation, Step
 
-__all__ = ["Explanation", "Pairs", "explain", "unexplained"]
+__all__ = ["Explanation", "Pairs", "explain", "predict", "unexplained"]
 
 LEAST, MOST = 3, 12
 """Pairs of generations, if nobody asks for a number."""
@@ -30,6 +32,8 @@ ENOUGH_S = 30.0
 
 _TOLERANCE = 1.05
 _UNUSUAL = 1.25
+_FEWEST_STEPS = 8
+"""Fewer say nothing about the usual one."""
 
 
 class Pairs:
@@ -85,7 +89,8 @@ class Pairs:
         Returns:
             ``speedup``: geometric mean of the pairs' ratios of decode speeds; ``speedup_interval``: its 95% interval
             over the pairs; ``speedup_total``: the same of whole times; ``speedup_explained``: what the tokens per step
-            allow (``explain``); ``repeats``: the raw times of each pair; ``warnings``: as in ``run.json``.
+            allow, and ``explained``, how (``explain``); ``repeats``: the raw times of each pair; ``warnings``: as in
+            ``run.json``.
         """
         from specbench.results.stats import geometric_mean
 
@@ -123,6 +128,7 @@ class Pairs:
             "speedup_interval": interval,
             "speedup_total": mean("speedup_total")[0],
             "speedup_explained": explanation and explanation.usual,
+            "explained": explanation and asdict(explanation),
             "repeats": repeats,
             "warnings": [asdict(warning) for warning in warnings],
         }
@@ -138,6 +144,8 @@ class Explanation:
         drafting: The part of it that was drafting.
         usual: ``tokens / step``, E / (γ·c + v) with the costs measured here.
         lowest: The speedup if verifying n tokens took as long as n plain steps.
+        plain_s: Seconds of a plain step.
+        plain_steps: How many of them were timed; with none it is concluded from wider passes.
     """
 
     tokens: float
@@ -145,6 +153,8 @@ class Explanation:
     drafting: float
     usual: float
     lowest: float
+    plain_s: float
+    plain_steps: int
 
 
 def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> Explanation | None:
@@ -157,13 +167,36 @@ def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> E
     """
     steps = [step for generation in speculative for step in generation.steps]
     one = [step.times.total_s for generation in plain for step in generation.steps]
+    return _explained(steps, median(one), len(one)) if one and median(one) > 0 else None
+
+
+def predict(generation: Generation) -> Explanation | None:
+    """What explains the speed of a generation, without a plain one beside it.
+
+    A plain step takes what its steps without a draft did, apart from looking for one; where there are none, what its
+    wider passes let expect (``MeasuredCosts``).
+
+    Returns:
+        ``None`` of plain decoding, and with too few steps.
+    """
+    steps = generation.steps
+    if generation.drafter == "none" or len(steps) < _FEWEST_STEPS:
+        return None
+    costs = MeasuredCosts()
+    for step in steps:
+        costs.observe(step, caught_up=True, passes=_passes(step))
+    return _explained(steps, costs.verify_s(1)[1], sum(step.verified == 1 for step in steps))
+
+
+def _explained(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Explanation | None:
+    """See ``explain``; for the last two arguments ``Explanation``."""
     tokens = tokens_per_step(steps)
-    if not one or tokens is None or median(one) <= 0:
+    if tokens is None:
         return None
     drafting = _by_median(steps, _passes, lambda step: step.times.draft_s - step.times.draft_prefill_s)
     rest = _by_median(steps, lambda step: step.verified, lambda step: step.times.total_s - step.times.draft_s)
     prefill = sum(step.times.draft_prefill_s for step in steps)
-    unit = median(one) * len(steps)
+    unit = plain_s * len(steps)
     drafts = (prefill + sum(drafting[_passes(step)] for step in steps)) / unit
     others = sum(rest[step.verified] for step in steps) / unit
     return Explanation(
@@ -172,6 +205,8 @@ def explain(speculative: Sequence[Generation], plain: Sequence[Generation]) -> E
         drafting=drafts,
         usual=tokens / (drafts + others),
         lowest=tokens / (drafts + sum(step.verified for step in steps) / len(steps)),
+        plain_s=plain_s,
+        plain_steps=plain_steps,
     )
 
 

@@ -212,9 +212,7 @@ def generate(
                 quiet=show.quiet,
             )
             return
-        advice = {"blank": _after_a_blank_reply(job, chat)}
-        if show.compare:
-            advice |= _advice(ctx, job, spec, rule.spec)
+        advice = {"blank": _after_a_blank_reply(job, chat), **_advice(ctx, job, spec, rule.spec)}
         _run(job, trace_to, advice, paint, show)
         if trace_to is not None:
             trace_to.complain()
@@ -407,12 +405,15 @@ def _after_a_blank_reply(job: _Job, chat: bool | None) -> str:
 
 
 def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, rule: RuleSpec) -> dict[str, str]:
-    """What to try if a drafter does not help: another ``rule``, and a ``command`` with another drafter."""
-    from specbench.specs.drafters import Cascade, parse_drafter
+    """What to try if a drafter does not help: another ``rule``, and a ``command`` with another drafter. ``text`` is
+    what it shows of the text if little of it is accepted."""
+    from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
     if drafter.is_plain:
         return {}
     found = {}
+    if isinstance(drafter, Lookup | NGram | Suffix):
+        found["text"] = "this text repeats little"
     if job.sampling.greedy and rule.word != "auto":
         found["rule"] = "--length-policy auto"
     # A copy costs next to nothing, a model drafts where there is nothing to copy.
@@ -446,7 +447,9 @@ def _run(
     Raises:
         KeyboardInterrupt: Ctrl-C; by then what there was has been shown.
     """
-    from specbench.bench.pairs import Pairs
+    from dataclasses import asdict
+
+    from specbench.bench.pairs import Pairs, predict
     from specbench.cli.summary import show_summary
     from specbench.cli.watchers import StreamedText, Tracer, WholeText, write_out
     from specbench.decoding.metrics import summary
@@ -495,6 +498,9 @@ def _run(
     }
     if compared.plain:
         figures |= compared.figures() | _tokens_compared(compared, job)
+    else:
+        predicted = predict(run.result())
+        figures["explained"] = predicted and asdict(predicted)
     if show.json_output:
         figures["peak_memory_bytes"] = _peak_memory(job.target)
         write_out(json.dumps(figures, allow_nan=False) + "\n")

@@ -28,6 +28,9 @@ _ENDS = {
     "context-limit": "the context is full",
     None: "interrupted",
 }
+_GAIN = 1.05
+"""A smaller speedup than this is within what a prediction is off by."""
+
 _ASCII = str.maketrans({"γ": "gamma", "×": "x", "–": "-"})
 
 
@@ -66,7 +69,7 @@ def show_summary(figures: Mapping[str, Any], *, apart: bool, advice: Mapping[str
         figures: What ``--json`` prints.
         apart: Leave an empty line before it, for it stands behind the text.
         advice: What to try: after a reply without text (``blank``), and where the drafter did not help (a ``rule``, a
-            ``command`` to copy).
+            ``command`` to copy); what few accepted drafts tell of the ``text``.
     """
     console = _console()
     if apart:
@@ -80,7 +83,12 @@ def show_summary(figures: Mapping[str, Any], *, apart: bool, advice: Mapping[str
         )
     for warning in figures.get("warnings", ()):
         _line(console, "note", f"{warning['message']} {warning['advice']}", "yellow")
-    if "speedup" in figures and (problem := _no_help(figures)):
+    of_the_text = advice.get("text")
+    if "speedup" not in figures and (found := _predicted(figures, of_the_text)):
+        said, gains = found
+        ending = "--compare measures it" if gains else "`specbench tune` looks for better"
+        _line(console, "verdict", f"{said}; {ending}", "" if gains else "yellow")
+    if "speedup" in figures and (problem := _no_help(figures, of_the_text)):
         command = advice.get("command")
         others = [*([advice["rule"]] if "rule" in advice else []), "this" if command else "a small model"]
         ending = ":" if command else " with the target's tokenizer (--drafter MODEL)"
@@ -132,9 +140,36 @@ def show_many(
         _line(console, "note", f"every prompt had passes of its own: {why_apart}")
 
 
-def _no_help(figures: Mapping[str, Any]) -> str | None:
-    """That a comparison does not show a drafter to help, and why; ``None`` if it does, or nothing was compared."""
-    speedup, interval = figures.get("speedup"), figures.get("speedup_interval")
+def _predicted(figures: Mapping[str, Any], of_the_text: str | None) -> tuple[str, bool] | None:
+    """What the passes of a single generation tell of its speed over plain decoding, and whether that is a gain.
+
+    Args:
+        figures: Without a comparison.
+        of_the_text: What few accepted drafts tell of the text; ``None``: nothing.
+
+    Returns:
+        ``None`` where they tell nothing.
+    """
+    explained = figures["explained"]
+    if explained is None:
+        return None
+    if not figures["drafted"]:
+        return f"nothing was drafted in {counted(figures['steps'], 'step')}", False
+    ratio = f"about {explained['usual']:.2f}× plain decoding"
+    if explained["usual"] >= _GAIN:
+        passes = "" if explained["plain_steps"] else ", none of them a plain one"
+        return f"{ratio}, predicted from this run's own passes{passes}", True
+    what = "slower" if explained["usual"] < 1 / _GAIN else "hardly faster"
+    return f"predicted to be {what} with this drafter, {ratio}: {_because(figures, of_the_text)}", False
+
+
+def _no_help(figures: Mapping[str, Any], of_the_text: str | None) -> str | None:
+    """That a comparison does not show a drafter to help, and why; ``None`` if it does, or nothing was compared.
+
+    Args:
+        figures, of_the_text: See ``_predicted``.
+    """
+    speedup, interval = figures["speedup"], figures["speedup_interval"]
     if speedup is None or figures["drafter"] == "none":
         return None
     low, high = interval or (speedup, speedup)
@@ -145,12 +180,21 @@ def _no_help(figures: Mapping[str, Any]) -> str | None:
     what = "slower with this drafter" if high < 1 else "not shown to be faster with this drafter"
     if any(warning["severity"] == "warning" for warning in figures["warnings"]):
         what = "no gain to be seen with this drafter"
-    tokens, explained = figures["tokens_per_step"], figures["speedup_explained"]
-    if explained is None:
-        return what
-    return (
-        f"{what}: a step brings {tokens:.2f} tokens and takes as long as {tokens / explained:.2f} plain ones"
-    )
+    return what if figures["explained"] is None else f"{what}: {_because(figures, of_the_text)}"
+
+
+def _because(figures: Mapping[str, Any], of_the_text: str | None) -> str:
+    """Why a step with this drafter brings too little for its time; for the arguments see ``_predicted``."""
+    tokens, step, drafting = (figures["explained"][name] for name in ("tokens", "step", "drafting"))
+    balance = f"a step brings {tokens:.2f} tokens and takes as long as {step:.2f} plain ones"
+    if tokens >= _GAIN * (step - drafting):  # it would pay if drafts cost nothing
+        return f"{balance}, {drafting:.2f} of them for drafting"
+    drafting_steps = sum(gamma > 0 for gamma in figures["gammas"])
+    rate = f"{figures['acceptance_rate']:.0%} of {counted(figures['drafted'], 'draft')}"
+    if drafting_steps < figures["steps"]:
+        rate += f" in {drafting_steps} of {counted(figures['steps'], 'step')}"
+    reason = f"{balance}, for {rate} {'was' if figures['drafted'] == 1 else 'were'} accepted"
+    return f"{reason}: {of_the_text}" if of_the_text else reason
 
 
 def _console() -> Console:
