@@ -323,6 +323,46 @@ def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(
     refused(sweep("--out", tmp_path / "file"), 2, "is no folder")
 
 
+def test_several_baselines_are_rows_of_a_sweep(sweep: Sweep, tmp_path: Path) -> None:
+    asked = (
+        "--out",
+        tmp_path / "run",
+        "--baseline",
+        "transformers",
+        "--baseline",
+        "beam:2",
+        "--baseline",
+        "beam:3",
+    )
+    code, _, err = sweep(*asked)
+    assert code == 0, err
+    assert "tokens differ" not in err
+    frame = load_results(tmp_path / "run")
+    beams = [f"transformers beam search, {count} beams" for count in (2, 3)]
+    labels = ["plain", "self:int8 γ=2", "transformers generate", *beams]
+    assert frame["label"].value_counts().to_dict() == dict.fromkeys(labels, 3)
+    assert (frame["status"] == "ok").all()
+    rated = frame[frame["log_probability"].notna()]
+    assert {*rated["label"]} == {"plain", *beams}
+    assert (rated["log_probability"] < 0).all()
+    assert [config["beams"] for config in read_run(tmp_path / "run")["configs"]] == [None] * 3 + [2, 3]
+    summary = frames.summary_frame(frame).set_index("label")
+    assert summary["identical_share"].notna().to_dict() == {
+        **dict.fromkeys(labels, True), **dict.fromkeys(["plain", *beams], False)
+    }  # fmt: skip
+    assert summary["log_probability"].notna().sum() == 3
+    assert (
+        "looks for more probable answers than plain decoding's"
+        in (tmp_path / "run" / "summary.md").read_text()
+    )
+    lines = (tmp_path / "run" / "generations.jsonl").read_text().splitlines()
+    (tmp_path / "run" / "generations.jsonl").write_text("".join(f"{line}\n" for line in lines[:-4]))
+    other_order = ("--baseline", "beam:3", "--baseline", "beam:2", "--baseline", "transformers")
+    code, _, err = sweep(*asked[:2], "--resume", *other_order)
+    assert code == 0, err
+    assert len(load_results(tmp_path / "run")) == 15
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
@@ -341,7 +381,10 @@ def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(
         (("--dtype", "int8", "--baseline", "transformers"), ("The target is int8",)),
         (("--drafter", "ngram:keep"), ("ngram:keep", "Leave keep out")),
         (("--drafter", "nonsense:"), ("nonsense",)),
-        (("--baseline", "vllm"), ("--baseline",)),
+        (("--baseline", "vllm"), ("no baseline 'vllm'", "beam:N")),
+        (("--baseline", "beam:1"), ("has 1 beam", "2 to 64")),
+        (("--baseline", "beam:4", "--temperature", "1"), ("Beam search draws nothing", "--temperature 0")),
+        (("--dtype", "int8", "--baseline", "beam:4"), ("The target is int8",)),
         (("--device", "tpu"), ("Unknown device 'tpu'",)),
     ],
 )

@@ -84,6 +84,43 @@ def test_every_greedy_configuration_gives_the_tokens_of_plain_decoding(engine: M
         assert bool(outcome.steps) == (config.kind in ("plain", "speculative"))
 
 
+def test_beam_search_is_that_of_transformers_and_rated_by_the_target(engine: ModelEngine) -> None:
+    engine._rate_answers = True
+    assert engine.reference is not None
+    whole: Any = engine.reference.model
+    greedy = run(engine, grid()[0])
+    (config,) = (config for config in grid(beams=(3,)) if config.kind == "beam")
+    searched = run(engine, config)
+    ids = torch.tensor([PROMPT])
+    expected = whole.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        num_beams=3,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert searched.token_ids == tuple(expected[0, len(PROMPT) :].tolist())
+    assert (searched.first_tokens, searched.finish_reason) == (1, "length")
+    for outcome in (greedy, searched):
+        with torch.inference_mode():
+            logits = whole(torch.tensor([[*PROMPT, *outcome.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+        each = logits.log_softmax(-1)[range(12), list(outcome.token_ids)]
+        assert outcome.log_probability == pytest.approx(float(each.sum()), abs=1e-3)
+    speculative = run(engine, next(config for config in grid() if config.kind == "speculative"))
+    assert speculative.log_probability is None
+
+
+def test_long_answers_are_rated_piece_by_piece(engine: ModelEngine) -> None:
+    answer = [(7 * i) % 250 for i in range(80)]
+    assert engine.reference is not None
+    with torch.inference_mode():
+        logits = engine.reference.model(torch.tensor([[*PROMPT, *answer]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = float(logits.log_softmax(-1)[range(80), answer].sum())
+    assert engine._log_probability(PROMPT, answer) == pytest.approx(expected, rel=1e-4)
+    assert engine._log_probability(PROMPT, []) == 0.0
+
+
 def test_end_tokens_are_the_same_for_transformers(engine: ModelEngine) -> None:
     tokens = autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
     engine.target.language_model.end_ids = (tokens[4],)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import sys
@@ -11,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import killed_sweep
+import pandas as pd
 import pytest
 from forked import Forked
 from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
 
-from specbench.bench.grid import Config, SweepOptions, build_configs, parse_gammas, plan
+from specbench.bench.grid import Config, SweepOptions, build_configs, parse_baselines, parse_gammas, plan
 from specbench.bench.manifest import changes, command_line, merge_runs
 from specbench.bench.passes import PassTimes, cost_widths
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, TimeLeft, run_sweep
 from specbench.errors import RunError, UsageError
+from specbench.results.frames import summary_frame
 from specbench.results.load import LoadSnapshot
 from specbench.results.store import RunStore, load_results, read_run
 from specbench.specs.rules import parse_rule
@@ -76,6 +79,7 @@ def test_ranges_of_gamma_that_are_none(text: str, message: str) -> None:
         ({"warmup": -1}, "warm-ups is -1"),
         ({"turns": 0}, "turns is 0"),
         ({"temperatures": (0.0, 0.0)}, "temperature is given twice"),
+        ({"temperatures": (0.5,), "beams": (4,)}, "Beam search draws nothing"),
     ],
 )
 def test_options_outside_their_range(options: dict[str, Any], message: str) -> None:
@@ -99,6 +103,58 @@ def test_the_grid_has_plain_decoding_at_every_temperature() -> None:
     assert configs[3].drafter_fingerprint == "f1"
     assert configs[1].drafter_fingerprint is None
     assert Counter(config.cache for config in configs) == {"preallocated": 10, "dynamic": 6}
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ([], (False, ())),
+        (["beam:4"], (False, (4,))),
+        (["beam:8", "transformers", "beam:2", "transformers"], (True, (2, 8))),
+        (["beam"], "no baseline 'beam'"),
+        (["Transformers"], "no baseline 'Transformers'"),
+        (["beam:1"], "has 1 beam"),
+        (["beam:65"], "has 65 beams"),
+    ],
+)
+def test_baselines(names: list[str], found: tuple[bool, tuple[int, ...]] | str) -> None:
+    if isinstance(found, str):
+        with pytest.raises(UsageError, match=found):
+            parse_baselines(names)
+    else:
+        assert parse_baselines(names) == found
+
+
+def test_beam_search_stands_beside_greedy_decoding_alone() -> None:
+    options = SweepOptions(temperatures=(0.0, 0.7), beams=(2, 4), cache="preallocated", gammas=(1,))
+    configs = build_configs(options, specs_of("lookup"))
+    searched = [config for config in configs if config.kind == "beam"]
+    assert [config.id for config in searched] == ["transformers:beam=2", "transformers:beam=4"]
+    assert [config.beams for config in configs] == [None, None, 2, 4, None, None]
+    assert {(config.temperature, config.cache, config.baseline) for config in searched} == {
+        (0.0, "dynamic", "plain")
+    }
+
+
+def test_a_run_from_before_there_were_beams_goes_on(tmp_path: Path) -> None:
+    now = describe(make_sweep(prompts(2)))
+    before = json.loads(json.dumps(now))
+    del before["options"]["beams"]
+    for config in before["configs"]:
+        del config["beams"]
+    assert changes(before, now) == []
+
+
+def test_other_answers_of_beam_search_are_no_differences(tmp_path: Path) -> None:
+    sweep = make_sweep(prompts(8), repeats=1, beams=(4,))
+    engine = ScriptedEngine(spoils=lambda config: config.kind == "beam", reference_s=0.005)
+    with new_store(tmp_path, sweep) as store:
+        result = run_sweep(sweep, store, engine, snapshot=_quiet)
+        assert store.run["differences"] == []
+    assert not result.warnings  # nor is a faster one a reason to mistrust plain decoding
+    summary = summary_frame(load_results(tmp_path)).set_index("config")
+    assert math.isnan(summary.loc["transformers:beam=4", "identical_share"])
+    assert pd.isna(summary.loc["transformers:beam=4", "difference"])
 
 
 def test_widths_of_passes_that_are_timed() -> None:

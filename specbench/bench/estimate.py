@@ -113,14 +113,14 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
         parts[name] = kept
 
     load("target", *weights)
-    if options.reference or options.assistants:
+    if options.foreign:
         load("target for transformers", *weights)
     for spec in options.drafters:
         load(str(spec), *_drafter_weights(spec, target, options.models.drafter, progress))
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
     turns = max(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
     tokens = longest + turns * sweep.options.max_new_tokens
-    parts["cache"] = 2 * tokens * target.cache_values * width
+    parts["cache"] = (2 + max(sweep.options.beams, default=0)) * tokens * target.cache_values * width
     parts["more while loading"] = max(0, peak - sum(parts.values()))
     return MemoryNeed(
         {name: size for name, size in parts.items() if size},

@@ -12,6 +12,7 @@ from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
 from specbench.results.rows import Key
 from specbench.specs.rules import RuleSpec, parse_rule, share_options
+from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -24,6 +25,7 @@ __all__ = [
     "Sweep",
     "SweepOptions",
     "build_configs",
+    "parse_baselines",
     "parse_gammas",
     "parse_policies",
     "plan",
@@ -36,7 +38,10 @@ LOOKUP_TOKENS = 10
 WARMUP_TOKENS = 16
 """Tokens of a warm-up: enough to meet every shape of pass once."""
 
-Kind = Literal["plain", "speculative", "transformers", "assisted"]
+MOST_BEAMS = 64
+"""Each has keys and values of its own."""
+
+Kind = Literal["plain", "speculative", "transformers", "assisted", "beam"]
 
 
 # -- what is compared ------------------------------------------------------------------------------
@@ -50,7 +55,7 @@ class Config:
         id: Its name in files; unique within a run.
         label: Its name in tables and figures.
         kind: ``plain`` and ``speculative`` go through specbench's loop; ``transformers`` is its ``generate``,
-            ``assisted`` that with an assistant.
+            ``assisted`` that with an assistant, ``beam`` its beam search.
         drafter: The drafter's name, ``none`` without one.
         gamma: Tokens drafted in a step; ``None`` where something else decides.
         policy: The draft-length rule, with those of its options that are not the defaults (``egag:scale=0.5``);
@@ -59,6 +64,7 @@ class Config:
         cache: Kind of key/value cache.
         baseline: Id of the plain configuration it is compared with.
         drafter_fingerprint: Of a drafter model's weights; ``None`` for drafters without any of their own.
+        beams: Texts that a beam search goes on with; ``None`` where none is searched.
     """
 
     id: str
@@ -71,6 +77,7 @@ class Config:
     cache: str
     baseline: str
     drafter_fingerprint: str | None = None
+    beams: int | None = None
 
     @property
     def rule(self) -> RuleSpec:
@@ -95,6 +102,7 @@ class SweepOptions:
         cache: Kind of key/value cache.
         transformers: Add ``transformers``' own ``generate``.
         assisted: Add its assisted generation (with drafter models) and its prompt lookup.
+        beams: Add its beam search with so many beams, at temperature 0.
         costs: What ``auto`` goes by, as ``parse_costs`` takes it; ``None`` lets it measure.
         keep_policy_state: Let rules carry what they learn from one prompt to the next.
 
@@ -114,6 +122,7 @@ class SweepOptions:
     cache: str = "dynamic"
     transformers: bool = False
     assisted: bool = False
+    beams: tuple[int, ...] = ()
     costs: Mapping[str, Any] | None = None
     keep_policy_state: bool = False
 
@@ -134,6 +143,33 @@ class SweepOptions:
         for what, values in (("γ", self.gammas), ("temperature", self.temperatures), ("rule", self.policies)):
             if len(set(values)) < len(values):
                 raise UsageError(f"A {what} is given twice.", "Give each once.")
+        if self.beams and 0.0 not in self.temperatures:
+            raise UsageError(
+                "Beam search draws nothing, and temperature 0 is not among the temperatures.",
+                "Leave beam out, or add --temperature 0.",
+            )
+
+
+def parse_baselines(names: Sequence[str]) -> tuple[bool, tuple[int, ...]]:
+    """Whether ``transformers``' own ``generate`` is measured too, and with how many beams its beam search, ascending.
+
+    Args:
+        names: ``transformers`` and ``beam:N``.
+
+    Raises:
+        UsageError: One of them is something else, or there are too few or too many beams.
+    """
+    beams: set[int] = set()
+    for name in names:
+        found = re.fullmatch(r"beam:(\d{1,9})", name, re.ASCII)
+        if found is None and name != "transformers":
+            raise UsageError(f"There is no baseline {name!r}.", "Choose transformers, or beam:N.")
+        if found is not None:
+            beams.add(int(found[1]))
+    for count in beams:
+        if not 2 <= count <= MOST_BEAMS:
+            raise UsageError(f"The beam search has {counted(count, 'beam')}.", f"Give 2 to {MOST_BEAMS}.")
+    return "transformers" in names, tuple(sorted(beams))
 
 
 def parse_gammas(text: str) -> list[int]:
@@ -257,6 +293,11 @@ def _configs_at(
         grid.append(("assisted", f"{own}:lookup", f"{own} prompt lookup", "lookup", LOOKUP_TOKENS, own))
         models = [name for name, spec in drafters.items() if name in fingerprints and spec.model_part is spec]
         grid += [("assisted", f"{own}:{name}", f"{own} assisted, {name}", name, None, own) for name in models]
+    beams = {f"{own}:beam={count}": count for count in options.beams if temperature == 0}
+    grid += [
+        ("beam", name, f"{own} beam search, {count} beams", "none", None, "none")
+        for name, count in beams.items()
+    ]
     end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
     for kind, identifier, label, drafter, gamma, policy in grid:
         yield Config(
@@ -267,9 +308,10 @@ def _configs_at(
             gamma=gamma,
             policy=policy,
             temperature=temperature,
-            cache="dynamic" if kind in ("transformers", "assisted") else options.cache,
+            cache=options.cache if kind in ("plain", "speculative") else "dynamic",
             baseline="plain" + end,
             drafter_fingerprint=fingerprints.get(drafter),
+            beams=beams.get(identifier),
         )
 
 

@@ -169,7 +169,8 @@ def option_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def _options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     names = dict.fromkeys([*old["options"], *new["options"]])
-    defaults = asdict(SweepOptions())  # for options that a run from before does not know
+    # For options that a run from before does not know.
+    defaults = json.loads(json.dumps(asdict(SweepOptions())))
     return [
         (f"option {name}", old["options"].get(name, defaults.get(name)), new["options"].get(name))
         for name in names

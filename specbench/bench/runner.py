@@ -21,7 +21,7 @@ from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
 from specbench.results.advice import RunWarning, during, review
 from specbench.results.load import LoadSnapshot, load_snapshot
-from specbench.results.rows import key_of, rounded, step_lists
+from specbench.results.rows import OTHER_ANSWERS, key_of, rounded, step_lists
 from specbench.results.store import RESULTS_VERSION, RunStore, load_results
 
 if TYPE_CHECKING:
@@ -321,6 +321,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
         "decode_s": rounded(outcome.decode_s),
         "total_s": rounded(outcome.ttft_s + outcome.decode_s),
         "peak_memory_bytes": outcome.peak_memory_bytes,
+        "log_probability": rounded(outcome.log_probability),
         "steps": step_lists(outcome.steps),
     }
 
@@ -350,6 +351,7 @@ def _finish(sweep: Sweep, store: RunStore, engine: Engine) -> tuple[RunWarning, 
 def find_differences(sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: Engine) -> list[dict[str, Any]]:
     """Greedy outputs that are not those of plain decoding, each with the gap of the target's logits of the two tokens.
 
+    Beam search is left out, which looks for other answers.
     Of a conversation only the first differing turn is told, for behind it the prompts differ as well; of the repeats
     only the first.
     """
@@ -360,7 +362,7 @@ def find_differences(sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: En
     prompts = {prompt.id: prompt for prompt in sweep.prompts}
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for config in sweep.configs:
-        if config.temperature or config.id == config.baseline:
+        if config.temperature or config.id == config.baseline or config.kind in OTHER_ANSWERS:
             continue
         for which, name, turn, repeat, _ in keys:
             if which != config.id or name not in prompts:

@@ -48,13 +48,14 @@ class _Compared:
         _what("--temperature", "-t", metavar="X", help="0 (the default) for greedy decoding; repeatable."),
     ] = ()
     baseline: Annotated[
-        Literal["transformers"] | None,
+        tuple[str, ...],
         _what(
             "--baseline",
-            metavar="transformers",
-            help="Measure transformers' own generate beside plain decoding.",
+            metavar="NAME",
+            help="Measure beside plain decoding: transformers, its own generate; beam:N, its beam search with N beams,"
+            " whose answers are others. Repeatable.",
         ),
-    ] = None
+    ] = ()
     assisted: Annotated[
         Literal["transformers"] | None,
         _what(
@@ -207,7 +208,14 @@ def sweep(
 
     start = load_snapshot()
     from specbench.bench.engines.own import EngineOptions, check_engine, load_engine
-    from specbench.bench.grid import Sweep, SweepOptions, build_configs, parse_gammas, parse_policies
+    from specbench.bench.grid import (
+        Sweep,
+        SweepOptions,
+        build_configs,
+        parse_baselines,
+        parse_gammas,
+        parse_policies,
+    )
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
     from specbench.errors import UsageError
@@ -234,6 +242,7 @@ def sweep(
         _refuse_gamma(ctx, rules)
         gammas = []
     notes = left_out(rules, drafters)
+    reference, beams = parse_baselines(compared.baseline)
     options = SweepOptions(
         gammas=tuple(gammas),
         policies=tuple(map(str, rules)),
@@ -245,8 +254,9 @@ def sweep(
         turns=experiment.turns,
         seed=experiment.seed,
         cache=kind,
-        transformers=compared.baseline is not None,
+        transformers=reference,
         assisted=compared.assisted is not None,
+        beams=beams,
         costs=None if length.costs is None else _costs(length.costs, rules),
         keep_policy_state=keep_policy_state,
     )
@@ -261,6 +271,7 @@ def sweep(
         cache=kind,
         reference=options.transformers,
         assistants=options.assisted,
+        beams=bool(beams),
         costs=options.costs,
         keep_policy_state=keep_policy_state,
         bit_exact=decode.bit_exact,

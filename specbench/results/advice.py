@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from specbench.results.rows import OTHER_ANSWERS
 from specbench.textsafe import counted
 
 if TYPE_CHECKING:
@@ -327,7 +328,8 @@ def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarnin
     disturbances = Counter(name for names in frame["warnings"] for name in set(names))
     found = [few_prompts(ok["prompt"].nunique()), *disturbed(len(frame), disturbances)]
     speedups = _speedups(frame, summary)
-    found.append(wide_intervals({label: ratio for label, kind, ratio in speedups if kind != "transformers"}))
+    others = ("transformers", *OTHER_ANSWERS)
+    found.append(wide_intervals({label: ratio for label, kind, ratio in speedups if kind not in others}))
     found += [baseline_too_slow(ratio) for _, kind, ratio in speedups if kind == "transformers"]
     labels = {config["id"]: config["label"] for config in run["configs"]}
     differences: dict[str, list[Mapping[str, Any]]] = {}

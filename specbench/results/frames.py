@@ -28,7 +28,7 @@ from specbench.decoding.theory import (
 )
 from specbench.errors import UsageError
 from specbench.results import stats
-from specbench.results.rows import STEP_FIELDS
+from specbench.results.rows import OTHER_ANSWERS, STEP_FIELDS
 from specbench.textsafe import one_line
 
 __all__ = [
@@ -55,7 +55,7 @@ _FIGURES = [
     "prompts", "generations", "failures", "speedup_basis", "verdict",
     *(f"{name}{end}" for name in _WITH_INTERVAL for end in ("", "_low", "_high")),
     "mean_gamma", "mean_nodes", "c", "ttft_s", "ms_per_token", *(f"share_{part}" for part in PARTS),
-    "share_draft_prefill", "peak_memory_bytes", "identical_share", "difference",
+    "share_draft_prefill", "peak_memory_bytes", "log_probability", "identical_share", "difference",
 ]  # fmt: skip
 _KEY = ["prompt", "turn", "repeat"]
 _CONFIG_FIELDS = ("label", "kind", "drafter", "gamma", "policy", "temperature", "baseline")
@@ -104,12 +104,13 @@ def paired_runs(df: pd.DataFrame) -> pd.DataFrame:
         One row per pair with ``config, category, prompt, turn, repeat``; ``ratio`` (of decode speeds) and
         ``ratio_total`` (of whole times per token), above 1 where the configuration is faster; ``tokens`` and
         ``seconds`` behind the first emission and those of the baseline as ``base_tokens`` and ``base_seconds``;
-        ``identical``, whether the tokens are the same (``None`` where sampling makes the question pointless).
+        ``identical``, whether the tokens are the same (``None`` where sampling or beam search makes the question
+        pointless).
         Baselines themselves are left out.
     """
     run_of(df)
     columns = [
-        *_KEY, "config", "category", "baseline", "temperature", "tokens_per_second", "decode_s", "total_s",
+        *_KEY, "config", "kind", "category", "baseline", "temperature", "tokens_per_second", "decode_s", "total_s",
         "new_tokens", "token_ids",
     ]  # fmt: skip
     rows = _bare(df.loc[df["status"] == "ok", columns])
@@ -123,11 +124,10 @@ def paired_runs(df: pd.DataFrame) -> pd.DataFrame:
     pairs = rows[rows["config"] != rows["baseline"]].merge(base, on=["baseline", *_KEY], how="inner")
     pairs["ratio"] = pairs["tokens_per_second"] / pairs["base_tokens_per_second"]
     pairs["ratio_total"] = pairs["base_total"] / pairs["total"]
+    meant = (pairs["temperature"] == 0) & ~pairs["kind"].isin(OTHER_ANSWERS)
     same = (
-        bool(np.array_equal(ours, theirs)) if temperature == 0 else None
-        for ours, theirs, temperature in zip(
-            pairs["token_ids"], pairs["base_token_ids"], pairs["temperature"], strict=True
-        )
+        bool(np.array_equal(ours, theirs)) if one else None
+        for ours, theirs, one in zip(pairs["token_ids"], pairs["base_token_ids"], meant, strict=True)
     )
     pairs["identical"] = pd.Series(list(same), dtype=object, index=pairs.index)
     kept = [
@@ -166,7 +166,8 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
           ``predicted_speedup_iid``: from α instead, geometric means over prompts; ``c``: cost of a drafter pass;
         - ``ms_per_token``: time of the steps per emitted token, and ``share_draft, share_verify, share_accept,
           share_rollback, share_other``: the parts of it, with ``share_draft_prefill`` within that of drafting;
-        - ``peak_memory_bytes``: the largest; ``identical_share``: greedy outputs with the baseline's very tokens;
+        - ``peak_memory_bytes``: the largest; ``log_probability``: of an answer's token, mean over prompts, where it was
+          asked for; ``identical_share``: greedy outputs with the baseline's very tokens;
           ``difference``: what the others come from (``ties``, ``beyond rounding``, ``not checked``), ``None`` if none.
 
         Columns ``<figure>_low`` and ``<figure>_high`` hold 95% intervals over prompts. NaN: no such figure.
@@ -548,6 +549,9 @@ def _generation_figures(rows: pd.DataFrame) -> dict[str, Any]:
         ),
         "ttft_s": stats.geometric_mean(done["ttft_s"].to_numpy(), prompts, repeats).value,
         "peak_memory_bytes": float(done["peak_memory_bytes"].max()) if len(done) else _NAN,
+        "log_probability": float(
+            (done["log_probability"] / done["new_tokens"]).groupby(done["prompt"]).mean().mean()
+        ),
     }
 
 

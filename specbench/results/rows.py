@@ -18,8 +18,10 @@ from specbench.decoding.records import Step
 from specbench.shapes import count, misfit, number, size
 
 __all__ = [
+    "FOREIGN",
     "LINE",
     "MEASURED",
+    "OTHER_ANSWERS",
     "STEP_FIELDS",
     "STEP_OTHERS",
     "Key",
@@ -36,6 +38,12 @@ __all__ = [
 Key = tuple[str, str, int, int, bool]
 """What is measured at most once: configuration, prompt, turn, repeat, and whether it is a warm-up."""
 
+OTHER_ANSWERS = ("beam",)
+"""Kinds of configurations whose answers are not meant to be plain decoding's."""
+
+FOREIGN = ("transformers", "assisted", *OTHER_ANSWERS)
+"""Kinds of configurations that another library decodes."""
+
 _MAYBE_TEXT, _MAYBE_NUMBER = (str, None), (number, None)
 
 LINE = {
@@ -48,7 +56,7 @@ LINE = {
 MEASURED = {
     "prompt_tokens": count, "new_tokens": count, "token_ids": list, "finish_reason?": _MAYBE_TEXT,
     "first_tokens?": count, "ttft_s": size, "prefill_s": size, "decode_s": size, "total_s": size,
-    "peak_memory_bytes?": (count, None), "steps": dict,
+    "peak_memory_bytes?": (count, None), "log_probability?": _MAYBE_NUMBER, "steps": dict,
 }  # fmt: skip
 """What a line of a generation that has not failed holds beside that."""
 

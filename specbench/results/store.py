@@ -539,7 +539,8 @@ _PLAIN_FIELDS = (
     "started",
 )  # fmt: skip
 _MEASURED_FIELDS = (
-    "prompt_tokens", "new_tokens", "ttft_s", "prefill_s", "decode_s", "total_s", "peak_memory_bytes", "load_average",
+    "prompt_tokens", "new_tokens", "ttft_s", "prefill_s", "decode_s", "total_s", "peak_memory_bytes", "log_probability",
+    "load_average",
 )  # fmt: skip
 _DERIVED = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
 

@@ -15,6 +15,7 @@ from specbench.errors import UsageError
 from specbench.results import frames, stats
 from specbench.results.compare import side_by_side
 from specbench.results.frames import estimate_of
+from specbench.results.rows import FOREIGN
 from specbench.show.tables import identity_text, markdown_text
 from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
@@ -87,7 +88,7 @@ def _answer(
     """The answer for rows of one temperature."""
     plain = next((row for row in rows if row["kind"] == "plain" and row["generations"]), None)
     measured = [row for row in rows if row["kind"] == "speculative" and not math.isnan(row["speedup"])]
-    others = [row for row in rows if row["kind"] in ("transformers", "assisted")]
+    others = [row for row in rows if row["kind"] in FOREIGN]
     if not measured:
         speed = (
             "nothing of plain decoding has finished"

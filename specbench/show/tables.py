@@ -14,6 +14,7 @@ import pandas as pd
 from specbench.decoding.records import PARTS
 from specbench.results import stats
 from specbench.results.frames import estimate_of, records, winners
+from specbench.results.rows import OTHER_ANSWERS
 from specbench.textsafe import counted, one_line, terminal_safe
 
 if TYPE_CHECKING:
@@ -108,6 +109,11 @@ def notes(frame: pd.DataFrame) -> list[str]:
             out.append(
                 f"{row['label']}: {counted(row['failures'], 'generation')} failed and count nowhere else."
             )
+    out += [
+        f"{row['label']} looks for more probable answers than plain decoding's: its ratio is one of speeds alone."
+        for row in records(frame)
+        if row["kind"] in OTHER_ANSWERS
+    ]
     without = frame[(frame["kind"] != "plain") & frame["speedup"].isna()]
     out += [f"{label}: no generation of its baseline to compare with." for label in without["label"]]
     return [one_line(note) for note in out]
@@ -218,6 +224,7 @@ _SUMMARY_COLUMNS = [
     ),
     _Column("TTFT ms", "ttft_s", 9, _as(_milliseconds, "ttft_s")),
     *(_Column(part, f"share_{part}", 10, _as(_percent, f"share_{part}")) for part in PARTS),
+    _Column("log p/token", "log_probability", 11, _as(stats.decimals, "log_probability")),
     _Column("memory", "peak_memory_bytes", 13, _as(_bytes, "peak_memory_bytes")),
     _Column("identical", "identical_share", 13, _as(_percent, "identical_share")),
     _Column("prompts", "prompts", 17, _as(_count, "prompts")),

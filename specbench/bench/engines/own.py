@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _COST_PASSES = 2  # of each kind, every time they are timed
+_RATED_AT_ONCE = 32  # tokens of an answer whose rows of logits are in memory together
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Outcome:
         first_tokens: How many tokens the first emission held.
         steps: Empty where the decoding was not specbench's.
         peak_memory_bytes: Most memory in use meanwhile.
+        log_probability: Natural logarithm of the probability that the target gives the output; ``None`` where nobody
+            asked.
     """
 
     prompt_tokens: int
@@ -64,6 +67,7 @@ class Outcome:
     first_tokens: int = 1
     steps: tuple[Step, ...] = ()
     peak_memory_bytes: int | None = None
+    log_probability: float | None = None
 
 
 class Engine(Protocol):
@@ -108,12 +112,13 @@ class ModelEngine:
         target: The model every configuration decodes with.
         drafters: By the names that configurations give; an error in a drafter's place is raised when it is needed.
         specs: What the drafters were asked for as, by the same names.
-        reference: The same model as ``transformers`` loads it, for ``transformers`` and ``assisted`` configurations.
+        reference: The same model as ``transformers`` loads it, for configurations that it decodes.
         assistants: Drafter models as ``transformers`` loads them, by the names of the drafters.
         fingerprints: Of the drafter models' weights, by the names of the drafters.
         costs: What ``auto`` goes by, as ``specbench.lengths.parse_costs`` takes it; ``None`` lets it measure.
         keep_policy_state: Let the draft-length rule of a configuration carry what it learns from one call to the next.
         model_defaults: Apply the target's own settings of generation, see ``specbench.decoding.model_defaults``.
+        rate_answers: Tell how probable the answers of greedy plain decoding and of beam search are.
     """
 
     def __init__(
@@ -128,6 +133,7 @@ class ModelEngine:
         costs: object = None,
         keep_policy_state: bool = False,
         model_defaults: bool = True,
+        rate_answers: bool = False,
     ) -> None:
         from specbench.decoding.clocks import clock_for
 
@@ -139,7 +145,7 @@ class ModelEngine:
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
         self._order = random.Random(0)
-        self.model_defaults = model_defaults
+        self.model_defaults, self._rate_answers = model_defaults, rate_answers
         self._applied = target.language_model.defaults.applied if model_defaults else {}
 
     def describe_target(self) -> dict[str, Any]:
@@ -198,7 +204,29 @@ class ModelEngine:
             error.__traceback__ = None  # its frames hold the tensors that did not fit
             self._free_memory()
             raise RunError("There was not enough memory for this configuration.") from None
-        return _with_memory(outcome, peak_memory(self._device))
+        outcome = replace(outcome, peak_memory_bytes=peak_memory(self._device))
+        if self._rate_answers and (
+            config.kind == "beam" or (config.kind == "plain" and not config.temperature)
+        ):
+            outcome = replace(outcome, log_probability=self._log_probability(prompt, outcome.token_ids))
+        return outcome
+
+    def _log_probability(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        """Natural logarithm of the probability that the target's softmax, without any transforms, gives an answer."""
+        import torch
+
+        from specbench.decoding.protocols import Pass
+
+        scorer, text, total = self.target.scorer, [*prompt, *answer], 0.0
+        scorer.begin()
+        for start in range(len(prompt), len(text), _RATED_AT_ONCE):
+            end = min(start + _RATED_AT_ONCE, len(text))
+            rows = scorer.score(Pass(scorer, text[: end - 1], rows=end - start)).logits
+            tokens = torch.tensor(text[start:end], device=rows.device)
+            total += float(rows.float().log_softmax(dim=-1).gather(1, tokens[:, None]).sum())
+            scorer.keep(end - 1)
+        scorer.begin()
+        return total
 
     def _free_memory(self) -> None:
         import torch
@@ -291,6 +319,7 @@ class ModelEngine:
             max_new_tokens=room,
             eos_token_id=list(end_ids) or None,
             pad_token_id=next(iter(self.target.end_ids), 0),
+            **({} if config.beams is None else {"num_beams": config.beams}),
             **self._applied,
             **({} if greedy else {"temperature": config.temperature, "top_k": 0, "top_p": 1.0}),
         )
@@ -394,10 +423,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
-def _with_memory(outcome: Outcome, peak: int) -> Outcome:
-    return replace(outcome, peak_memory_bytes=peak)
-
-
 def _watch(clock: Clock) -> Any:
     """A stopping criterion that never stops: ``generate`` calls it behind every emission, and it notes the time."""
     import torch
@@ -429,6 +454,7 @@ class EngineOptions:
         models: How their weights are loaded.
         cache: Kind of key/value cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
         reference: Whether to load the target a second time, for ``transformers``' own ``generate``.
+        beams: Whether to do so for its beam search, and to rate answers (``ModelEngine``).
         assistants: Whether to load drafter models a second time, for its assisted generation.
         costs, keep_policy_state, model_defaults: See ``ModelEngine``.
         bit_exact: Refuse a target whose logits depend on the width of the pass.
@@ -440,10 +466,16 @@ class EngineOptions:
     cache: CacheKind | None = None
     reference: bool = False
     assistants: bool = False
+    beams: bool = False
     costs: object = None
     keep_policy_state: bool = False
     bit_exact: bool = False
     model_defaults: bool = True
+
+    @property
+    def foreign(self) -> bool:
+        """Whether ``transformers`` decodes with the target, too."""
+        return self.reference or self.assistants or self.beams
 
 
 def check_engine(options: EngineOptions, progress: Progress | None = None) -> None:
@@ -457,7 +489,7 @@ def check_engine(options: EngineOptions, progress: Progress | None = None) -> No
 
     check_models(options.target, options.drafters, options.models, progress=progress)
     int8 = options.models.dtype == "int8"
-    if int8 and (options.reference or options.assistants):
+    if int8 and options.foreign:
         raise UsageError(
             "The target is int8, and transformers would decode with the unquantised model.",
             "Leave out --dtype int8, or the rows of transformers.",
@@ -489,7 +521,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         progress=progress,
     )
     reference = None
-    if options.reference or options.assistants:
+    if options.foreign:
         reference = load_model(
             options.target, models.target, progress=progress, allow_pickle=models.allow_pickle
         )
@@ -524,4 +556,5 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
         model_defaults=options.model_defaults,
+        rate_answers=options.beams,
     )

@@ -25,6 +25,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from specbench.results import frames
+from specbench.results.rows import FOREIGN
 from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class Run:
         kinds = self.summary["kind"]
         self.plain = self.summary[kinds == "plain"]
         # Others' decoding has no γ that is known here: a level to compare with.
-        self.levels = self.summary[kinds.isin(["transformers", "assisted"])]
+        self.levels = self.summary[kinds.isin(FOREIGN)]
         self.series = _series_of(self.summary[kinds == "speculative"])
         self.drafters = list(dict.fromkeys(each.drafter for each in self.series))
 

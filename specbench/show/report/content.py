@@ -16,6 +16,7 @@ from specbench.decoding.theory import PassCosts
 from specbench.errors import UsageError
 from specbench.results import frames, stats
 from specbench.results.advice import RunWarning, review
+from specbench.results.rows import FOREIGN
 from specbench.show.answer import Answer, find_answers
 from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
 from specbench.textsafe import counted, one_line
@@ -176,7 +177,7 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
     if run.get("ignore_eos"):
         length = length.replace("up to ", "") + " (end tokens are ignored)"
     warmups = run.get("warmup", 0)
-    foreign = done["kind"].isin(["transformers", "assisted"]).any()
+    foreign = done["kind"].isin(FOREIGN).any()
     return [
         (
             "Measured",
