@@ -58,11 +58,13 @@ class LoadOptions:
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
         device_map: One of accelerate's strategies, or the path of a JSON file from module names to devices;
             excludes ``device``.
+        any_target: Of a trained head: let it draft for weights that it was not trained for.
     """
 
     dtype: str = "auto"
     device: str = "auto"
     device_map: str | None = None
+    any_target: bool = False
 
 
 _model = partial(typer.Option, rich_help_panel=MODELS)
@@ -100,6 +102,9 @@ class ModelOptions:
     allow_pickle: Annotated[
         bool, _model("--allow-pickle", help="Load pickled weights where there are no safetensors.")
     ] = False
+    any_target: Annotated[
+        bool, _model("--any-target", help="Let a trained head draft for weights it was not trained for.")
+    ] = False
 
     @property
     def target(self) -> LoadOptions:
@@ -109,7 +114,9 @@ class ModelOptions:
     @property
     def drafter(self) -> LoadOptions:
         """The share of a drafter that is a model of its own."""
-        return LoadOptions(self.drafter_dtype, self.drafter_device, self.drafter_device_map)
+        return LoadOptions(
+            self.drafter_dtype, self.drafter_device, self.drafter_device_map, any_target=self.any_target
+        )
 
 
 _length = partial(typer.Option, rich_help_panel=LENGTH)

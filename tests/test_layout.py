@@ -32,6 +32,7 @@ FOLDERS = (
     "show",
     "check",
     "tune",
+    "train",
     "cli",
     "__main__",
 )

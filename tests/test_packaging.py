@@ -97,7 +97,7 @@ def test_a_wheel_of_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert held.keys() == {f"specbench/{name}" for name in files_under(ROOT / "specbench")} | prompts
     assert len(prompts) > 9
     for name in prompts:
-        assert held[name] == (ROOT / "prompts" / Path(name).name).read_bytes()
+        assert held[name] == (ROOT / "prompts" / name.removeprefix("specbench/_prompts/")).read_bytes()
     assert "specbench = specbench.cli:main" in commands
     assert metadata["Name"] == "specbench-llm"
     assert metadata["License-Expression"] == "Apache-2.0"

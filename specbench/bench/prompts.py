@@ -19,9 +19,11 @@ from typing import Any, TextIO
 from specbench.errors import RunError, UsageError
 from specbench.files import reason
 
-__all__ = ["Prompt", "load_prompts", "prompt_sets", "read_prompt_text", "set_names"]
+__all__ = ["ALL_SETS", "TRAINING_SET", "Prompt", "load_prompts", "prompt_sets", "read_prompt_text", "set_names"]
 
 ALL_SETS = "all"
+TRAINING_SET = "training"
+"""To train heads on; never measured on, and no part of all."""
 _SUFFIX = ".jsonl"
 _FORM = 'Each line holds an object such as {"id": "a-1", "category": "chat", "turns": ["Hello"]}.'
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -50,8 +52,8 @@ def prompt_sets() -> dict[str, int]:
 
 
 def set_names() -> list[str]:
-    """What names built-in prompts: the sets, and ``"all"``."""
-    return [*_built_in(), ALL_SETS]
+    """What names built-in prompts: the sets, ``"all"`` of them, and the one that is never measured on."""
+    return [*_built_in(), ALL_SETS, TRAINING_SET]
 
 
 def load_prompts(
@@ -60,7 +62,8 @@ def load_prompts(
     """Read prompts from built-in sets and files.
 
     Args:
-        sources: Names of built-in sets, ``"all"`` for every one of them, or JSON Lines files. A string that
+        sources: Names of built-in sets, ``"all"`` for every one of them, ``"training"`` for the one that heads are
+            trained on and that is no part of all, or JSON Lines files. A string that
             is a set's name means the set; ``./chat`` or a ``Path`` means the file. Each is read once, however
             often it is named.
         categories: Keep only these; empty keeps all.
@@ -136,11 +139,15 @@ def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO
     return _encodable(text)
 
 
-def _built_in() -> dict[str, Traversable]:
-    """The files of the built-in sets by name: ``specbench/_prompts``, or a checkout's ``prompts/``."""
+def _folder() -> Traversable:
+    """``specbench/_prompts``, or a checkout's ``prompts/``."""
     folder = resources.files("specbench") / "_prompts"
-    if not folder.is_dir():
-        folder = Path(__file__).parents[2] / "prompts"
+    return folder if folder.is_dir() else Path(__file__).parents[2] / "prompts"
+
+
+def _built_in() -> dict[str, Traversable]:
+    """The files of the built-in sets by name."""
+    folder = _folder()
     entries = list(folder.iterdir()) if folder.is_dir() else []
     files = {entry.name.removesuffix(_SUFFIX): entry for entry in entries if entry.name.endswith(_SUFFIX)}
     if not files:
@@ -157,6 +164,8 @@ def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
     for source in sources:
         if source == ALL_SETS:
             files.update({file: name for name, file in built_in.items()})
+        elif source == TRAINING_SET:
+            files[_folder() / TRAINING_SET / f"prompts{_SUFFIX}"] = TRAINING_SET
         elif isinstance(source, str) and source in built_in:
             files[built_in[source]] = source
         else:
@@ -164,7 +173,7 @@ def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
             if isinstance(source, str) and source == path.name and not path.suffix and not _exists(path):
                 raise UsageError(
                     f"There is no prompt set {_shown(source)}.",
-                    f"The sets are {_listed([*built_in, ALL_SETS])}; a file is named by its path.",
+                    f"The sets are {_listed(set_names())}; a file is named by its path.",
                 )
             files[path] = _shown(str(path))
     return files

@@ -29,6 +29,7 @@ from specbench.cli.report import report
 from specbench.cli.signals import end_cleanly_on_sigterm, exit_code_of_interrupt
 from specbench.cli.sweep import sweep
 from specbench.cli.trace import trace
+from specbench.cli.train import train
 from specbench.errors import SpecbenchError
 
 __all__ = ["app", "main", "run"]
@@ -67,7 +68,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, drafters, calibrate, sweep, plot, report, compare, export, check, trace):
+for _command in (generate, drafters, calibrate, train, sweep, plot, report, compare, export, check, trace):
     app.command(cls=GroupedCommand)(unfolded(_command))
 
 

@@ -139,6 +139,7 @@ def calibrate(
     chosen = load_prompts(prompts or ["all"], limit=limit or _PROMPTS)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
+        from specbench.bench.encoding import encode_turns
         from specbench.models.choices import write_choice
         from specbench.models.prepare import choice_key, prepare
         from specbench.progress import quiet_transformers
@@ -149,7 +150,7 @@ def calibrate(
         settings = CalibrationSettings(tokens or _TOKENS, int8, 60 * minutes)
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-            encoded = _encoded(loaded, chosen)
+            encoded = encode_turns(loaded, chosen)
         # No bar that draws by itself from here on: passes are timed.
     with StageProgress(quiet, animated=False) as progress:
         found = search(loaded, encoded, settings, progress=progress)
@@ -174,6 +175,7 @@ def _count(
 
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
+        from specbench.bench.encoding import encode_turns
         from specbench.models.counts import write_counts
         from specbench.models.prepare import prepare
         from specbench.progress import quiet_transformers
@@ -182,7 +184,7 @@ def _count(
 
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-            found = count_tokens(loaded, _encoded(loaded, prompts), tokens, progress=progress)
+            found = count_tokens(loaded, encode_turns(loaded, prompts), tokens, progress=progress)
     write_counts(loaded.language_model.fingerprint, found)
     coverage = found.coverage(found.most_frequent(vocab, range(loaded.vocab_size)))
     tested, kinds = len(found.held_out), len(found.ranked)
@@ -234,6 +236,7 @@ def _find_tree(
     rule.check(spec)
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
+        from specbench.bench.encoding import encode_turns
         from specbench.decoding.sampling import Sampling
         from specbench.models.prepare import prepare, refuse_keep
         from specbench.models.tree_choices import tree_key, write_tree
@@ -245,7 +248,7 @@ def _find_tree(
         transforms = Sampling(temperature=sampling.temperature)
         with quiet_transformers():
             loaded, (proposer,) = prepare(parse_model(target), [spec], models, progress=progress)
-            encoded = _encoded(loaded, prompts)
+            encoded = encode_turns(loaded, prompts)
     with StageProgress(quiet, animated=False) as progress:
         key = tree_key(loaded, proposer.drafter, proposer.weights, transforms, rule)
         found = calibrate_tree(
@@ -323,25 +326,6 @@ def _tree_as_text(found: TreeCalibration, target: Target) -> str:
         use="--tree static",
     )
     return terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8")
-
-
-def _encoded(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of the first turns. A system message that the template has no place for goes before the turn."""
-    from specbench.errors import UsageError
-    from specbench.generate import encode_prompt
-
-    if target.tokenizer is None:
-        raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
-    encoded = []
-    for prompt in prompts:
-        try:
-            ids = encode_prompt(target.tokenizer, prompt.turns[0], system=prompt.system)
-        except UsageError:
-            if prompt.system is None:
-                raise
-            ids = encode_prompt(target.tokenizer, f"{prompt.system}\n\n{prompt.turns[0]}")
-        encoded.append(ids)
-    return encoded
 
 
 def _as_json(found: Calibration) -> str:

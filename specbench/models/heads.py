@@ -157,6 +157,23 @@ class HeadFiles:
             )
         return tuple(ids)
 
+    def check_weights(self, identity: str, name: str) -> None:
+        """Refuse a head that says for which weights it was trained, and these are others.
+
+        Args:
+            identity: The target's, see ``LanguageModel``.
+            name: The target's.
+
+        Raises:
+            UsageError: They are.
+        """
+        made_for = self.settings.get("target_fingerprint")
+        if isinstance(made_for, str) and made_for != identity:
+            raise UsageError(
+                f"The head {self.name} was trained for other weights than those of {name}.",
+                "Use it with the target it was trained for, or add --any-target.",
+            )
+
     def check(self, target: PreTrainedConfig, name: str) -> None:
         """Refuse a head for another target, by the configurations of both.
 
@@ -351,14 +368,23 @@ class TrainedHead:
         self._fill(head, tensors)
         return head
 
-    def medusa(self) -> MedusaHeads:
+    def medusa(self, own_head: Callable[[], torch.Tensor]) -> MedusaHeads:
         """The module of Medusa heads.
+
+        Args:
+            own_head: See ``eagle``; for a file whose heads share the target's.
 
         Raises:
             UsageError: Tensors are missing, too many or of another shape.
         """
-        heads = self.files.medusa(self.tensors)
-        self._fill(heads, self.tensors)
+        tensors = dict(self.tensors)
+        if self.files.settings.get("original_lm_head") and "lm_heads.0.weight" not in tensors:
+            weight = own_head()[: self.files.number("vocab_size")]
+            tensors["lm_heads.0.weight"] = (
+                weight if self.places is None else weight[self.places.to(weight.device)]
+            )
+        heads = self.files.medusa(tensors)
+        self._fill(heads, tensors)
         return heads
 
     def look_ahead(self, own: nn.Module) -> LookAheadEmbedding:
@@ -412,7 +438,7 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
     """Read a head's weights.
 
     Raises:
-        UsageError: They are pickled, or their draft vocabulary is none.
+        UsageError: They are pickled, lack scales, or their draft vocabulary is none.
         RunError: They are missing or damaged, or do not fit into memory.
     """
     if files.hub is not None:
@@ -423,7 +449,7 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
     for path in paths:
         found |= _read(path, files.name)
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in found.items():
+    for name, tensor in _widened(found, files.name).items():
         own = (_medusa_name if files.kind == "medusa" else _eagle_name)(name)
         if own not in _UNUSED:
             tensors[own] = tensor
@@ -431,6 +457,19 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
     if files.kind != "pass":
         places = (_eagle_places if files.kind == "eagle3" else _medusa_places)(files, tensors)
     return TrainedHead(files, tensors, places, _fingerprint(files, tensors))
+
+
+def _widened(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """Weights of bytes as float32: ``X_scale`` holds what each row of X is multiplied by."""
+    wide = dict(tensors)
+    for key, tensor in tensors.items():
+        if tensor.dtype != torch.int8:
+            continue
+        scales = wide.pop(f"{key}_scale", None)
+        if scales is None or scales.shape != tensor.shape[:1] or not scales.is_floating_point():
+            raise UsageError(f"The head {name} lacks the scales of {key}.", _SAY)
+        wide[key] = tensor.float() * scales.float()[:, None]
+    return wide
 
 
 def _weight_files(files: HeadFiles, allow_pickle: bool) -> list[Path]:

@@ -70,6 +70,7 @@ class LanguageModel:
         tokenizer: ``None`` if it was not asked for: the decoding loop knows token ids only.
         name: Hub id and revision, built-in name, or the folder's or file's own name; never a path.
         fingerprint: Short hash of configuration and weights, to tell models of one name apart.
+        identity: The same for these weights in whatever dtype they were loaded.
         dtype: Of the weights as loaded, such as "bfloat16".
         device: Of the input embeddings.
         vocab_size: Width of the logits, padding included.
@@ -92,6 +93,7 @@ class LanguageModel:
     quantise_int8: bool = False
     head_rows: tuple[int, ...] | None = None
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
+    identity: str = ""
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -284,6 +286,7 @@ def wrap_model(
         end_ids=end_ids_of(model, tokenizer),
         quantise_int8=quantise_int8,
         defaults=ModelDefaults.of(getattr(model, "generation_config", None)),
+        identity=_fingerprint(model, torch.bfloat16),
     )
 
 
@@ -520,16 +523,21 @@ def _input_device(model: PreTrainedModel) -> torch.device:
 UNSTABLE_SETTINGS = ("_name_or_path", "architectures", "transformers_version", "dtype", "use_cache")
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
-    """16 hex digits over the configuration and each tensor's name, shape, dtype, first and last 64 values."""
+def _fingerprint(model: PreTrainedModel, rounded: torch.dtype | None = None) -> str:
+    """16 hex digits over the configuration and each tensor's name, shape, dtype, first and last 64 values.
+
+    Args:
+        model: Its weights, before they are packed or quantised.
+        rounded: Take every tensor as if it were of this dtype.
+    """
     config = {
         key: value for key, value in model.config.to_diff_dict().items() if key not in UNSTABLE_SETTINGS
     }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {rounded or tensor.dtype}".encode())
         if tensor.device.type != "meta":
             flat = tensor.detach().reshape(-1)
-            sample = torch.cat((flat[:64], flat[-64:])).cpu().contiguous()
+            sample = torch.cat((flat[:64], flat[-64:])).to("cpu", rounded or tensor.dtype).contiguous()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

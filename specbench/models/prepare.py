@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,7 @@ __all__ = [
     "load_target",
     "prepare",
     "refuse_keep",
+    "require_states",
     "self_drafter",
     "wrap_drafter",
     "wrap_head",
@@ -391,7 +393,7 @@ def wrap_head(
     Args:
         head: The head.
         target: What it was trained for.
-        options: Its dtype. On a CPU "auto" means int8.
+        options: Its dtype (on a CPU "auto" means int8), and whether any weights will do.
 
     Raises:
         UsageError: It was trained for another target, its file is not what its configuration says, another device is
@@ -406,10 +408,13 @@ def wrap_head(
     model: Any = target.language_model.model
     config, embeddings = model.config, model.get_input_embeddings()
     head.files.check(config, target.name)
+    if not options.any_target:
+        head.files.check_weights(target.language_model.identity, target.name)
     if head.files.kind == "pass":
         return _look_ahead(head, target)
     eagle = head.files.kind == "eagle3"
-    module: Any = head.eagle(config, lambda: _head_of(target)) if eagle else head.medusa()
+    own_head = partial(_head_of, target)
+    module: Any = head.eagle(config, own_head) if eagle else head.medusa(own_head)
     quantised = options.dtype in ("auto", "int8")
     dtype = embeddings.weight.dtype if quantised else resolve_dtype(options, config, Counter())
     device = target.scorer.device
@@ -427,7 +432,7 @@ def wrap_head(
         scorer = EagleScorer(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
     else:
         scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
-    _require_states(target, layers)
+    require_states(target, layers)
     return HeadDrafter(scorer, f"{head.name} ({name})")
 
 
@@ -460,8 +465,12 @@ def _head_of(target: Target) -> torch.Tensor:
     return weight
 
 
-def _require_states(target: Target, layers: Sequence[int]) -> None:
-    """Refuse a target that gives no hidden states, or others than its configuration tells of."""
+def require_states(target: Target, layers: Sequence[int]) -> None:
+    """Refuse a target that gives no hidden states, or others than its configuration tells of.
+
+    Raises:
+        UsageError: It does.
+    """
     scorer = target.scorer
     scorer.begin()
     try:

@@ -248,12 +248,16 @@ class MedusaHeads(nn.Module):
             nn.Linear(width, vocab, bias=False) for _ in range(1 if shared else heads)
         )
 
-    def logits(self, state: torch.Tensor, head: int) -> torch.Tensor:
-        """Of one head, [..., vocab], from the target's last hidden states behind its final norm, [..., width]."""
+    def guess(self, state: torch.Tensor, head: int) -> torch.Tensor:
+        """What a head makes of the target's last hidden states behind its final norm, in the same shape."""
         block: Any = self.blocks[head]
         for layer in block["layers"]:
             state = state + silu(layer(state))
-        logits: torch.Tensor = self.lm_heads[min(head, len(self.lm_heads) - 1)](state)
+        return state
+
+    def logits(self, state: torch.Tensor, head: int) -> torch.Tensor:
+        """Of one head, [..., vocab], from the target's last hidden states behind its final norm, [..., width]."""
+        logits: torch.Tensor = self.lm_heads[min(head, len(self.lm_heads) - 1)](self.guess(state, head))
         return logits
 
     def forward(self, states: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -1,0 +1,268 @@
+"""`specbench train`: a drafter for a model, trained on what that model writes itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from specbench.cli import options as opt
+from specbench.options import MODELS, PROMPT, ModelOptions
+
+if TYPE_CHECKING:
+    from specbench.train.settings import Measured
+
+__all__ = ["train"]
+
+KindName = Literal["eagle", "medusa", "pass"]
+
+TRAINING = "Training"
+_SAID_EVERY_S = 60.0
+"""On anything but a terminal, how far it has come is said so often."""
+
+_training = partial(typer.Option, rich_help_panel=TRAINING)
+
+
+def train(
+    *,
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    kind: Annotated[
+        KindName,
+        typer.Option("--kind", metavar="KIND", help="eagle, medusa or pass.", rich_help_panel=MODELS),
+    ] = "eagle",
+    models: Annotated[ModelOptions, opt.Fields("dtype", "device", "allow_pickle")],
+    prompts: Annotated[
+        list[str] | None,
+        opt.prompt_sets(
+            rich_help_panel=PROMPT,
+            help="Prompts that the target answers to learn from: a JSON Lines file or training; repeatable."
+            " Default: training, the set for it that comes with specbench.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            min=2,
+            metavar="N",
+            help="Length of an answer at most.",
+            rich_help_panel=PROMPT,
+        ),
+    ] = 256,
+    tokens: Annotated[
+        int | None,
+        _training(
+            "--tokens", min=1, metavar="N", help="Train on so many tokens of the target's own answers."
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        _training(
+            "--minutes", metavar="X", help="Or take so many minutes for all of it, over all starts together."
+        ),
+    ] = None,
+    epochs: Annotated[
+        int, _training("--epochs", min=1, metavar="N", help="Train on each answer so often, at most.")
+    ] = 4,
+    depth: Annotated[
+        int, _training("--depth", min=1, metavar="N", help="Tokens that the head learns to draft.")
+    ] = 4,
+    vocab: Annotated[
+        int | None,
+        _training(
+            "--vocab",
+            min=1,
+            metavar="N",
+            help="Tokens that it can draft, those that the target writes most often. Default: a quarter of the"
+            " target's, and at least 8192.",
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        _training("--learning-rate", metavar="X", help="At its highest. Default: what suits the kind."),
+    ] = None,
+    held_out: Annotated[
+        int,
+        _training(
+            "--held-out",
+            min=1,
+            metavar="N",
+            help="Prompts, at most a third of them, that are not trained on: the head is measured on them.",
+        ),
+    ] = 16,
+    seed: Annotated[int, _training("--seed", min=0, metavar="N", help="Of all that is random.")] = 0,
+    out: Annotated[
+        Path, opt.output("--out", "-o", metavar="FOLDER", help="Where the head goes: a drafter's folder.")
+    ],
+    compact: Annotated[
+        bool,
+        opt.output(
+            "--compact",
+            help="Write it small, in bytes and without the rows it takes from the target: for specbench alone.",
+        ),
+    ] = False,
+    resume: Annotated[
+        bool,
+        opt.output(
+            "--resume", help="Go on with a training that was cut off; the options have to be the same."
+        ),
+    ] = False,
+    json_output: opt.JsonOption = False,
+    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
+    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+) -> None:
+    """Train a head to draft for a target: --drafter FOLDER.
+
+    The target answers prompts, a head learns from the answers, and the real decoder says on other prompts how many
+    tokens a step brings. The best head so far is always in the folder. A training that was cut off goes on with
+    --resume and loses a minute at most.
+    """
+    from specbench.bench.prompts import TRAINING_SET
+    from specbench.cli.progress import StageProgress
+    from specbench.errors import UsageError
+    from specbench.train.prompts import training_prompts
+    from specbench.train.settings import TrainingSettings
+
+    settings = TrainingSettings(
+        kind=kind,
+        tokens=tokens,
+        minutes=minutes,
+        answer_tokens=max_new_tokens,
+        epochs=epochs,
+        depth=depth,
+        vocab=vocab,
+        learning_rate=learning_rate,
+        held_out=held_out,
+        seed=seed,
+        compact=compact,
+    )
+    if models.dtype == "int8":
+        raise UsageError("A head is not trained on an int8 target.", "Leave out --dtype int8.")
+    sources = prompts or [TRAINING_SET]
+    chosen = training_prompts(sources)
+    with StageProgress(quiet) as progress:
+        progress.update("starting", 0, None)
+        from specbench.models.load import load_model, resolve_device
+        from specbench.models.prepare import prepare
+        from specbench.progress import quiet_transformers
+        from specbench.specs.models import parse_model
+        from specbench.train.run import Training, check_folder, processes
+
+        check_folder(out, resume=resume)
+        group = processes(cpu=resolve_device(models.device).type == "cpu")
+        with quiet_transformers():
+            loaded, _ = prepare(parse_model(target), (), models, progress=progress)
+            model = None
+            if kind == "pass":  # gradients go through ordinary layers alone
+                model = load_model(
+                    target, models.target, allow_pickle=models.allow_pickle, tokenizer=False
+                ).model
+    display = _Display(quiet or not group.is_main_process)
+    training = Training(
+        loaded,
+        chosen,
+        settings,
+        out,
+        source=", ".join(Path(source).name for source in sources),
+        resume=resume,
+        model=model,
+        group=group,
+        watch=display,
+    )
+    with display:
+        best = training.run()
+    if group.is_main_process:
+        _tell(best, out, as_json=json_output)
+
+
+def _tell(best: Measured, out: Path, *, as_json: bool) -> None:
+    from specbench.cli.watchers import write_out
+    from specbench.textsafe import terminal_safe
+
+    if as_json:
+        write_out(json.dumps({"folder": str(out), "best": asdict(best)}) + "\n")
+        return
+    accepted = ", ".join(f"{share:.0%}" for share in best.accepted)
+    lines = [
+        f"{best.tokens_per_step:.2f} tokens per step on prompts it was not trained on; drafts kept of those tested,"
+        f" by place: {accepted}.",
+        *(f"  {name}: {figure:.2f}" for name, figure in sorted(best.categories.items())),
+        f"Kept in {out}: --drafter {out}",
+    ]
+    write_out(terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8"))
+
+
+class _Display:
+    """How far a training has come, on stderr: a line that changes on a terminal, and a line for each measure.
+
+    Args:
+        silent: Draw and say nothing.
+    """
+
+    def __init__(self, silent: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._silent = silent
+        self._console = Console(stderr=True, highlight=False)
+        self._bar = Progress(
+            BarColumn(24, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+            transient=True,
+            disable=silent or not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None)
+        self._said = time.monotonic()
+
+    def __enter__(self) -> _Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, words: str, done: int = 0, total: int | None = None) -> None:
+        """Show how far it has come."""
+        self._bar.update(self._task, description=words, completed=done, total=total)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._said >= _SAID_EVERY_S:
+            self._said = now
+            self._print(words)
+
+    def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
+        """See ``Watch``."""
+        of = "" if wanted is None else f" of {wanted:,}"
+        left = "" if left_s is None else f", {_time(left_s)} left for it"
+        self.say(f"the target has written {tokens:,}{of} tokens{left}", tokens, wanted)
+
+    def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
+        """See ``Watch``."""
+        self.say(f"step {step} of {steps}, loss {loss:.2f}, {_time(left_s)} left", step, steps)
+
+    def measured(self, measured: Measured, *, best: bool) -> None:
+        """See ``Watch``."""
+        loss = "untrained" if measured.loss is None else f"loss {measured.loss:.2f}"
+        mark = ", the best so far" if best else ""
+        self._said = time.monotonic()
+        self._print(
+            f"{_time(measured.seconds)}: {measured.tokens:,} tokens trained on, {loss},"
+            f" {measured.tokens_per_step:.2f} tokens per step{mark}"
+        )
+
+    def _print(self, words: str) -> None:
+        if not self._silent:
+            self._console.print(words, markup=False, soft_wrap=True)
+
+
+def _time(seconds: float) -> str:
+    from specbench.cli.sweep_display import duration
+
+    return duration(seconds)

@@ -1,0 +1,1 @@
+"""Training heads on what a target writes itself."""

@@ -1,0 +1,169 @@
+"""A head and its teacher: one step of learning after the other, on one device or on several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from specbench.models.counts import TokenCounts
+from specbench.train.lessons import Teacher, batches, padded
+from specbench.train.state import restore_optimizer, stored_optimizer
+from specbench.train.students import make_student
+from specbench.tune.vocabulary import ranked_tokens
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+    from specbench.models.prepare import Target
+    from specbench.train.settings import TrainingSettings
+    from specbench.train.texts import Text
+
+__all__ = ["Learner", "Learnt"]
+
+_DECAY = 0.8
+"""Weight of each place of a draft beside the one before it."""
+
+_WARM_UP, _LOWEST = 0.05, 0.1
+"""Share of the steps in which the learning rate rises, and what it falls to, of its highest."""
+
+_BETAS, _WEIGHT_DECAY = (0.9, 0.95), 0.01
+_LARGEST_GRADIENT = 1.0
+
+
+class Learnt(NamedTuple):
+    """What came of a step, in all processes.
+
+    Attributes:
+        tokens: Of answers.
+        losses: Mean cross-entropy by place of the draft.
+        right: Share of the likeliest tokens that were the target's, by place.
+    """
+
+    tokens: int
+    losses: tuple[float, ...]
+    right: tuple[float, ...]
+
+
+class Learner:
+    """A head that learns from texts.
+
+    The order of the texts follows from the seed, batch by batch; processes take turns.
+
+    Args:
+        target: Whose texts they are.
+        model: What gradients may go through, see ``Training``.
+        texts: What it learns from.
+        settings: How.
+        group: The processes.
+
+    Attributes:
+        student: The head.
+        head: The rows of the target's head that it drafts with.
+        drafted: The tokens of these rows, ascending; ``None`` for all.
+        epoch_steps: Steps in which each text is seen once.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        model: PreTrainedModel,
+        texts: Sequence[Text],
+        settings: TrainingSettings,
+        group: Accelerator,
+    ) -> None:
+        self._texts, self._settings, self._group = texts, settings, group
+        self.drafted = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
+        self._teacher = Teacher(model, self.drafted)
+        self.head = self._teacher.head
+        self.student: Any = make_student(settings.kind, model, self.head, settings.depth, settings.seed)
+        self._names: Mapping[str, nn.Parameter] = dict(self.student.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            [*self._names.values()], settings.rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY
+        )
+        self._module: Any = group.prepare_model(self.student)
+        self._half = model.dtype == torch.bfloat16
+        self._weights = torch.tensor(
+            [_DECAY**place for place in range(settings.depth)], device=self.head.device
+        )
+        self._epoch, self._order = 0, self._batches(0)
+        self.epoch_steps = max(1, len(self._order) // group.num_processes)
+
+    def _batches(self, epoch: int) -> list[list[int]]:
+        return batches(self._texts, self._settings.batch_tokens, self._settings.seed, epoch)
+
+    def _batch(self, number: int) -> Sequence[Text]:
+        """What this process reads in a step."""
+        epoch, place = divmod(number, self.epoch_steps)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._batches(epoch)
+        place = place * self._group.num_processes + self._group.process_index
+        return [self._texts[text] for text in self._order[place % len(self._order)]]
+
+    def step(self, number: int, steps: int) -> Learnt:
+        """Learn from a batch.
+
+        Args:
+            number: Of the step, from 0.
+            steps: How many there are, which decides the learning rate.
+        """
+        texts = self._batch(number)
+        marks = self._gradients(texts)
+        self._group.clip_grad_norm_([*self._names.values()], _LARGEST_GRADIENT)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._settings.rate * _course(number, steps)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        tokens = torch.tensor(sum(text.written for text in texts), device=self.head.device)
+        right = marks.right / marks.counted.clamp_min(1)
+        counts = self._group.reduce(tokens, "sum")
+        figures = self._group.reduce(torch.stack((marks.losses.detach(), right)), "mean")
+        losses, shares = figures.tolist()
+        return Learnt(int(counts), tuple(losses), tuple(shares))
+
+    def rehearse(self) -> None:
+        """What a step computes, without learning from it."""
+        self._gradients(self._batch(0))
+        self._optimizer.zero_grad()
+
+    def _gradients(self, texts: Sequence[Text]) -> Any:
+        student, device = self.student, self._teacher.device
+        lesson = self._teacher.lesson(padded(texts, device), student.layers, keeps_cache=student.needs_cache)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._half):
+            marks = self._module(lesson)
+            loss = (marks.losses * self._weights).sum()
+        self._group.backward(loss)
+        return marks
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it has learnt and goes on from."""
+        own = {f"own/{name}": parameter.detach() for name, parameter in self._names.items()}
+        return own | stored_optimizer(self._optimizer, self._names)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from there."""
+        with torch.no_grad():
+            for name, parameter in self._names.items():
+                parameter.copy_(tensors[f"own/{name}"])
+        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("own/")}
+        restore_optimizer(self._optimizer, self._names, rest)
+
+
+def _course(number: int, steps: int) -> float:
+    """The learning rate of a step, of its highest: it rises in a line, and falls along a cosine."""
+    rise = min(1.0, (number + 1) / max(1.0, _WARM_UP * steps))
+    return rise * (_LOWEST + (1 - _LOWEST) * 0.5 * (1 + math.cos(math.pi * number / steps)))
+
+
+def _draft_vocabulary(target: Target, texts: Sequence[Text], number: int) -> torch.Tensor | None:
+    """So many tokens that the target writes most often, ascending; ``None`` for all."""
+    if number == target.vocab_size:
+        return None
+    written = [token for text in texts for token in text.tokens[text.start :]]
+    read = (token for text in texts for token in text.tokens[: text.start])
+    counts = TokenCounts(target.name, ranked_tokens(written, target.end_ids, read), len(written), ())
+    return torch.tensor(counts.most_frequent(number, range(target.vocab_size)))

@@ -1,0 +1,73 @@
+"""Which prompts a head is trained on, and which it is measured on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from specbench.bench.prompts import ALL_SETS, Prompt, load_prompts
+from specbench.errors import UsageError
+
+__all__ = ["held_out_prompts", "refuse_measured", "training_prompts"]
+
+_NO_WORD = re.compile(r"[\W_]+")
+
+
+def training_prompts(sources: Sequence[str | Path]) -> list[Prompt]:
+    """Prompts to train on.
+
+    Args:
+        sources: See ``load_prompts``; ``"training"`` is the set for it that comes with specbench.
+
+    Raises:
+        UsageError: See ``load_prompts``; or one of them is among those that are measured on.
+    """
+    prompts = load_prompts(sources)
+    refuse_measured(prompts)
+    return prompts
+
+
+def refuse_measured(prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts that the built-in sets hold: whoever was trained on them would be measured on his memory.
+
+    Raises:
+        UsageError: One of them is there, up to case, spaces and punctuation.
+    """
+    measured = {_words(turn): prompt.id for prompt in load_prompts([ALL_SETS]) for turn in prompt.turns}
+    for prompt in prompts:
+        for turn in prompt.turns:
+            if (found := measured.get(_words(turn))) is not None:
+                raise UsageError(
+                    f"The training prompt {prompt.id!r} is among those that are measured on ({found}).",
+                    "Take it out of the training set.",
+                )
+
+
+def _words(text: str) -> str:
+    return _NO_WORD.sub(" ", text).strip().casefold()
+
+
+def held_out_prompts(prompts: Sequence[Prompt], number: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to train on, and those that are only measured on: the last of every category, in turn.
+
+    Args:
+        prompts: All of them.
+        number: How many are held out, at most a third.
+
+    Raises:
+        UsageError: There are fewer than 3.
+    """
+    if len(prompts) < 3:
+        raise UsageError(
+            "Training takes at least 3 prompts, for some of them are held out to measure on.", "Name more."
+        )
+    rank: dict[str, int] = {}
+    order = []
+    for place in reversed(range(len(prompts))):
+        category = prompts[place].category
+        rank[category] = rank.get(category, 0) + 1
+        order.append((rank[category], place))
+    held = {place for _, place in sorted(order)[: min(number, len(prompts) // 3)]}
+    trained = [prompt for place, prompt in enumerate(prompts) if place not in held]
+    return trained, [prompts[place] for place in sorted(held)]

@@ -1,0 +1,535 @@
+"""A training: the target writes, a head learns, the real decoder says how well, and all of it can be cut off anywhere.
+
+What a step learns from follows from the settings, the texts and the number of the step, and nothing else is random. So
+a training that goes on from a state is the one that was never cut off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+
+from specbench._version import __version__
+from specbench.bench.encoding import encode_turns
+from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
+from specbench.errors import RunError, UsageError
+from specbench.files import explained, try_lock, write_text
+from specbench.generate import GenerationRun
+from specbench.lengths import FixedLength
+from specbench.models.heads import find_head, load_head
+from specbench.models.prepare import require_states, wrap_head
+from specbench.specs.models import parse_model
+from specbench.train.learner import Learner, Learnt
+from specbench.train.lessons import fitting
+from specbench.train.prompts import held_out_prompts
+from specbench.train.result import TRAINING_FILE, write_head, write_story
+from specbench.train.settings import Measured, TrainingSettings, Watch
+from specbench.train.state import read_state, write_state
+from specbench.train.texts import Text, TextStore, store_for, write_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specbench.bench.prompts import Prompt
+    from specbench.decoding.records import Step
+    from specbench.models.prepare import Target
+
+__all__ = ["Training", "check_folder", "processes"]
+
+_STATE = "state"
+"""Folder of a training that has not ended, within its result's."""
+
+_WRITING = 0.45
+"""Share of the time given in which the target writes (docs/training.md)."""
+
+_TIMED_STEPS = 4
+_RECORDS = 200
+"""Points of the loss curve."""
+
+_NOTED_EVERY_S = 10.0
+
+
+def check_folder(out: Path, *, resume: bool) -> None:
+    """Refuse a folder to train into, before anything is loaded.
+
+    Raises:
+        UsageError: There is something in it, or nothing to go on with.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{str(out)!r} is no folder.", "Name another one with --out.")
+    under_way = (out / _STATE / "begun.json").is_file()
+    if resume and not under_way:
+        ended = (out / TRAINING_FILE).is_file()
+        raise UsageError(
+            f"The training in {str(out)!r} has ended."
+            if ended
+            else f"There is no training in {str(out)!r} to go on with.",
+            "Leave --resume out, and name another folder with --out." if ended else "Leave --resume out.",
+        )
+    if under_way and not resume:
+        raise UsageError(
+            f"The training in {str(out)!r} has not ended.", "Add --resume, or name another folder with --out."
+        )
+    if not resume and out.is_dir() and any(path.name != _STATE for path in out.iterdir()):
+        raise UsageError(f"The folder {str(out)!r} is not empty.", "Name another one with --out.")
+
+
+def processes(*, cpu: bool) -> Accelerator:
+    """The processes of a training, as ``accelerate launch`` has started them; alone without it.
+
+    On CUDA devices each gets its own, so this has to come before the target is loaded.
+    """
+    return Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
+
+
+class _Silent:
+    """A watch that nobody looks at."""
+
+    def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
+        pass
+
+    def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
+        pass
+
+    def measured(self, measured: Measured, *, best: bool) -> None:
+        pass
+
+
+class Training:
+    """One head, from nothing to its files, or from where it was cut off.
+
+    Args:
+        target: What the head is for; no int8 model.
+        prompts: At least 3; some are held out.
+        settings: How it is trained.
+        out: The folder of the result. The best head so far is always there.
+        source: What the prompts are called in the result.
+        resume: Go on with a training that was cut off.
+        model: What gradients go through for PaSS: the target in ordinary layers. ``None`` for the target's own.
+        group: The processes it is trained in.
+        watch: Told how far it has come.
+        saved_every_s: How much work may be lost, in seconds.
+
+    Raises:
+        UsageError: What cannot be trained, a folder that is not empty, or a training that was begun otherwise.
+        RunError: Another process trains there, or its state is damaged.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[Prompt],
+        settings: TrainingSettings,
+        out: Path,
+        *,
+        source: str = "",
+        resume: bool = False,
+        model: PreTrainedModel | None = None,
+        group: Accelerator | None = None,
+        watch: Watch | None = None,
+        saved_every_s: float = 60.0,
+    ) -> None:
+        if target.dtype == "int8":
+            raise UsageError("A head is not trained on an int8 target.", "Leave out --dtype int8.")
+        check_folder(out, resume=resume)
+        settings.draft_vocab(target.vocab_size)
+        self._target, self._settings, self._out, self._source = target, settings, out, source
+        self._model = model or target.language_model.model
+        self._group = group or processes(cpu=target.scorer.device.type == "cpu")
+        self._watch, self._saved_every_s = watch or _Silent(), saved_every_s
+        layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        require_states(target, (layers,))
+        trained, held = held_out_prompts(prompts, settings.held_out)
+        self._prompts = encode_turns(target, trained)
+        self._held = list(zip(held, encode_turns(target, held), strict=True))
+        self._began, self._spent_s = time.monotonic(), 0.0
+        self._begun: dict[str, Any] = {}
+        self._texts: list[Text] = []
+
+    @property
+    def _main(self) -> bool:
+        return bool(self._group.is_main_process)
+
+    @property
+    def _seconds(self) -> float:
+        """Of the training so far, over all starts."""
+        return self._spent_s + time.monotonic() - self._began
+
+    def _agreed(self, value: Any) -> Any:
+        """What the main process says."""
+        if self._group.num_processes == 1:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([value])[0]
+
+    def run(self) -> Measured:
+        """Train to the end.
+
+        Returns:
+            The best measure; the head that it is of lies in the folder.
+
+        Raises:
+            UsageError: No prompt fits the target's context, or what is written teaches nothing.
+            RunError: A folder cannot be written, or texts are gone.
+        """
+        with self._only_one():
+            self._begin()
+            self._texts = self._written()
+            best = self._learn(Learner(self._target, self._model, self._texts, self._settings, self._group))
+        if self._main:
+            shutil.rmtree(self._out / _STATE, ignore_errors=True)
+        return best
+
+    @contextmanager
+    def _only_one(self) -> Iterator[None]:
+        if not self._main:
+            yield
+            return
+        state = self._out / _STATE
+        with explained(f"The folder {str(self._out)!r} cannot be written", "Name another one with --out."):
+            state.mkdir(parents=True, exist_ok=True)
+            lock = try_lock(state / "lock")
+        if lock is None:
+            raise RunError(
+                f"Another process trains into {str(self._out)!r}.", "Wait, or name another folder."
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+    # -- what was begun --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Note what is begun, or hold it against what was."""
+        digest = hashlib.sha256(json.dumps([self._prompts, [ids for _, ids in self._held]]).encode())
+        asked = {
+            "target": self._target.language_model.identity,
+            "dtype": self._target.dtype,
+            "prompts": digest.hexdigest()[:16],
+            **self._settings.facts(),
+        }
+        path = self._out / _STATE / "begun.json"
+        if not path.is_file():
+            self._begun = {"asked": asked, "texts": None, "steps": None, "seconds": 0.0}
+            if self._main:
+                self._note()
+            return
+        with explained(f"The state {str(path)!r} cannot be read"):
+            try:
+                self._begun = json.loads(path.read_text(encoding="utf-8"))
+                earlier, self._spent_s = self._begun["asked"], float(self._begun["seconds"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise RunError(
+                    f"The state {str(path)!r} is damaged.", "Train into another folder."
+                ) from error
+        for name, value in asked.items():
+            if earlier.get(name) != value:
+                raise UsageError(
+                    f"The training in {str(self._out)!r} was begun with another {name.replace('_', ' ')}.",
+                    "Give what it was begun with, or name another folder with --out.",
+                )
+
+    def _note(self, **more: Any) -> None:
+        self._begun |= {"seconds": self._seconds, **more}
+        path = self._out / _STATE / "begun.json"
+        with explained(
+            f"The folder {str(self._out)!r} cannot be written", "Free some space, and add --resume."
+        ):
+            write_text(path, json.dumps(self._begun) + "\n")
+
+    # -- texts -----------------------------------------------------------------------------------------
+
+    def _written(self) -> list[Text]:
+        """The texts to train on; written now, unless they were before."""
+        settings, rank = self._settings, self._group.process_index
+        store = store_for(self._target, self._prompts, settings.answer_tokens, settings.seed, rank)
+        if self._begun["texts"] is None:
+            share = slice(rank, None, self._group.num_processes)
+            store.check_space(settings.tokens or 0)
+            write_texts(
+                self._target,
+                self._prompts,
+                store,
+                answer_tokens=settings.answer_tokens,
+                seed=settings.seed,
+                enough=self._enough_written(),
+                share=share,
+            )
+            self._group.wait_for_everyone()
+            if self._main:
+                self._note(texts=[text.key for text in self._enough_of(store)])
+            self._begun["texts"] = self._agreed(self._begun["texts"])
+        known = store.read()
+        keys = [tuple(key) for key in self._begun["texts"]]
+        if any(key not in known for key in keys):
+            raise RunError(
+                "Texts that this training was begun with are gone from the cache folder.",
+                "Train into another folder.",
+            )
+        texts = fitting([known[key] for key in keys], settings.batch_tokens, settings.depth)
+        if not texts:
+            raise UsageError(
+                "What the target wrote is too short to learn from.",
+                "Name other prompts, or give more --tokens.",
+            )
+        return texts
+
+    def _enough_written(self) -> Any:
+        """Says when the target has written enough, and tells the watch."""
+        first: list[tuple[int, float]] = []
+        settings, others = self._settings, self._group.num_processes
+        noted = self._seconds
+
+        def enough(written: int) -> bool:
+            nonlocal noted
+            now = self._seconds
+            first.append((written, now)) if not first else None
+            known, since = first[0]
+            total = known + (written - known) * others
+            if self._main and now - noted > _NOTED_EVERY_S:
+                noted = now
+                self._note()
+            if settings.tokens is None:
+                limit = _WRITING * 60 * (settings.minutes or 0)
+                self._watch.wrote(total, None, max(0.0, limit - now))
+                return total > 0 and now >= limit
+            pace = (total - known) / (now - since) if now > since else 0
+            self._watch.wrote(total, settings.tokens, (settings.tokens - total) / pace if pace else None)
+            return total >= settings.tokens
+
+        return enough
+
+    def _enough_of(self, store: TextStore) -> list[Text]:
+        """Those of the texts that are trained on: the first ones, up to the tokens asked for."""
+        chosen: list[Text] = []
+        written = 0
+        for text in store.read().values():
+            if self._settings.tokens is not None and written >= self._settings.tokens:
+                break
+            chosen.append(text)
+            written += text.written
+        return chosen
+
+    # -- learning --------------------------------------------------------------------------------------
+
+    def _learn(self, learner: Learner) -> Measured:
+        """From where it stands to the last step, or to where nothing is gained any more."""
+        path, stand = self._out / _STATE / "checkpoint.safetensors", _Stand()
+        if path.is_file():
+            tensors, facts = read_state(path)
+            learner.restore(tensors)
+            stand = _Stand.of(facts)
+            self._began, self._spent_s = time.monotonic(), max(stand.seconds, self._seconds)
+
+        def save() -> None:
+            stand.seconds = self._seconds
+            if self._main:
+                write_state(path, learner.tensors(), asdict(stand))
+
+        if not stand.measures:
+            self._measure(learner, stand, 0)
+        steps = self._agreed(self._planned(learner, stand))
+        every, record = -(-steps // self._settings.measures), -(-steps // _RECORDS)
+        saved, pace = time.monotonic(), _Pace(stand.step)
+        while stand.step < steps and not self._agreed(stand.ended):
+            stand.took(learner.step(stand.step, steps), record, last=stand.step + 1 == steps)
+            left = steps - stand.step
+            measuring = -(-left // every) * stand.measure_s
+            self._watch.trained(stand.step, steps, stand.loss, left * pace.of(stand.step) + measuring)
+            if stand.step % every == 0 or stand.step == steps:
+                self._measure(learner, stand, steps)
+                save()
+                saved = time.monotonic()
+                pace = _Pace(stand.step)
+            elif time.monotonic() - saved >= self._saved_every_s:
+                save()
+                saved = time.monotonic()
+        if self._main:
+            write_story(self._out, self._story(learner, stand, steps))
+        return max(map(Measured.of, self._agreed(stand.measures)), key=lambda each: each.tokens_per_step)
+
+    def _planned(self, learner: Learner, stand: _Stand) -> int:
+        """How many steps there will be: settled once, for the learning rate goes by it."""
+        if self._begun["steps"] is None:
+            settings = self._settings
+            steps = settings.epochs * learner.epoch_steps
+            if settings.minutes is not None:
+                began = time.monotonic()
+                for _ in range(_TIMED_STEPS):
+                    learner.rehearse()
+                pace = (time.monotonic() - began) / _TIMED_STEPS
+                left = 60 * settings.minutes - self._seconds - settings.measures * stand.measure_s
+                steps = max(1, min(steps, int(left / pace)))
+            if self._main:
+                self._note(steps=steps)
+            self._begun["steps"] = steps
+        return int(self._begun["steps"])
+
+    def _measure(self, learner: Learner, stand: _Stand, steps: int) -> None:
+        """Let the real decoder draft with the head as it is; the best one is kept in the folder."""
+        if self._main:
+            began = time.monotonic()
+            candidate = (self._out / _STATE / "candidate").resolve()
+            self._write(learner, candidate)
+            found = find_head(parse_model(str(candidate)))
+            assert found is not None
+            drafter = wrap_head(load_head(found), self._target)
+            by_category: dict[str, list[Step]] = {}
+            gamma = FixedLength(self._settings.depth + (self._settings.kind == "pass"))
+            for prompt, ids in self._held:
+                run = GenerationRun(
+                    ids, self._target, drafter, policy=gamma, max_new_tokens=self._settings.measured_tokens
+                )
+                for _ in run:
+                    pass
+                by_category.setdefault(prompt.category, []).extend(run.result().steps)
+            every = [step for steps in by_category.values() for step in steps]
+            measured = Measured(
+                stand.step,
+                stand.tokens,
+                stand.mean_loss,
+                tokens_per_step(every) or 1.0,
+                tuple(rate.rate or 0.0 for rate in acceptance_by_position(every)),
+                {name: tokens_per_step(steps) or 1.0 for name, steps in by_category.items()},
+                round(self._seconds, 1),
+            )
+            stand.measure_s = time.monotonic() - began
+            best = stand.add(measured, self._settings.patience)
+            limit = self._settings.minutes
+            stand.ended = stand.ended or (limit is not None and self._seconds >= 60 * limit)
+            if best:
+                self._write(learner, self._out)
+                write_story(self._out, self._story(learner, stand, steps))
+            self._watch.measured(measured, best=best)
+        self._group.wait_for_everyone()
+
+    def _write(self, learner: Learner, folder: Path) -> None:
+        write_head(
+            folder,
+            learner.student,
+            self._target,
+            learner.head,
+            learner.drafted,
+            compact=self._settings.compact,
+        )
+
+    def _story(self, learner: Learner, stand: _Stand, steps: int) -> dict[str, Any]:
+        """How the head came about."""
+        target, settings = self._target, self._settings
+        words = "The rows of its head are the target's"
+        if learner.student.started_from is not None:
+            words += f", and it was started from {learner.student.started_from}"
+        return {
+            "specbench": __version__,
+            "torch": torch.__version__,
+            "kind": settings.kind,
+            "target": {
+                "name": target.name,
+                "fingerprint": target.language_model.identity,
+                "dtype": target.dtype,
+            },
+            "derived": f"{words}: the target's licence applies to it, and asks for attribution where it does so.",
+            "settings": settings.facts(),
+            "data": {
+                "prompts": self._source,
+                "trained_on": len({text.prompt for text in self._texts}),
+                "held_out": [prompt.id for prompt, _ in self._held],
+                "texts": len(self._texts),
+                "tokens": sum(text.written for text in self._texts),
+            },
+            "steps": steps,
+            "seconds": round(self._seconds, 1),
+            "loss": stand.curve,
+            "measured": stand.measures,
+        }
+
+
+@dataclass
+class _Stand:
+    """How far a training has come; all of it is stored.
+
+    Attributes:
+        step, tokens: Made, and trained on.
+        since: Sums since the last point of the curve: of losses and shares of right tokens by place, and how many.
+        heard, losses: Losses of the first place since the last measure: how many, and their sum.
+        curve: Points of the loss curve.
+        measures: What was measured, as ``Measured`` says it.
+        stale: Measures since the best one.
+        ended: Whether to stop.
+        measure_s: How long the last measure took.
+        seconds: All of it so far.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    since: list[list[float]] = field(default_factory=list)
+    heard: int = 0
+    losses: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    measures: list[dict[str, Any]] = field(default_factory=list)
+    stale: int = 0
+    ended: bool = False
+    measure_s: float = 0.0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> _Stand:
+        """As it was stored."""
+        return cls(**facts)
+
+    @property
+    def loss(self) -> float:
+        """Of the first place, at the last point of the curve."""
+        return float(self.curve[-1]["loss"][0]) if self.curve else self.mean_loss or 0.0
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Of the first place since the last measure."""
+        return self.losses / self.heard if self.heard else None
+
+    def took(self, learnt: Learnt, every: int, *, last: bool) -> None:
+        """A step was made; every so many steps there is a point of the curve."""
+        self.step += 1
+        self.tokens += learnt.tokens
+        self.heard, self.losses = self.heard + 1, self.losses + learnt.losses[0]
+        self.since.append([*learnt.losses, *learnt.right])
+        if len(self.since) < every and not last:
+            return
+        means = [sum(column) / len(self.since) for column in zip(*self.since, strict=True)]
+        depth = len(means) // 2
+        self.curve.append(
+            {"step": self.step, "tokens": self.tokens, "loss": means[:depth], "right": means[depth:]}
+        )
+        self.since = []
+
+    def add(self, measured: Measured, patience: int) -> bool:
+        """It was measured; whether it has done best so far."""
+        best = all(measured.tokens_per_step > each["tokens_per_step"] for each in self.measures)
+        self.stale = 0 if best else self.stale + 1
+        self.ended = self.stale >= patience
+        self.measures.append(asdict(measured))
+        self.heard, self.losses = 0, 0.0
+        return best
+
+
+class _Pace:
+    """Seconds that a step takes, since one of them."""
+
+    def __init__(self, first: int) -> None:
+        self._first, self._began = first, time.monotonic()
+
+    def of(self, step: int) -> float:
+        return (time.monotonic() - self._began) / max(1, step - self._first)

@@ -1,0 +1,131 @@
+"""How a head is trained, and what is told of it while it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from specbench.errors import UsageError
+
+__all__ = ["Measured", "TrainingSettings", "Watch"]
+
+_RATES = {"eagle": 8e-4, "medusa": 1e-3, "pass": 1e-2}
+_SMALL_VOCAB = 8192
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What a training is asked for. Two with the same settings, prompts and target are the same.
+
+    Attributes:
+        kind: ``eagle``, ``medusa`` or ``pass``.
+        tokens: Tokens of the target's own texts to train on; ``None`` if the time decides.
+        minutes: How long all of it may take, over all starts; ``None`` if the tokens decide.
+        answer_tokens: Length of an answer at most.
+        epochs: How often each text is trained on at most.
+        depth: Tokens it learns to draft.
+        vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, which small ones keep whole.
+        learning_rate: At its highest; ``None`` for what the kind takes.
+        batch_tokens: Of each step, padding included; longer texts are cut.
+        held_out: Prompts that it is measured on and not trained on.
+        measured_tokens: Of each of these.
+        measures: How often it is measured.
+        patience: After how many measures in a row without a gain it ends.
+        seed: Of all that is random.
+        compact: See ``write_head``.
+
+    Raises:
+        UsageError: Tokens and minutes are both given, or neither, or one of them is too small.
+    """
+
+    kind: str = "eagle"
+    tokens: int | None = None
+    minutes: float | None = None
+    answer_tokens: int = 256
+    epochs: int = 4
+    depth: int = 4
+    vocab: int | None = None
+    learning_rate: float | None = None
+    batch_tokens: int = 1024
+    held_out: int = 16
+    measured_tokens: int = 64
+    measures: int = 12
+    patience: int = 4
+    seed: int = 0
+    compact: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.minutes is None):
+            raise UsageError("How long to train is not said.", "Give either --tokens or --minutes.")
+        if self.minutes is not None and not 0 < self.minutes < float("inf"):
+            raise UsageError(f"The time for training is {self.minutes:g} minutes.", "Give more than 0.")
+        if self.learning_rate is not None and not 0 < self.learning_rate < 1:
+            raise UsageError(
+                f"The learning rate is {self.learning_rate:g}.", "Give one between 0 and 1, such as 0.0008."
+            )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate at its highest."""
+        return self.learning_rate or _RATES[self.kind]
+
+    def draft_vocab(self, whole: int) -> int:
+        """How many of a target's tokens are drafted.
+
+        Raises:
+            UsageError: More than there are.
+        """
+        if self.vocab is None:
+            return min(whole, max(_SMALL_VOCAB, whole // 4))
+        if self.vocab > whole:
+            raise UsageError(
+                f"The draft vocabulary of {self.vocab} tokens is larger than the target's, {whole}.",
+                "Give less with --vocab, or leave it out.",
+            )
+        return self.vocab
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How a head does with the real decoder, on prompts that it was not trained on: greedily, as a chain.
+
+    Attributes:
+        step: Of the training.
+        tokens: Trained on so far, of answers.
+        loss: Mean cross-entropy of the first drafted token since the measure before; ``None`` before the first step.
+        tokens_per_step: Emitted tokens over steps.
+        accepted: By place of the draft: of those tested the share accepted.
+        categories: Tokens per step by category of the prompts.
+        seconds: Of the training so far.
+    """
+
+    step: int
+    tokens: int
+    loss: float | None
+    tokens_per_step: float
+    accepted: tuple[float, ...]
+    categories: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Measured:
+        """As it was stored."""
+        return cls(**{**facts, "accepted": tuple(facts["accepted"])})
+
+
+class Watch(Protocol):
+    """Told how far a training has come."""
+
+    def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
+        """The target has written so many tokens of those wanted, and will write for so many seconds more."""
+
+    def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
+        """So many steps are made; what is left takes so many seconds, measures included."""
+
+    def measured(self, measured: Measured, *, best: bool) -> None:
+        """The head was measured; whether it has done best so far."""

@@ -1,0 +1,478 @@
+"""Heads while they learn: what each drafts from a lesson, how far that is from the target, and what is kept of it.
+
+Everywhere place i of a draft stands for the token i + 2 places behind the position whose hidden states are the last
+that are known: the token between them is the target's own, and the context ends with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import LlamaConfig, PreTrainedConfig
+
+from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
+from specbench.models.checkpoints import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specbench.train.lessons import Lesson
+
+__all__ = ["KINDS", "DraftAttention", "Marks", "Student", "make_student", "soft_cross_entropy"]
+
+KINDS = ("eagle", "medusa", "pass")
+
+_ROWS = 256
+"""Rows whose logits are computed at once."""
+
+
+class Marks(NamedTuple):
+    """How a head did, by place of the draft.
+
+    Attributes:
+        losses: Mean cross-entropy with the target's distribution over the draft vocabulary, [depth]; it can be learnt
+            from.
+        right: How often its likeliest token was the target's, [depth].
+        counted: Drafts, [depth].
+    """
+
+    losses: torch.Tensor
+    right: torch.Tensor
+    counted: torch.Tensor
+
+
+class Student(Protocol):
+    """A head while it learns; a module.
+
+    Attributes:
+        kind: One of ``KINDS``.
+        depth: Tokens it learns to draft.
+        layers: Of which of the target's layers it reads the states, see ``Pass``.
+        needs_cache: Whether it reads more with the target's keys and values.
+        started_from: What of the target it was started from, in words; ``None`` for random numbers.
+    """
+
+    kind: str
+    depth: int
+    layers: tuple[int, ...]
+    needs_cache: bool
+    started_from: str | None
+
+    def __call__(self, lesson: Lesson) -> Marks:
+        """Draft behind every position of the answers."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """Its ``config.json``, but for what it says of the draft vocabulary and the target."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What it has learnt, by the names of a file."""
+        ...
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """The sum over rows of -Σ p log q for logits that are never there all at once, nor their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        p: torch.Tensor,
+        rows: torch.Tensor,
+        choices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gradient = torch.empty_like(hidden)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        right = torch.zeros((), dtype=torch.long, device=hidden.device)
+        for first in range(0, len(hidden), _ROWS):
+            part = slice(first, first + _ROWS)
+            wanted = p[rows[part]]
+            logits = (hidden[part].to(head.dtype) @ head.T).float()
+            normaliser = logits.logsumexp(-1, keepdim=True)
+            loss += (normaliser[:, 0] - (wanted * logits).sum(-1)).sum()
+            right += (logits.argmax(-1) == choices[rows[part]]).sum()
+            difference = logits.sub_(normaliser).exp_().sub_(wanted)
+            gradient[part] = (difference.to(head.dtype) @ head).to(gradient.dtype)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(right)
+        return loss, right
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None, None, None, None
+
+
+def soft_cross_entropy(
+    hidden: torch.Tensor, head: torch.Tensor, p: torch.Tensor, rows: torch.Tensor, choices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of a head's distributions with the target's, summed, and how often their likeliest tokens agree.
+
+    Args:
+        hidden: What is multiplied by the head, [n, width]; the gradient goes there alone.
+        head: [vocab, width].
+        p: The target's distributions, [any, vocab].
+        rows: Which of these each row is compared with, [n].
+        choices: The likeliest of each of ``p``.
+    """
+    loss, right = _SoftCrossEntropy.apply(hidden, head, p, rows, choices)
+    return loss, right
+
+
+class _Marking:
+    """Adds up marks, place by place."""
+
+    def __init__(self, lesson: Lesson, head: torch.Tensor) -> None:
+        self._lesson, self._head = lesson, head
+        self._reached = torch.ones_like(lesson.places[:, 1:], dtype=torch.bool)
+        self._losses: list[torch.Tensor] = []
+        self._right: list[torch.Tensor] = []
+        self._counted: list[int] = []
+
+    def rows(self, place: int) -> torch.Tensor:
+        """Bool [texts, longest - 1]: behind which positions a draft gets as far as this place, asked in order."""
+        self._reached = self._reached & (self._wanted(place) >= 0)
+        return self._reached
+
+    def _wanted(self, place: int) -> torch.Tensor:
+        """Where the target's distributions are that drafts at this place are compared with, [texts, longest - 1]."""
+        return ahead(self._lesson.places, place + 1, -1)
+
+    def add(self, hidden: torch.Tensor, place: int, rows: torch.Tensor) -> None:
+        """Mark drafts.
+
+        Args:
+            hidden: What is multiplied by the target's head, for these rows, [n, width].
+            place: Of the draft.
+            rows: As ``rows`` gave them, or some of them.
+        """
+        lesson = self._lesson
+        loss, right = soft_cross_entropy(
+            hidden, self._head, lesson.p, self._wanted(place)[rows], lesson.choices
+        )
+        self._losses.append(loss / max(1, len(hidden)))
+        self._right.append(right)
+        self._counted.append(len(hidden))
+
+    def marks(self) -> Marks:
+        """Of all places."""
+        counted = torch.tensor(self._counted, device=self._right[0].device)
+        return Marks(torch.stack(self._losses), torch.stack(self._right), counted)
+
+
+def ahead(x: torch.Tensor, by: int, filling: float = 0) -> torch.Tensor:
+    """What stands so many positions further on, [texts, longest, ...] -> [texts, longest - 1, ...]."""
+    room = [0, 0] * (x.dim() - 2) + [0, by - 1]
+    return pad(x[:, by:], room, value=filling)
+
+
+# -- EAGLE-3 ---------------------------------------------------------------------------------------
+
+
+class DraftAttention:
+    """Attention of drafts behind every position at once (EAGLE-3's training-time test).
+
+    The first pass is the context itself, causal. In pass i row p is the i-th token of a draft that was begun behind
+    position p: it attends to the context up to there, and to that draft's own tokens, which are the rows p of the
+    passes before and its own. See ``Attend`` of ``specbench.backends.torch.heads``.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        self._keys.append(key.repeat_interleave(groups, dim=1))
+        self._values.append(value.repeat_interleave(groups, dim=1))
+        query = query * query.shape[-1] ** -0.5
+        length = query.shape[2]
+        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu_(1)
+        scores = (query @ self._keys[0].mT).masked_fill(later, float("-inf"))
+        own = [(query * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
+        weights = torch.cat((scores, *own), dim=-1).softmax(-1)
+        out = weights[..., :length] @ self._values[0]
+        for place, values in enumerate(self._values[1:]):
+            out = out + weights[..., length + place, None] * values
+        return out.transpose(1, 2)
+
+
+class EagleStudent(nn.Module):
+    """An EAGLE-3 head that learns to go on from its own outputs (Li et al. 2025, arXiv 2503.01840).
+
+    Embeddings and the projection to the draft vocabulary are the target's, and stay so.
+
+    Args:
+        model: The target; a layer of the Llama family is what its own is started from.
+        head: See ``Teacher``.
+        depth: Tokens it learns to draft.
+        seed: Of what is random at the beginning.
+    """
+
+    kind = "eagle"
+    needs_cache = False
+
+    def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int) -> None:
+        super().__init__()
+        self.depth, config = depth, text_config(model.config)
+        total = config.num_hidden_layers
+        self.layers = tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
+        shape = EagleShape(len(self.layers), config.hidden_size, len(head), _layer_like(config))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.head = EagleHead(shape)
+        self._rows = head
+        del self.head.lm_head
+        self.started_from = _start(self.head, model)
+
+    def forward(self, lesson: Lesson) -> Marks:
+        """See ``Student``."""
+        marking, attend, head = _Marking(lesson, self._rows), DraftAttention(), self.head
+        features = head.fuse(lesson.states[:, :-1].to(head.norm.weight.dtype)).float()
+        positions = torch.arange(features.shape[1], device=features.device)[None]
+        for place in range(self.depth):
+            out = head.read(ahead(lesson.embedded, place + 1), features, positions + place, attend)
+            rows = marking.rows(place)
+            marking.add(head.norm(out[rows]), place, rows)
+            features = head.recurring(out)
+        return marking.marks()
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Student``."""
+        layer = self.head.shape.layer.to_dict()
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.3.0",
+            "transformer_layer_config": {name: layer[name] for name in _LAYER if layer.get(name) is not None},
+            "eagle_aux_hidden_state_layer_ids": [*self.layers],
+            "norm_before_residual": False,
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See ``Student``."""
+        return {
+            name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: tensor.detach()
+            for name, tensor in self.head.named_parameters()
+        }
+
+
+_LAYER = (
+    "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "rms_norm_eps", "rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings",
+    "vocab_size", "num_hidden_layers", "attention_bias", "mlp_bias",
+)  # fmt: skip
+
+
+def _layer_like(target: PreTrainedConfig) -> LlamaConfig:
+    """The configuration of a decoder layer of the size of the target's."""
+    own = target.to_dict()
+    size = own.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
+    known: dict[str, Any] = {
+        "hidden_size": own["hidden_size"],
+        "intermediate_size": own.get("intermediate_size") or 4 * own["hidden_size"],
+        "num_attention_heads": own["num_attention_heads"],
+        "num_key_value_heads": own.get("num_key_value_heads") or own["num_attention_heads"],
+        "head_dim": size,
+        "rms_norm_eps": own.get("rms_norm_eps") or 1e-5,
+        "max_position_embeddings": own.get("max_position_embeddings") or 2048,
+        "vocab_size": own["vocab_size"],
+        "num_hidden_layers": 1,
+    }
+    if own.get("model_type") in _FAMILY:
+        rope = {
+            name: own[name] for name in ("rope_parameters", "rope_theta", "rope_scaling") if own.get(name)
+        }
+        known |= rope
+    return LlamaConfig(**known)
+
+
+_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+"""Models whose decoder layers are Llama's, but for biases and norms of heads."""
+
+
+def _start(head: EagleHead, model: PreTrainedModel) -> str | None:
+    """Give a head the weights of the target's last layer where these fit; its features begin as the highest state.
+
+    What reads two inputs side by side, the embedding and the feature, begins as if it read their sum.
+    """
+    untyped: Any = model
+    config = text_config(model.config)
+    width = config.hidden_size
+    with torch.no_grad():
+        head.fc.weight.mul_(_SMALL)
+        head.fc.weight[:, -width:] += torch.eye(width)
+        if config.model_type not in _FAMILY:
+            return None
+        decoder = untyped.get_decoder()
+        last, own, layer = decoder.layers[-1], head.layer, {}
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(last.self_attn, name).weight
+            layer[f"self_attn.{name}.weight"] = torch.cat((weight, weight), dim=1) * math.sqrt(0.5)
+        layer["self_attn.o_proj.weight"] = last.self_attn.o_proj.weight
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            layer[f"mlp.{name}.weight"] = getattr(last.mlp, name).weight
+        layer["input_layernorm.weight"] = layer["hidden_norm.weight"] = last.input_layernorm.weight
+        layer["post_attention_layernorm.weight"] = last.post_attention_layernorm.weight
+        own.load_state_dict({name: weight.float() for name, weight in layer.items()})
+        head.norm.weight.copy_(decoder.norm.weight)
+    return f"layer {config.num_hidden_layers - 1} and the final norm of the target"
+
+
+_SMALL = 0.1
+"""What the random beginning of the layer that joins states is multiplied by, beside the one that is passed on."""
+
+
+# -- Medusa ----------------------------------------------------------------------------------------
+
+
+class MedusaStudent(nn.Module):
+    """Medusa heads of one block each, on the target's own projection to the vocabulary (Cai et al. 2024).
+
+    Args:
+        model: The target.
+        head: See ``Teacher``.
+        depth: How many heads.
+    """
+
+    kind = "medusa"
+    needs_cache = False
+    started_from = "the head of the target"
+
+    def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int) -> None:
+        super().__init__()
+        self.depth, config = depth, text_config(model.config)
+        self._config, self._rows = config, head
+        self.layers = (config.num_hidden_layers,)
+        self.heads = MedusaHeads(depth, 1, config.hidden_size, 1, shared=True)
+        del self.heads.lm_heads
+        for parameter in self.heads.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, lesson: Lesson) -> Marks:
+        """See ``Student``."""
+        marking = _Marking(lesson, self._rows)
+        states = lesson.states[:, :-1, 0].float()
+        for place in range(self.depth):
+            rows = marking.rows(place)
+            marking.add(self.heads.guess(states[rows], place), place, rows)
+        return marking.marks()
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Student``."""
+        return {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": self._config.hidden_size,
+            "vocab_size": self._config.vocab_size,
+            "num_heads": self.depth,
+            "num_hidden_layers": 1,
+            "original_lm_head": True,
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See ``Student``."""
+        return {name: tensor.detach() for name, tensor in self.heads.named_parameters()}
+
+
+# -- PaSS ------------------------------------------------------------------------------------------
+
+
+class PassStudent(nn.Module):
+    """Look-ahead embeddings of a target that stays as it is (Monea et al. 2023, arXiv 2311.13581).
+
+    The target reads them behind some positions of each text; gradients go through it to them.
+
+    Args:
+        model: The target, of ordinary layers.
+        head: See ``Teacher``.
+        depth: How many.
+        seed: Of what is random at the beginning.
+    """
+
+    kind = "pass"
+    needs_cache = True
+    layers = ()
+    started_from = None
+
+    def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int) -> None:
+        super().__init__()
+        self.depth, self._rows = depth, head
+        self._target: tuple[Any] = (model,)  # no part of this module
+        embeddings = self._target[0].get_input_embeddings().weight.detach().float()
+        noise = torch.randn(depth, embeddings.shape[1], generator=torch.Generator().manual_seed(seed))
+        self.ahead = nn.Parameter(embeddings.mean(0) + embeddings.std(0) * noise.to(embeddings.device))
+
+    def forward(self, lesson: Lesson) -> Marks:
+        """See ``Student``."""
+        (model,) = self._target
+        marking = _Marking(lesson, self._rows)
+        texts, longest = lesson.ids.shape
+        stride = 2 * self.depth
+        first = int(lesson.ids.sum()) % min(stride, longest - 1)
+        behind = torch.arange(first, longest - 1, stride, device=lesson.ids.device)
+        out = self._read(model, lesson, behind).unflatten(1, (len(behind), self.depth))
+        chosen = torch.zeros(longest - 1, dtype=torch.bool, device=lesson.ids.device)
+        chosen[behind] = True
+        for place in range(self.depth):
+            rows = marking.rows(place) & chosen
+            marking.add(out[:, :, place][rows[:, behind]], place, rows)
+        assert texts == len(out)
+        return marking.marks()
+
+    def _read(self, model: Any, lesson: Lesson, behind: torch.Tensor) -> torch.Tensor:
+        """The target's last states at the embeddings behind these positions, [texts, positions · depth, width]."""
+        texts, longest = lesson.ids.shape
+        rows = len(behind) * self.depth
+        place = torch.arange(self.depth, device=behind.device)
+        own = torch.arange(rows, device=behind.device)
+        group, before = own // self.depth, own % self.depth
+        context = torch.arange(longest, device=behind.device) <= behind[group, None]
+        draft = (group == group[:, None]) & (before <= before[:, None])
+        mask = torch.cat((context, draft), dim=1).expand(texts, 1, -1, -1)
+        positions = (behind[:, None] + 1 + place).flatten().expand(texts, -1)
+        embedded = self.ahead.to(model.dtype).repeat(len(behind), 1).expand(texts, -1, -1)
+        last = text_config(model.config).num_hidden_layers
+        output = model(
+            inputs_embeds=embedded,
+            past_key_values=lesson.cache,
+            position_ids=positions,
+            attention_mask=mask,
+            output_hidden_states=[last],
+            logits_to_keep=1,
+        )
+        out: torch.Tensor = output.hidden_states[last]
+        return out
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Student``."""
+        config = text_config(self._target[0].config)
+        return {
+            "model_type": "pass",
+            "look_ahead": self.depth,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See ``Student``."""
+        return {"ahead": self.ahead.detach()}
+
+
+_MAKERS: Mapping[str, Any] = {
+    "eagle": EagleStudent,
+    "medusa": lambda model, head, depth, seed: MedusaStudent(model, head, depth),  # noqa: ARG005
+    "pass": PassStudent,
+}
+
+
+def make_student(kind: str, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int) -> Any:
+    """A head at the beginning, a module that is a ``Student``; for the arguments see ``EagleStudent``."""
+    return _MAKERS[kind](model, head, depth, seed).to(head.device)

@@ -1,0 +1,255 @@
+"""What a target writes to the training prompts: kept in the cache folder, one line of JSON for each text.
+
+A head learns what its own target says far better from that than from texts of others. Lines are only ever appended, so
+whoever is killed loses the texts under way, and the next training with the same target, prompts and length has them all
+for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbench.decoding.records import Prefill
+from specbench.decoding.sampling import Greedy, Multinomial
+from specbench.errors import RunError, UsageError
+from specbench.files import explained, refuse_link
+from specbench.generate import GenerationRun
+from specbench.generate_many import GenerationRuns
+from specbench.models.builtin import CACHE_VARIABLE, cache_folder
+from specbench.shapes import count, misfit
+
+if TYPE_CHECKING:
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.prepare import Target
+
+__all__ = ["Text", "TextStore", "store_for", "write_texts"]
+
+BATCH = 32
+"""Texts that are written side by side."""
+
+_GROUP = 8
+"""Batches that are begun together."""
+
+_WARMER = (0.7, 1.0)
+"""Temperatures of the rounds behind the first one, which is greedy, in turn (docs/training.md)."""
+
+_LINE_BYTES = 8
+"""Of a token in a stored line."""
+
+_SHAPE = {"round": count, "prompt": count, "start": count, "tokens": [count]}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and what the target wrote behind it.
+
+    Attributes:
+        round: How often the target had answered all prompts before.
+        prompt: The place of the prompt among those that are trained on.
+        start: Where the answer begins.
+        tokens: Ids of both.
+    """
+
+    round: int
+    prompt: int
+    start: int
+    tokens: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Which text it is."""
+        return self.round, self.prompt
+
+    @property
+    def written(self) -> int:
+        """Tokens of the answer."""
+        return len(self.tokens) - self.start
+
+
+class TextStore:
+    """Texts in a folder. Each process of a training writes a file of its own, and reads those of all.
+
+    Args:
+        folder: Made when the first text is added.
+        rank: Of the process.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder, self._own = folder, folder / f"texts-{rank}.jsonl"
+
+    def read(self) -> dict[tuple[int, int], Text]:
+        """All texts by their keys, in the order of rounds and prompts. A line cut short by a crash is left out.
+
+        Raises:
+            RunError: A file cannot be read.
+        """
+        found = {}
+        for path in sorted(self.folder.glob("texts-*.jsonl")):
+            with explained(f"The texts in {str(path)!r} cannot be read"):
+                lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            for text in filter(None, map(_parsed, lines)):
+                found[text.key] = text
+        return dict(sorted(found.items()))
+
+    def add(self, texts: Iterable[Text]) -> None:
+        """Append texts.
+
+        Raises:
+            RunError: The cache folder cannot be written, or is full. UsageError: A link stands in the file's place.
+        """
+        lines = "".join(json.dumps(vars(text), separators=(",", ":")) + "\n" for text in texts)
+        with self._errors():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_link(self._own)
+            with self._own.open("a+b") as file:
+                end = file.seek(0, os.SEEK_END)
+                if end:
+                    file.seek(end - 1)
+                    lines = (
+                        lines if file.read(1) == b"\n" else f"\n{lines}"
+                    )  # behind a line that was cut short
+                file.write(lines.encode())
+                file.flush()
+
+    def check_space(self, tokens: int) -> None:
+        """Refuse to begin where so many tokens have no room.
+
+        Raises:
+            RunError: They have none, or the cache folder cannot be written.
+        """
+        with self._errors():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+        if free < tokens * _LINE_BYTES:
+            raise _full()
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return explained(
+            f"The cache folder {str(cache_folder())!r} cannot be written",
+            f"Set {CACHE_VARIABLE} to a folder that can.",
+            full=_full(),
+        )
+
+
+def _full() -> RunError:
+    return RunError(
+        f"No space is left for texts in the cache folder {str(cache_folder())!r}; those written are kept.",
+        f"Free some, or set {CACHE_VARIABLE} to a folder on another disk, and go on with --resume.",
+    )
+
+
+def _parsed(line: str) -> Text | None:
+    try:
+        fields: Mapping[str, Any] = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if misfit(fields, _SHAPE) is not None or not 0 < fields["start"] < len(fields["tokens"]):
+        return None
+    return Text(fields["round"], fields["prompt"], fields["start"], tuple(fields["tokens"]))
+
+
+def store_for(
+    target: Target, prompts: Sequence[Sequence[int]], answer_tokens: int, seed: int, rank: int = 0
+) -> TextStore:
+    """Where texts of a target, in its dtype, to these prompts are kept."""
+    facts = [target.language_model.fingerprint, target.dtype, [*map(list, prompts)], answer_tokens, seed]
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return TextStore(cache_folder() / "texts" / name, rank)
+
+
+def write_texts(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    store: TextStore,
+    *,
+    answer_tokens: int,
+    seed: int,
+    enough: Callable[[int], bool],
+    share: slice = slice(None),
+) -> None:
+    """Let a target answer the prompts, greedily and then at temperatures above 0, until there is enough.
+
+    Args:
+        target: Writes; several texts side by side.
+        prompts: Token ids.
+        store: Texts that it holds are not written again.
+        answer_tokens: Length of an answer at most.
+        seed: Of the draws.
+        enough: Asked with the tokens written so far, those of answers, whenever there are more.
+        share: Which of a round's prompts are for this process.
+
+    Raises:
+        UsageError: No prompt fits the target's context.
+        RunError: See ``TextStore.add``.
+    """
+    known = store.read()
+    written = sum(text.written for text in known.values())
+    number = 0
+    while not enough(written):
+        places = range(len(prompts))[share]
+        missing = [place for place in places if (number, place) not in known]
+        failed = 0
+        for first in range(0, len(missing), BATCH * _GROUP):
+            group = missing[first : first + BATCH * _GROUP]
+            answers = _answers(
+                target, [prompts[place] for place in group], number, group, answer_tokens, seed
+            )
+            for place, answer in answers:
+                if not answer:
+                    failed += 1
+                    continue
+                prompt = prompts[place]
+                store.add([Text(number, place, len(prompt), (*prompt, *answer))])
+                written += len(answer)
+                if enough(written):
+                    return
+        if failed == len(places):
+            raise UsageError(
+                f"None of the prompts fits into the context of {target.name}.", "Name shorter ones."
+            )
+        number += 1
+
+
+def _answers(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    number: int,
+    places: Sequence[int],
+    answer_tokens: int,
+    seed: int,
+) -> Iterable[tuple[int, Sequence[int] | None]]:
+    """Answers of a round as they end, with the places of their prompts; ``None`` for a prompt that does not fit."""
+    sampling: Sampling = Multinomial(_WARMER[(number - 1) % len(_WARMER)]) if number else Greedy()
+    runs: list[GenerationRun | Exception] = []
+    for place, prompt in zip(places, prompts, strict=True):
+        digest = hashlib.sha256(f"{seed} {number} {place}".encode()).digest()
+        runs.append(
+            GenerationRun(
+                prompt,
+                target,
+                sampling=sampling,
+                max_new_tokens=answer_tokens,
+                seed=int.from_bytes(digest[:4], "big"),
+            )
+        )
+    tokens: list[list[int]] = [[] for _ in runs]
+    for i, event in GenerationRuns(runs, max_batch=BATCH):
+        if isinstance(event, UsageError):
+            yield places[i], None
+            continue
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, Prefill):
+            tokens[i] += [] if event.token is None else [event.token]
+        else:
+            tokens[i] += event.tokens
+        if event.finish_reason is not None:
+            yield places[i], tokens[i]

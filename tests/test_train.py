@@ -1,0 +1,500 @@
+"""Training heads: what is learnt is what the decoder drafts with, and cut off anywhere it comes to the same end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from told import Result, refusal
+
+from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
+from specbench.backends.torch.heads import MedusaHeads
+from specbench.backends.torch.scorer import FittedLogits
+from specbench.bench.prompts import Prompt
+from specbench.cli import run
+from specbench.decoding.protocols import Pass
+from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.models.prepare import Target, load_drafter, wrap_target
+from specbench.options import LoadOptions
+from specbench.train import texts as texts_module
+from specbench.train.lessons import Lesson, Teacher, batches, fitting, padded
+from specbench.train.result import write_head
+from specbench.train.run import Training
+from specbench.train.settings import Measured, TrainingSettings
+from specbench.train.state import read_state, write_state
+from specbench.train.students import KINDS, make_student, soft_cross_entropy
+from specbench.train.texts import Text, TextStore, store_for, write_texts
+
+DEPTH = 3
+DRAFTED = torch.arange(0, 280, 2)
+PLAIN = LoadOptions(dtype="float32")
+PROMPTS = [
+    Prompt(f"p{i}", "ab"[i % 2], (text,))
+    for i, text in enumerate(
+        [
+            "the thing",
+            "and the king",
+            "of the ring",
+            "in the station",
+            "a nation to",
+            "the end",
+            "is the",
+            "on and on",
+        ]
+    )
+]
+QUICK = TrainingSettings(
+    tokens=200, answer_tokens=24, epochs=3, depth=DEPTH, batch_tokens=96, held_out=2, measured_tokens=16, measures=3,
+    vocab=200,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = tiny_llama(0, layers=3)
+    model.requires_grad_(False)
+    model.config.architectures = ["LlamaForCausalLM"]
+    return model
+
+
+@pytest.fixture(scope="module")
+def target(model: Any) -> Target:
+    return wrap_target(model, tiny_tokenizer(), name="tiny", pack=False)
+
+
+def made_up(*lengths: int, start: int = 4) -> list[Text]:
+    random = Random(3)
+    return [
+        Text(0, i, start, tuple(random.choices(range(280), k=length))) for i, length in enumerate(lengths)
+    ]
+
+
+def lesson_of(
+    model: Any, student: Any, texts: Sequence[Text], drafted: torch.Tensor | None = DRAFTED
+) -> Lesson:
+    batch = padded(texts, torch.device("cpu"))
+    return Teacher(model, drafted).lesson(batch, student.layers, keeps_cache=student.needs_cache)
+
+
+# -- what is learnt is what is drafted -------------------------------------------------------------
+
+
+def states_of(model: Any, tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+    return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
+
+
+def decoders_rows(
+    model: Any, student: Any, head: torch.Tensor, tokens: Sequence[int], behind: int
+) -> torch.Tensor:
+    """Logits of a draft behind ``tokens[: behind + 2]`` that follows the text, as the decoder gets them."""
+    context, draft = tokens[: behind + 2], tokens[behind + 2 : behind + 1 + student.depth]
+    if student.kind == "pass":
+        embedded = model.get_input_embeddings()(torch.tensor([context[:-1]]))
+        with torch.no_grad():
+            output = model(
+                inputs_embeds=torch.cat((embedded, student.ahead[None]), dim=1), output_hidden_states=True
+            )
+        return output.hidden_states[-1][0, -student.depth :] @ head.T
+    fitted = FittedLogits(len(head), None)
+    scorer: HeadScorer
+    if student.kind == "eagle":
+        student.head.lm_head = torch.nn.Linear(head.shape[1], len(head), bias=False)
+        student.head.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+        scorer = EagleScorer(student.head, model.get_input_embeddings(), student.layers, fitted, None)
+    else:
+        heads = MedusaHeads(student.depth, 1, head.shape[1], len(head), shared=True)
+        heads.load_state_dict({**student.tensors(), "lm_heads.0.weight": head})
+        scorer = MedusaScorer(heads, 3, torch.float32, torch.device("cpu"), fitted, 290)
+    scorer.begin()
+    scorer.take_states(len(context) - 1, states_of(model, context[:-1], student.layers))
+    return scorer.score(Pass(scorer, context, draft)).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_what_the_decoder_drafts(model: Any, kind: str) -> None:
+    """Position by position, draft by draft, with a pass of the decoder's scorer for each."""
+    texts = made_up(19, 12)
+    teacher = Teacher(model, DRAFTED)
+    student = make_student(kind, model, teacher.head, DEPTH, 0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    lesson = lesson_of(model, student, texts)
+    marks = student(lesson)
+    offset = int(lesson.ids.sum()) % (2 * DEPTH)
+    drafted = set(DRAFTED.tolist())
+    losses: list[list[float]] = [[] for _ in range(DEPTH)]
+    for text in texts:
+        with torch.no_grad():
+            whole = model(input_ids=torch.tensor([text.tokens])).logits[0]
+        p = whole[:, DRAFTED].softmax(-1)
+        for behind in range(text.start - 1, len(text.tokens) - 2):
+            if kind == "pass" and behind % (2 * DEPTH) != offset:
+                continue
+            rows = decoders_rows(model, student, teacher.head, text.tokens, behind)
+            for place in range(DEPTH):
+                end = behind + 2 + place
+                if end >= len(text.tokens) or text.tokens[end] not in drafted:
+                    break
+                losses[place].append(float(-(p[end - 1] * rows[place].log_softmax(-1)).sum()))
+    assert marks.counted.tolist() == [len(each) for each in losses]
+    expected = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
+    torch.testing.assert_close(marks.losses.detach(), expected, atol=1e-4, rtol=1e-4)
+    assert marks.counted[0] > 0
+    marks.losses.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in student.parameters())
+
+
+def test_cross_entropy_and_its_gradient_are_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(600, 8, generator=generator, requires_grad=True)
+    head, p = torch.randn(30, 8, generator=generator), torch.randn(50, 30, generator=generator).softmax(-1)
+    rows = torch.randint(50, (600,), generator=generator)
+    loss, right = soft_cross_entropy(hidden, head, p, rows, p.argmax(-1))
+    (found,) = torch.autograd.grad(2 * loss, hidden)
+    expected = torch.nn.functional.cross_entropy(hidden @ head.T, p[rows], reduction="sum")
+    (gradient,) = torch.autograd.grad(2 * expected, hidden)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, gradient, atol=1e-5, rtol=1e-4)
+    assert right == ((hidden @ head.T).argmax(-1) == p[rows].argmax(-1)).sum()
+
+
+def test_padding_teaches_nothing(model: Any) -> None:
+    student = make_student("eagle", model, Teacher(model).head, DEPTH, 0)
+    short, long = made_up(9, 30)
+    together = student(lesson_of(model, student, [short, long], None))
+    apart = [student(lesson_of(model, student, [text], None)) for text in (short, long)]
+    sums = sum(marks.losses.detach() * marks.counted for marks in apart)
+    torch.testing.assert_close(together.losses.detach() * together.counted, sums, atol=1e-3, rtol=1e-4)
+
+
+def test_a_head_that_does_more_than_a_product_is_asked_itself(model: Any) -> None:
+    text = made_up(12)
+    student = make_student("medusa", model, Teacher(model).head, DEPTH, 0)
+    plain = lesson_of(model, student, text)
+    hook = model.lm_head.register_forward_hook(lambda _module, _given, out: 3 * torch.tanh(out / 3))
+    try:
+        capped = lesson_of(model, student, text)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([text[0].tokens])).logits[0]
+    finally:
+        hook.remove()
+    first = int((plain.places[0] >= 0).nonzero()[0])
+    torch.testing.assert_close(capped.p[0], logits[first][DRAFTED].softmax(-1))
+    assert not torch.allclose(plain.p, capped.p)
+
+
+# -- texts and batches -----------------------------------------------------------------------------
+
+
+def test_batches_hold_every_text_once_within_the_budget() -> None:
+    texts = made_up(*Random(1).choices(range(6, 40), k=50), 90)
+    for epoch in (0, 1):
+        found = batches(texts, 80, 7, epoch)
+        assert sorted(place for batch in found for place in batch) == list(range(51))
+        for batch in found:
+            longest = max(len(texts[place].tokens) for place in batch)
+            assert len(batch) == 1 or longest * len(batch) <= 80
+    assert batches(texts, 80, 7, 0) == batches(texts, 80, 7, 0) != batches(texts, 80, 7, 1)
+    assert [len(text.tokens) for text in fitting(made_up(5, 6, 50), 20, 3)] == [6, 20]
+
+
+def test_texts_are_the_targets_own_and_written_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[5, 9, 14], [30, 2], [1] * 600, [7, 7, 8, 1]]
+    store = store_for(target, prompts, 6, 0)
+    options: dict[str, Any] = {"answer_tokens": 6, "seed": 0}
+    write_texts(target, prompts, store, enough=lambda written: written >= 15, **options)
+    texts = store.read()
+    assert list(texts) == [(0, 0), (0, 1), (0, 3)]  # the long one does not fit
+    for (_, place), text in texts.items():
+        alone = autoregressive_generate(prompts[place], target, max_new_tokens=6)
+        assert text.tokens == (*prompts[place], *alone.token_ids)
+    write_texts(target, prompts, store, enough=lambda written: written >= 30, **options)
+    assert set(store.read()) == {(number, place) for number in (0, 1) for place in (0, 1, 3)}
+    long = store_for(target, prompts[2:3], 6, 0)
+    with pytest.raises(UsageError, match="None of the prompts fits"):
+        write_texts(target, prompts[2:3], long, enough=lambda _: False, **options)
+    monkeypatch.setattr(texts_module, "GenerationRuns", None)
+    write_texts(target, prompts, store, enough=lambda written: written >= 30, **options)
+    assert store_for(target, prompts, 7, 0).folder != store.folder
+
+
+def test_a_line_cut_short_is_written_again(tmp_path: Path) -> None:
+    store = TextStore(tmp_path / "texts")
+    first, second = made_up(8, 9)
+    store.add([first])
+    file = tmp_path / "texts" / "texts-0.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"round":0,"prompt":1,"st')
+    assert list(store.read()) == [(0, 0)]
+    store.add([second])
+    assert store.read() == {(0, 0): first, (0, 1): second}
+    TextStore(tmp_path / "texts", 1).add([replace(first, prompt=2)])
+    assert list(store.read()) == [(0, 0), (0, 1), (0, 2)]
+
+
+# -- the whole of it -------------------------------------------------------------------------------
+
+
+class Watched:
+    """Remembers what it is told, and ends the training where it is told to."""
+
+    def __init__(self, ends_at: int = -1) -> None:
+        self.left, self.measures, self.losses = ends_at, [], []  # type: ignore[var-annotated]
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KilledError
+
+    def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
+        self._count()
+
+    def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
+        assert left_s >= 0
+        self.losses.append(loss)
+        self._count()
+
+    def measured(self, measured: Measured, *, best: bool) -> None:
+        self.measures.append(measured)
+        self._count()
+
+
+class KilledError(BaseException):
+    pass
+
+
+def training(target: Target, out: Path, settings: TrainingSettings = QUICK, **more: Any) -> Training:
+    return Training(target, PROMPTS, settings, out, source="mine", saved_every_s=0, **more)
+
+
+def story(out: Path) -> dict[str, Any]:
+    return dict(json.loads((out / "training.json").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_learns_and_drafts_exactly(target: Target, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "head"
+    watch = Watched()
+    settings = replace(
+        QUICK, kind=kind, epochs=30, tokens=300, learning_rate=None if kind == "pass" else 5e-3
+    )
+    best = training(target, out, settings, watch=watch).run()
+    told = story(out)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "training.json",
+    ]
+    first, last = told["loss"][0]["loss"], told["loss"][-1]["loss"]
+    assert all(after < before for before, after in zip(first, last, strict=True))
+    assert best.tokens_per_step == max(each["tokens_per_step"] for each in told["measured"])
+    assert told["measured"][0]["step"] == 0
+    assert told["target"]["fingerprint"] == target.language_model.identity
+    assert told["data"]["held_out"] == ["p6", "p7"]
+    assert set(told["measured"][0]["categories"]) == {"a", "b"}
+    assert [each.tokens_per_step for each in watch.measures] == [
+        each["tokens_per_step"] for each in told["measured"]
+    ]
+    if kind != "pass":
+        assert best.tokens_per_step > 1.2
+    drafter = load_drafter(str(out), target)
+    for prompt in ([5, 9, 14], [30, 2, 44]):
+        plain = autoregressive_generate(prompt, target, max_new_tokens=30)
+        found = speculative_generate(prompt, target, drafter, gamma=3, max_new_tokens=30)
+        assert found.token_ids == plain.token_ids
+
+
+def test_cut_off_anywhere_it_ends_the_same(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    training(target, whole).run()
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "other"))
+    random, starts, resume = Random(5), 0, False
+    while not (parts / "training.json").is_file() or (parts / "state").exists():
+        watch = Watched(random.randint(1, 12) if starts < 10 else -1)
+        starts += 1
+        try:
+            training(target, parts, resume=resume, watch=watch).run()
+        except KilledError:
+            resume = (parts / "state" / "begun.json").is_file()
+    assert starts > 5
+    expected, found = story(whole), story(parts)
+    assert found["loss"] == expected["loss"]
+    for before, after in zip(expected["measured"], found["measured"], strict=True):
+        assert before | {"seconds": 0} == after | {"seconds": 0}
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, parts))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_minutes_are_kept_to(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    settings = replace(QUICK, tokens=None, minutes=0.05, epochs=10_000)
+    training(target, out, settings).run()
+    told = story(out)
+    assert told["data"]["texts"] > 0
+    assert told["steps"] < 10_000
+
+
+def test_it_ends_when_nothing_is_gained(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    training(target, out, replace(QUICK, learning_rate=1e-9, measures=9, patience=2, epochs=9)).run()
+    assert len(story(out)["measured"]) == 3
+
+
+def test_a_compact_head_drafts_like_the_whole_one(model: Any, target: Target, tmp_path: Path) -> None:
+    for kind in ("eagle", "medusa"):
+        teacher = Teacher(model, DRAFTED)
+        student = make_student(kind, model, teacher.head, DEPTH, 0)
+        rows = []
+        for compact in (False, True):
+            folder = tmp_path / f"{kind}-{compact}"
+            write_head(folder, student, target, teacher.head, DRAFTED, compact=compact)
+            drafter: Any = load_drafter(str(folder), target)
+            drafter.begin([1, 2, 3, 4])
+            drafter.take_states([1, 2, 3, 4], states_of(model, [1, 2, 3], drafter.layers))
+            rows.append(drafter.scorer.score(Pass(drafter.scorer, [1, 2, 3, 4], [8])).logits)
+        close = rows[0][rows[0].isfinite()], rows[1][rows[1].isfinite()]
+        torch.testing.assert_close(*close, atol=0.25, rtol=0.05)
+        sizes = [
+            (tmp_path / f"{kind}-{compact}" / "model.safetensors").stat().st_size for compact in (True, False)
+        ]
+        assert sizes[0] < 0.7 * sizes[1]
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_head_for_other_weights_is_refused_unless_told(model: Any, target: Target, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    teacher = Teacher(model, DRAFTED)
+    student = make_student("eagle", model, teacher.head, DEPTH, 0)
+    write_head(folder, student, target, teacher.head, DRAFTED, compact=False)
+    other = wrap_target(tiny_llama(1, layers=3), tiny_tokenizer(), name="other", pack=False)
+    assert "trained for other weights than those of other" in refusal(
+        load_drafter, str(folder), other, kind=UsageError
+    )
+    assert load_drafter(str(folder), other, LoadOptions(any_target=True)).draftable
+    half = wrap_target(tiny_llama(0, layers=3, dtype=torch.bfloat16), tiny_tokenizer(), pack=False)
+    assert load_drafter(str(folder), half).draftable
+    tensors = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for name, tensor in tensors.items() if "proj" in name} == {torch.bfloat16}
+
+
+REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
+    "both": (lambda _target, _out: replace(QUICK, minutes=3), "--tokens or --minutes"),
+    "neither": (lambda _target, _out: replace(QUICK, tokens=None), "--tokens or --minutes"),
+    "no time": (lambda _target, _out: replace(QUICK, tokens=None, minutes=0.0), "0 minutes"),
+    "rate": (lambda _target, _out: replace(QUICK, learning_rate=2.0), "The learning rate is 2."),
+    "vocabulary": (
+        lambda target, out: training(target, out, replace(QUICK, vocab=300)),
+        "300 tokens is larger",
+    ),
+    "few prompts": (lambda target, out: Training(target, PROMPTS[:2], QUICK, out), "at least 3 prompts"),
+    "nothing to go on with": (lambda target, out: training(target, out, resume=True), "no training in"),
+    "no folder": (lambda target, out: out.write_text("x") and training(target, out), "is no folder"),
+    "not empty": (
+        lambda target, out: (out.mkdir(), (out / "a").touch(), training(target, out))[2],
+        "is not empty",
+    ),
+    "short answers": (
+        lambda target, out: training(target, out, replace(QUICK, batch_tokens=2)).run(),
+        "too short to learn from",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_said_in_a_sentence(target: Target, tmp_path: Path, case: str) -> None:
+    call, message = REFUSED[case]
+    assert message in refusal(call, target, tmp_path / "head", kind=SpecbenchError)
+
+
+def test_a_training_goes_on_as_it_was_begun(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    with pytest.raises(KilledError):
+        training(target, out, watch=Watched(12)).run()
+    assert "has not ended" in refusal(training, target, out, kind=UsageError)
+    other = training(target, out, replace(QUICK, epochs=9), resume=True)
+    assert "was begun with another epochs" in refusal(other.run, kind=UsageError)
+    for file in (tmp_path / "cache").rglob("texts-*.jsonl"):
+        file.unlink()
+    assert "gone from the cache" in refusal(training(target, out, resume=True).run, kind=RunError)
+    (out / "state" / "begun.json").write_text("{", encoding="utf-8")
+    assert "is damaged" in refusal(training(target, out, resume=True).run, kind=RunError)
+
+
+def test_one_process_trains_into_a_folder(target: Target, tmp_path: Path) -> None:
+    first, second = (training(target, tmp_path / "head") for _ in range(2))
+    with first._only_one():
+        assert "Another process trains" in refusal(second.run, kind=RunError)
+
+
+def test_a_state_is_whole_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "state.safetensors"
+    write_state(path, {"x": torch.arange(3)}, {"step": 4})
+    tensors, facts = read_state(path)
+    assert (tensors["x"].tolist(), facts) == ([0, 1, 2], {"step": 4})
+    path.write_bytes(path.read_bytes()[:40])
+    assert "is damaged" in refusal(read_state, path, kind=RunError)
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    folder = save_tiny(tmp_path / "tiny", layers=3)
+    lines = [json.dumps({"id": each.id, "category": each.category, "turns": each.turns}) for each in PROMPTS]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+    def call(*words: object) -> Result:
+        code = run([str(word) for word in words])
+        return Result(code, *capsys.readouterr())
+
+    def trained(*words: object) -> Result:
+        common = ("--target", folder, "--dtype", "float32", "--prompts", tmp_path / "mine.jsonl", "-n", 16)
+        return call("train", *common, *words)
+
+    trained.call = call  # type: ignore[attr-defined]
+    return trained
+
+
+def test_train_on_the_command_line(cli: Any, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    short = ("--tokens", 120, "--epochs", 1, "--held-out", 1)
+    told = cli(*short, "--out", out, "--compact")
+    assert told.code == 0, told.err
+    assert "tokens per step on prompts it was not trained on" in told.out
+    assert f"--drafter {out}" in told.out
+    assert "untrained" in told.err
+    common = ("--target", tmp_path / "tiny", "--dtype", "float32", "the thing", "-n", 12, "--json")
+    plain = cli.call("generate", *common, "--drafter", "none").json()
+    found = cli.call("generate", *common, "--drafter", out).json()
+    assert found["text"] == plain["text"]
+    assert found["drafted"] > 0
+    cli(*short, "--out", out).refused(2, "is not empty")
+    cli(*short, "--out", out, "--resume").refused(2, "has ended")
+    best = cli(*short, "--kind", "medusa", "--out", tmp_path / "medusa", "--json", "--quiet").json()
+    assert best["best"]["tokens_per_step"] >= 1
+    cli("--out", tmp_path / "x").refused(2, "Give either --tokens or --minutes")
+    cli(*short, "--out", tmp_path / "x", "--dtype", "int8").refused(2, "not trained on an int8 target")
+    cli(*short, "--out", tmp_path / "x", "--prompts", "chat").refused(2, "among those that are measured on")
+    cli(*short, "--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt file")
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,69 @@
+"""The prompts that heads are trained on: varied, as their script writes them, and none that is measured on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import training_prompts as script
+
+from specbench.bench.prompts import ALL_SETS, TRAINING_SET, Prompt, load_prompts, prompt_sets, set_names
+from specbench.errors import UsageError
+from specbench.train.prompts import held_out_prompts, refuse_measured, training_prompts
+
+IN_A_ROW = 8
+
+
+def runs_of_words(text: str) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.casefold())
+    return {tuple(words[i : i + IN_A_ROW]) for i in range(len(words) - IN_A_ROW + 1)}
+
+
+def test_the_set_is_what_its_script_writes() -> None:
+    written = [json.loads(line) for line in script.FILE.read_text(encoding="utf-8").splitlines()]
+    assert written == script.rows()
+
+
+def test_the_set_is_large_and_varied_and_never_measured_on() -> None:
+    prompts = training_prompts([TRAINING_SET])
+    assert TRAINING_SET not in prompt_sets()
+    assert TRAINING_SET in set_names()
+    assert len({prompt.turns for prompt in prompts}) == len(prompts) > 600
+    kinds = Counter(prompt.category for prompt in prompts)
+    assert len(kinds) >= 12
+    assert min(kinds.values()) >= 20
+    assert max(kinds.values()) < 0.2 * len(prompts)
+    measured = [turn for prompt in load_prompts([ALL_SETS]) for turn in prompt.turns]
+    known = set().union(*map(runs_of_words, measured))
+    assert not [prompt.turns[0] for prompt in prompts if known & runs_of_words(prompt.turns[0])]
+
+
+def test_what_is_measured_on_is_refused() -> None:
+    measured = load_prompts(["chat"])[4]
+    changed = measured.turns[0].upper().replace(" ", "  ").rstrip(".") + " !"
+    with pytest.raises(UsageError, match=f"'mine' is among those that are measured on .{measured.id}"):
+        refuse_measured([Prompt("mine", "x", ("Hello", changed))])
+    refuse_measured([Prompt("mine", "x", (measured.turns[0] + " And why?",))])
+
+
+def test_held_out_prompts_are_of_all_kinds_and_about_something_else() -> None:
+    prompts = load_prompts([TRAINING_SET])
+    trained, held = held_out_prompts(prompts, 15)
+    assert len({prompt.category for prompt in held}) == len(held) == 15
+    assert not {prompt.id for prompt in trained} & {prompt.id for prompt in held}
+    assert len(trained) + len(held) == len(prompts)
+    subject = next(each for each in held if each.category == "summary").turns[0].split(": ", 1)[-1][-60:]
+    assert not [prompt for prompt in trained if subject in prompt.turns[0]]
+    few = [Prompt(str(i), "x", (str(i),)) for i in range(4)]
+    assert [prompt.id for prompt in held_out_prompts(few, 15)[1]] == ["3"]
+    with pytest.raises(UsageError, match="at least 3 prompts"):
+        held_out_prompts(few[:2], 1)
+
+
+def test_a_file_is_a_set_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"id": 1, "category": "x", "turns": ["Hello there"]}', encoding="utf-8")
+    assert [prompt.turns for prompt in training_prompts([file])] == [("Hello there",)]
