@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -287,28 +287,27 @@ class Training:
             )
         return texts
 
-    def _enough_written(self) -> Any:
+    def _enough_written(self) -> Callable[[int], bool]:
         """Says when the target has written enough, and tells the watch."""
-        first: list[tuple[int, float]] = []
         settings, others = self._settings, self._group.num_processes
+        first: tuple[int, float] | None = None
         noted = self._seconds
 
         def enough(written: int) -> bool:
-            nonlocal noted
-            now = self._seconds
-            first.append((written, now)) if not first else None
-            known, since = first[0]
-            total = known + (written - known) * others
+            nonlocal first, noted
+            now, total = self._seconds, written * others
+            first = first or (total, now)
             if self._main and now - noted > _NOTED_EVERY_S:
                 noted = now
                 self._note()
-            if settings.tokens is None:
-                limit = _WRITING * 60 * (settings.minutes or 0)
+            if settings.minutes is not None:
+                limit = _WRITING * 60 * settings.minutes
                 self._watch.wrote(total, None, max(0.0, limit - now))
                 return total > 0 and now >= limit
-            pace = (total - known) / (now - since) if now > since else 0
-            self._watch.wrote(total, settings.tokens, (settings.tokens - total) / pace if pace else None)
-            return total >= settings.tokens
+            wanted = settings.tokens or 0
+            pace = (total - first[0]) / (now - first[1]) if now > first[1] else 0
+            self._watch.wrote(total, wanted, max(0, wanted - total) / pace if pace else None)
+            return total >= wanted
 
         return enough
 
@@ -367,6 +366,7 @@ class Training:
             settings = self._settings
             steps = settings.epochs * learner.epoch_steps
             if settings.minutes is not None:
+                learner.rehearse()
                 began = time.monotonic()
                 for _ in range(_TIMED_STEPS):
                     learner.rehearse()

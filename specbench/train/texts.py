@@ -8,10 +8,11 @@ for nothing.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import Target
 
-__all__ = ["Text", "TextStore", "store_for", "write_texts"]
+__all__ = ["Text", "TextStore", "store_for", "without_a_gap", "write_texts"]
 
 BATCH = 32
 """Texts that are written side by side."""
@@ -55,7 +56,7 @@ class Text:
         round: How often the target had answered all prompts before.
         prompt: The place of the prompt among those that are trained on.
         start: Where the answer begins.
-        tokens: Ids of both.
+        tokens: Ids of both; none for a prompt that does not fit the context.
     """
 
     round: int
@@ -151,7 +152,7 @@ def _parsed(line: str) -> Text | None:
         fields: Mapping[str, Any] = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if misfit(fields, _SHAPE) is not None or not 0 < fields["start"] < len(fields["tokens"]):
+    if misfit(fields, _SHAPE) is not None or fields["start"] > len(fields["tokens"]):
         return None
     return Text(fields["round"], fields["prompt"], fields["start"], tuple(fields["tokens"]))
 
@@ -183,73 +184,78 @@ def write_texts(
         store: Texts that it holds are not written again.
         answer_tokens: Length of an answer at most.
         seed: Of the draws.
-        enough: Asked with the tokens written so far, those of answers, whenever there are more.
+        enough: Asked all along, with the tokens of the answers that are there without a gap.
         share: Which of a round's prompts are for this process.
 
     Raises:
         UsageError: No prompt fits the target's context.
         RunError: See ``TextStore.add``.
     """
-    known = store.read()
-    written = sum(text.written for text in known.values())
+    known, places = store.read(), range(len(prompts))[share]
+    written = without_a_gap(known, places)
     number = 0
-    while not enough(written):
-        places = range(len(prompts))[share]
+    while places and not enough(written):
         missing = [place for place in places if (number, place) not in known]
-        failed = 0
         for first in range(0, len(missing), BATCH * _GROUP):
             group = missing[first : first + BATCH * _GROUP]
-            answers = _answers(
-                target, [prompts[place] for place in group], number, group, answer_tokens, seed
-            )
-            for place, answer in answers:
-                if not answer:
-                    failed += 1
-                    continue
-                prompt = prompts[place]
-                store.add([Text(number, place, len(prompt), (*prompt, *answer))])
-                written += len(answer)
+            for text in _answered(target, prompts, number, group, answer_tokens, seed):
+                if text is not None:
+                    store.add([text])
+                    known[text.key] = text
+                    written = without_a_gap(known, places)
                 if enough(written):
                     return
-        if failed == len(places):
+        if not any(known[number, place].written for place in places):
             raise UsageError(
                 f"None of the prompts fits into the context of {target.name}.", "Name shorter ones."
             )
         number += 1
 
 
-def _answers(
+def without_a_gap(known: Mapping[tuple[int, int], Text], places: Sequence[int]) -> int:
+    """Tokens of the answers before the first one that is missing, round by round."""
+    total = 0
+    for number in itertools.count():
+        for place in places:
+            if (text := known.get((number, place))) is None:
+                return total
+            total += text.written
+    return total
+
+
+def _answered(
     target: Target,
     prompts: Sequence[Sequence[int]],
     number: int,
     places: Sequence[int],
     answer_tokens: int,
     seed: int,
-) -> Iterable[tuple[int, Sequence[int] | None]]:
-    """Answers of a round as they end, with the places of their prompts; ``None`` for a prompt that does not fit."""
+) -> Iterator[Text | None]:
+    """Texts of a round as they end, an empty one for a prompt that does not fit; ``None`` between them."""
     sampling: Sampling = Multinomial(_WARMER[(number - 1) % len(_WARMER)]) if number else Greedy()
-    runs: list[GenerationRun | Exception] = []
-    for place, prompt in zip(places, prompts, strict=True):
+    runs = []
+    for place in places:
         digest = hashlib.sha256(f"{seed} {number} {place}".encode()).digest()
+        own_seed = int.from_bytes(digest[:4], "big")
         runs.append(
             GenerationRun(
-                prompt,
-                target,
-                sampling=sampling,
-                max_new_tokens=answer_tokens,
-                seed=int.from_bytes(digest[:4], "big"),
+                prompts[place], target, sampling=sampling, max_new_tokens=answer_tokens, seed=own_seed
             )
         )
-    tokens: list[list[int]] = [[] for _ in runs]
+    answers: list[list[int]] = [[] for _ in runs]
     for i, event in GenerationRuns(runs, max_batch=BATCH):
+        place, prompt, answer = places[i], prompts[places[i]], answers[i]
         if isinstance(event, UsageError):
-            yield places[i], None
+            yield Text(number, place, 0, ())
             continue
         if isinstance(event, Exception):
             raise event
         if isinstance(event, Prefill):
-            tokens[i] += [] if event.token is None else [event.token]
+            answer += [] if event.token is None else [event.token]
         else:
-            tokens[i] += event.tokens
+            answer += event.tokens
         if event.finish_reason is not None:
-            yield places[i], tokens[i]
+            yield (
+                Text(number, place, len(prompt), (*prompt, *answer)) if answer else Text(number, place, 0, ())
+            )
+        yield None
