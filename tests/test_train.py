@@ -400,8 +400,8 @@ def test_a_head_for_other_weights_is_refused_unless_told(model: Any, target: Tar
 
 
 REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
-    "both": (lambda _target, _out: replace(QUICK, minutes=3), "--tokens or --minutes"),
-    "neither": (lambda _target, _out: replace(QUICK, tokens=None), "--tokens or --minutes"),
+    "both": (lambda _target, _out: replace(QUICK, minutes=3), "is said twice"),
+    "neither": (lambda _target, _out: replace(QUICK, tokens=None), "is not said"),
     "no time": (lambda _target, _out: replace(QUICK, tokens=None, minutes=0.0), "0 minutes"),
     "rate": (lambda _target, _out: replace(QUICK, learning_rate=2.0), "The learning rate is 2."),
     "vocabulary": (

@@ -19,7 +19,15 @@ from typing import Any, TextIO
 from specbench.errors import RunError, UsageError
 from specbench.files import reason
 
-__all__ = ["ALL_SETS", "TRAINING_SET", "Prompt", "load_prompts", "prompt_sets", "read_prompt_text", "set_names"]
+__all__ = [
+    "ALL_SETS",
+    "TRAINING_SET",
+    "Prompt",
+    "load_prompts",
+    "prompt_sets",
+    "read_prompt_text",
+    "set_names",
+]
 
 ALL_SETS = "all"
 TRAINING_SET = "training"

@@ -142,6 +142,11 @@ class Training:
     ) -> None:
         if target.dtype == "int8":
             raise UsageError("A head is not trained on an int8 target.", "Leave out --dtype int8.")
+        places = vars(target.language_model.model).get("hf_device_map", {})
+        if len({*places.values()}) > 1:
+            raise UsageError(
+                "A head is not trained on a target that lies on several devices.", "Load it onto one."
+            )
         check_folder(out, resume=resume)
         settings.draft_vocab(target.vocab_size)
         self._target, self._settings, self._out, self._source = target, settings, out, source

@@ -57,7 +57,8 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.minutes is None):
-            raise UsageError("How long to train is not said.", "Give either --tokens or --minutes.")
+            said = "not said" if self.tokens is None else "said twice"
+            raise UsageError(f"How long to train is {said}.", "Give either --tokens or --minutes.")
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
             raise UsageError(f"The time for training is {self.minutes:g} minutes.", "Give more than 0.")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
