@@ -336,7 +336,7 @@ FACTS = lines("""
     What caused the First World War?
     What is the tallest mountain in the world, and who climbed it first?
     Who wrote Don Quixote, and what is it about?
-    What is the difference between weather and climate?
+    What is the difference between a glacier and an iceberg?
     How many bones does an adult have, and which is the longest?
     What is the capital of Canada?
     Who painted the ceiling of the Sistine Chapel?

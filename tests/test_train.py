@@ -72,6 +72,16 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
+def easy() -> Target:
+    """A target whose next token hangs on the last one, and hardly on any before."""
+    model: Any = tiny_llama(0, layers=3)
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.weight.data *= 0.05
+    return wrap_target(model, tiny_tokenizer(), name="easy", pack=False)
+
+
+@pytest.fixture(scope="module")
 def target(model: Any) -> Target:
     return wrap_target(model, tiny_tokenizer(), name="tiny", pack=False)
 
@@ -256,20 +266,20 @@ def test_a_line_cut_short_is_written_again(tmp_path: Path) -> None:
 class Watched:
     """Remembers what it is told, and ends the training where it is told to."""
 
-    def __init__(self, ends_at: int = -1) -> None:
-        self.left, self.measures, self.losses = ends_at, [], []  # type: ignore[var-annotated]
+    def __init__(self, ends_at: int = -1, *, writing: bool = False) -> None:
+        self._left, self._writing = ends_at, writing
+        self.measures: list[Measured] = []
 
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left == 0:
+    def _count(self, writing: bool = False) -> None:
+        self._left -= writing == self._writing
+        if self._left == 0:
             raise KilledError
 
     def wrote(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
-        self._count()
+        self._count(writing=True)
 
     def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
         assert left_s >= 0
-        self.losses.append(loss)
         self._count()
 
     def measured(self, measured: Measured, *, best: bool) -> None:
@@ -290,13 +300,13 @@ def story(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_learns_and_drafts_exactly(target: Target, tmp_path: Path, kind: str) -> None:
+def test_a_head_learns_and_drafts_exactly(easy: Target, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "head"
     watch = Watched()
     settings = replace(
-        QUICK, kind=kind, epochs=30, tokens=300, learning_rate=None if kind == "pass" else 5e-3
+        QUICK, kind=kind, epochs=20, tokens=300, learning_rate=None if kind == "pass" else 5e-3
     )
-    best = training(target, out, settings, watch=watch).run()
+    best = training(easy, out, settings, watch=watch).run()
     told = story(out)
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",
@@ -307,18 +317,19 @@ def test_a_head_learns_and_drafts_exactly(target: Target, tmp_path: Path, kind: 
     assert all(after < before for before, after in zip(first, last, strict=True))
     assert best.tokens_per_step == max(each["tokens_per_step"] for each in told["measured"])
     assert told["measured"][0]["step"] == 0
-    assert told["target"]["fingerprint"] == target.language_model.identity
+    assert told["target"]["fingerprint"] == easy.language_model.identity
     assert told["data"]["held_out"] == ["p6", "p7"]
     assert set(told["measured"][0]["categories"]) == {"a", "b"}
     assert [each.tokens_per_step for each in watch.measures] == [
         each["tokens_per_step"] for each in told["measured"]
     ]
-    if kind != "pass":
-        assert best.tokens_per_step > 1.2
-    drafter = load_drafter(str(out), target)
+    if kind == "eagle":
+        assert told["loss"][-1]["right"][0] > 0.3 > told["loss"][0]["right"][0]
+        assert best.tokens_per_step > told["measured"][0]["tokens_per_step"]
+    drafter = load_drafter(str(out), easy)
     for prompt in ([5, 9, 14], [30, 2, 44]):
-        plain = autoregressive_generate(prompt, target, max_new_tokens=30)
-        found = speculative_generate(prompt, target, drafter, gamma=3, max_new_tokens=30)
+        plain = autoregressive_generate(prompt, easy, max_new_tokens=30)
+        found = speculative_generate(prompt, easy, drafter, gamma=3, max_new_tokens=30)
         assert found.token_ids == plain.token_ids
 
 
@@ -330,13 +341,14 @@ def test_cut_off_anywhere_it_ends_the_same(
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "other"))
     random, starts, resume = Random(5), 0, False
     while not (parts / "training.json").is_file() or (parts / "state").exists():
-        watch = Watched(random.randint(1, 12) if starts < 10 else -1)
         starts += 1
+        writing = starts < 4
+        watch = Watched(random.randint(1, 100 if writing else 6), writing=writing) if starts < 14 else None
         try:
             training(target, parts, resume=resume, watch=watch).run()
         except KilledError:
             resume = (parts / "state" / "begun.json").is_file()
-    assert starts > 5
+    assert starts > 7
     expected, found = story(whole), story(parts)
     assert found["loss"] == expected["loss"]
     for before, after in zip(expected["measured"], found["measured"], strict=True):
@@ -431,7 +443,7 @@ def test_what_cannot_be_is_said_in_a_sentence(target: Target, tmp_path: Path, ca
 def test_a_training_goes_on_as_it_was_begun(target: Target, tmp_path: Path) -> None:
     out = tmp_path / "head"
     with pytest.raises(KilledError):
-        training(target, out, watch=Watched(12)).run()
+        training(target, out, watch=Watched(2)).run()
     assert "has not ended" in refusal(training, target, out, kind=UsageError)
     other = training(target, out, replace(QUICK, epochs=9), resume=True)
     assert "was begun with another epochs" in refusal(other.run, kind=UsageError)

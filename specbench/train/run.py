@@ -294,7 +294,7 @@ class Training:
 
     def _enough_written(self) -> Callable[[int], bool]:
         """Says when the target has written enough, and tells the watch."""
-        settings, others = self._settings, self._group.num_processes
+        settings, others = self._settings, int(self._group.num_processes)
         first: tuple[int, float] | None = None
         noted = self._seconds
 

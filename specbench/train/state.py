@@ -39,7 +39,7 @@ def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         RunError: It is damaged.
     """
     try:
-        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             facts = json.loads(file.metadata()["facts"])
     except Exception as error:  # what parsers raise

@@ -122,7 +122,8 @@ def soft_cross_entropy(
         rows: Which of these each row is compared with, [n].
         choices: The likeliest of each of ``p``.
     """
-    loss, right = _SoftCrossEntropy.apply(hidden, head, p, rows, choices)
+    apply: Any = _SoftCrossEntropy.apply
+    loss, right = apply(hidden, head, p, rows, choices)
     return loss, right
 
 
@@ -406,7 +407,8 @@ class PassStudent(nn.Module):
         super().__init__()
         self.depth, self._rows = depth, head
         self._target: tuple[Any] = (model,)  # no part of this module
-        embeddings = self._target[0].get_input_embeddings().weight.detach().float()
+        own: Any = model.get_input_embeddings()
+        embeddings = own.weight.detach().float()
         noise = torch.randn(depth, embeddings.shape[1], generator=torch.Generator().manual_seed(seed))
         self.ahead = nn.Parameter(embeddings.mean(0) + embeddings.std(0) * noise.to(embeddings.device))
 
