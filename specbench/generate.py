@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.clocks import clock_for
@@ -134,7 +135,12 @@ class GenerationRun:
     It lives on its target and drafter: once another generation has begun on one of them, it cannot go on and raises a
     ``UsageError``.
 
-    Args: those of ``speculative_generate``, with the prompt as token ids.
+    Args: those of ``speculative_generate``, with the prompt as token ids, and
+        after: The generation before this one, if it was the last on this target and drafter: what both contexts begin
+            with is not read again, where their caches can be rolled back so far. The output is the same.
+
+    Attributes:
+        kept: So many tokens of the prompt were read before it; known from the first record on.
     """
 
     def __init__(
@@ -153,6 +159,7 @@ class GenerationRun:
         residual_adjustment: bool = True,
         model_defaults: bool = True,
         trace: bool = False,
+        after: GenerationRun | None = None,
     ) -> None:
         self.target, self.drafter = target, drafter or NoDraft()
         sampling = sampling or Greedy()
@@ -188,10 +195,37 @@ class GenerationRun:
             "trace": trace,
         }
         self.most_tokens = len(prompt) + max_new_tokens
-        clock = clock_for(device)
-        self._records = decode_steps(
-            prompt, target.scorer, self.drafter, policy=self.policy, clock=clock, **self._settings
+        self.kept = 0
+        self._begun: tuple[object, object] | None = (
+            None  # the epochs of target and drafter while they hold its context
         )
+        self._records = self._decoded(after)
+
+    def _decoded(self, after: GenerationRun | None) -> Iterator[Prefill | Step]:
+        scorer, drafter = self.target.scorer, self.drafter
+        if after is not None and after.target is self.target and after.drafter is drafter:
+            self.kept = after._held_of(self.prompt)
+        yield from decode_steps(
+            self.prompt,
+            scorer,
+            drafter,
+            policy=self.policy,
+            clock=clock_for(str(scorer.device)),
+            kept=self.kept,
+            **self._settings,
+        )
+
+    def _held_of(self, prompt: Sequence[int]) -> int:
+        """How many of the first tokens of another prompt can be held of this context; not all, for one has to be read.
+
+        None where layers forget, or where the drafter needs the target's states at all of them.
+        """
+        scorer, drafter = self.target.scorer, self.drafter
+        if self._begun != (scorer.epoch, drafter.epoch) or not scorer.reads_trees or drafter.layers:
+            return 0
+        held = [*self.prompt, *self._tokens()][: scorer.held]
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(held, prompt[:-1], strict=False))
+        return sum(1 for _ in alike)
 
     def apart(self, seats: Seats) -> Request:
         """What is decoded, on scorers, a drafter and a rule of its own; whoever does so hands the records to ``take``.
@@ -207,9 +241,19 @@ class GenerationRun:
         return Request(self.prompt, target, drafter, policy, **self._settings)
 
     def __iter__(self) -> Iterator[Prefill | Step]:
-        for record in self._records:
+        while (record := self._next()) is not None:
             self.take(record)
             yield record
+
+    def _next(self) -> Prefill | Step | None:
+        try:
+            record = next(self._records, None)
+        except BaseException:
+            self._begun = None  # a pass that is broken off leaves anything
+            raise
+        if self._prefill is None and record is not None:
+            self._begun = self.target.scorer.epoch, self.drafter.epoch
+        return record
 
     def take(self, record: Prefill | Step) -> None:
         """The next record has come."""
@@ -225,8 +269,7 @@ class GenerationRun:
     def result(self) -> Generation:
         """What there is so far; ``finish_reason`` is ``None`` unless the run has come to its end."""
         prefill = self._prefill or Prefill(self.prompt_tokens, None, 0.0)
-        tokens = [] if prefill.token is None else [prefill.token]
-        tokens += [token for step in self._steps for token in step.tokens]
+        tokens = self._tokens()
         origins = [*prefill.origins, *(origin for step in self._steps for origin in step.origins)]
         last: Prefill | Step = self._steps[-1] if self._steps else prefill
         pieces = self._pieces(shown_tokens(tokens, last.finish_reason), origins)
@@ -246,6 +289,14 @@ class GenerationRun:
             costs=None if isinstance(self.drafter, NoDraft) else self.policy.costs(),
             pieces=pieces,
         )
+
+    def _tokens(self) -> list[int]:
+        """The output so far."""
+        first = None if self._prefill is None else self._prefill.token
+        return [
+            *([] if first is None else [first]),
+            *(token for step in self._steps for token in step.tokens),
+        ]
 
     def _pieces(
         self, tokens: Sequence[int], origins: Sequence[Origin]

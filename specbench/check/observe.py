@@ -220,7 +220,7 @@ class _WatchedDrafter:
         self._drafter, self._log = drafter, log
         self.name = drafter.name
         self.takes_trees, self.certain, self.several = drafter.takes_trees, drafter.certain, drafter.several
-        self.begin, self.keep = drafter.begin, drafter.keep
+        self.begin, self.resume, self.keep = drafter.begin, drafter.resume, drafter.keep
         self.layers, self.take_states = drafter.layers, drafter.take_states
         self.learn, self.commit = drafter.learn, drafter.commit
 

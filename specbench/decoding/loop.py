@@ -45,6 +45,7 @@ def decode_steps(
     residual_adjustment: bool = True,
     clock: Clock | None = None,
     trace: bool = False,
+    kept: int = 0,
 ) -> Iterator[Prefill | Step]:
     """Decode one prompt: a ``Prefill``, then one ``Step`` per round. The last record has a ``finish_reason``.
 
@@ -61,6 +62,8 @@ def decode_steps(
         residual_adjustment: False draws corrected tokens from p: not lossless, for demonstration.
         clock: Times the steps; the consumer's time between two records is never counted.
         trace: Put every draft's q, p, r and verdict into the records.
+        kept: The context that target and drafter have read last begins with so many tokens of the prompt, fewer than
+            all: they need not read them again.
 
     Raises:
         UsageError: The prompt is empty or longer than the target's context, or ``max_new_tokens`` is below 1; between
@@ -78,6 +81,7 @@ def decode_steps(
         first_target=first_target,
         residual_adjustment=residual_adjustment,
         trace=trace,
+        kept=kept,
     )
     yield from driven(decode(request, Stopwatch(clock)))
 
@@ -107,8 +111,12 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
     if not (branching and target.takes_trees):
         siblings = NO_SIBLINGS
     context, limit, layers = list(request.prompt), request.limit, drafter.layers
-    target.begin()
-    drafter.begin(request.prompt)
+    if request.kept and not layers:  # the target's states at what it has read before are gone
+        target.resume(request.kept)
+        drafter.resume(request.prompt, request.kept)
+    else:
+        target.begin()
+        drafter.begin(request.prompt)
     begun = target.epoch, drafter.epoch
     if not policy.kept:
         rule.reset()

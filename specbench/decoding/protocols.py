@@ -254,6 +254,10 @@ class Scorer(Protocol):
         """Start on a new context."""
         ...
 
+    def resume(self, kept: int) -> None:
+        """Start on a new context whose first ``kept`` tokens are the last one's: what is held of them may stay."""
+        ...
+
     def reserve(self, asked: Pass) -> bool:
         """Make room for a pass among what others hold; what it holds already of others' work may grow ``held``.
 
@@ -353,6 +357,10 @@ class Drafter(Protocol):
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start on a new prompt: forget the last one (unless told to keep something) and read this one lazily."""
+        ...
+
+    def resume(self, prompt: Sequence[int], kept: int) -> None:
+        """Start on a new prompt whose first ``kept`` tokens are the last context's: models may hold on to them."""
         ...
 
     def propose(

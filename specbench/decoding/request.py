@@ -98,6 +98,9 @@ class DraftPolicy:
 class Request:
     """One output to decode; for what the fields mean see ``decode_steps``.
 
+    Attributes:
+        kept: So many tokens of the prompt target and drafter have read already, in the context before this one.
+
     Raises:
         UsageError: The prompt is empty or longer than the target's context, or ``max_new_tokens`` is below 1.
     """
@@ -113,6 +116,7 @@ class Request:
     first_target: bool = True
     residual_adjustment: bool = True
     trace: bool = False
+    kept: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -54,6 +54,10 @@ class BaseDrafter:
     def begin(self, prompt: Sequence[int]) -> None:
         """There is nothing to forget."""
 
+    def resume(self, prompt: Sequence[int], kept: int) -> None:
+        """Read it all again."""
+        self.begin(prompt)
+
     def propose_tree(
         self,
         context: Sequence[int],

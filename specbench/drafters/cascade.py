@@ -66,6 +66,11 @@ class CascadeDrafter(BaseDrafter):
         self.model.begin(prompt)
         self._model_was_used = False
 
+    def resume(self, prompt: Sequence[int], kept: int) -> None:
+        self.free.resume(prompt, kept)
+        self.model.resume(prompt, kept)
+        self._model_was_used = False
+
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Asking[Draft]:

@@ -81,6 +81,11 @@ class ModelDrafter(BaseDrafter):
         self._read_nodes = []
         self.scorer.begin()
 
+    def resume(self, prompt: Sequence[int], kept: int) -> None:
+        self._has_read = False
+        self._read_nodes = []
+        self.scorer.resume(kept)
+
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Asking[Draft]:
@@ -285,6 +290,10 @@ class SelfDrafter(ModelDrafter):
     def begin(self, prompt: Sequence[int]) -> None:
         """The target has just emptied the cache they share."""
         self._has_read = False
+
+    def resume(self, prompt: Sequence[int], kept: int) -> None:
+        """The target has just rolled the cache back that they share."""
+        self.begin(prompt)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:

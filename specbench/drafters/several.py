@@ -51,6 +51,11 @@ class SeveralDrafters(BaseDrafter):
             drafter.begin(prompt)
         self._chains = []
 
+    def resume(self, prompt: Sequence[int], kept: int) -> None:
+        for drafter in self.drafters:
+            drafter.resume(prompt, kept)
+        self._chains = []
+
     def propose(
         self, context: Sequence[int], room: int, policy: LengthPolicy, sampling: Sampling, random: Randomness
     ) -> Asking[Draft]:

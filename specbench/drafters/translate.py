@@ -105,6 +105,10 @@ class TranslatingDrafter(ModelDrafter):
         super().begin(prompt)
         self._forget()
 
+    def resume(self, prompt: Sequence[int], kept: int) -> None:
+        """Read it all again: what was kept is counted in the target's tokens."""
+        self.begin(prompt)
+
     def _ids(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
         """The model's ids for the context, which only grows, and a draft behind it."""
         self._settle(context)

@@ -234,6 +234,17 @@ class Scorer:
         self._fitted.release()
         self.cache.reset()
 
+    def resume(self, kept: int) -> None:
+        """Start on a new context, see ``decoding.protocols.Scorer``.
+
+        Layers that forget (sliding windows, convolutions) and rotations that change with the length begin anew.
+        """
+        if self.reads_trees:
+            self.epoch += 1
+            self.keep(kept)
+        else:
+            self.begin()
+
     @property
     def short(self) -> bool:
         """Whether short passes are made in few operators."""

@@ -1,0 +1,227 @@
+"""A generation after another one takes up what target and drafter hold of its prompt, and gives what it gives alone."""
+
+from __future__ import annotations
+
+import random as standard_random
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
+from transformers import MistralConfig, MistralForCausalLM
+
+from specbench import GenerationRun, Multinomial, UsageError, load_drafter, wrap_drafter, wrap_target
+from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Drafter, Pass, Rows
+from specbench.lengths import build_policy
+from specbench.models.load import wrap_model
+from specbench.models.prepare import Target, _prepare_target, join_cascade
+from specbench.specs.drafters import Cascade, Lookup, SmallModel
+
+DRAFTERS = (
+    "none",
+    "lookup",
+    "recycle",
+    "model",
+    "self:int8",
+    "self:layers=1",
+    "lookup+model",
+    "lookup|self:layers=1",
+)
+CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static")
+NEW = 10
+
+
+@cache
+def target(kind: CacheKind = "dynamic") -> Target:
+    return _prepare_target(tiny_language_model(), kind)
+
+
+def drafter(name: str, own: Target) -> Drafter:
+    if "model" not in name:
+        return load_drafter(name, own)
+    model = wrap_drafter(tiny_language_model(1), own)
+    return join_cascade(Cascade(Lookup(), SmallModel("tiny-1")), model) if "+" in name else model
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    choice = standard_random.Random(seed)
+    part = [choice.randrange(250) for _ in range(count // 2)]
+    return [*part, *part]
+
+
+def run(prompt: list[int], own: Target, proposer: Drafter, **settings: Any) -> GenerationRun:
+    rule = "fixed:gamma=3" if "|" in proposer.name else "fixed:gamma=3,siblings=2"
+    return GenerationRun(prompt, own, proposer, policy=build_policy(rule), max_new_tokens=NEW, **settings)
+
+
+def output(decoded: GenerationRun) -> list[int]:
+    for _ in decoded:
+        pass
+    return list(decoded.result().token_ids)
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each pass has fed, by whichever scorer."""
+    found: list[int] = []
+    whole = Scorer.score
+
+    def score(self: Scorer, asked: Pass) -> Rows:
+        found.append(len(asked.context) + len(asked.tokens) - self.held)
+        return whole(self, asked)
+
+    monkeypatch.setattr(Scorer, "score", score)
+    return found
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_output_is_that_of_a_fresh_start(name: str, fed: list[int]) -> None:
+    """A second turn, one that goes back into the first, and one with nothing in common."""
+    own = target()
+    proposer = drafter(name, own)
+    first = run(tokens(1, 60), own, proposer)
+    begun = output(first)
+    second_prompt = [*tokens(1, 60), *begun, *tokens(2, 8)]
+    edited = [*second_prompt[:40], *tokens(3, 20)]
+    other = [7, *tokens(4, 20)]
+    last, kept = first, []
+    outputs = []
+    for prompt in (second_prompt, edited, other):
+        fed.clear()
+        last = run(prompt, own, proposer, after=last)
+        outputs.append(output(last))
+        kept.append(last.kept)
+        assert fed[0] == len(prompt) - last.kept
+        assert max(fed) <= len(prompt) - last.kept + NEW, "somebody has read the whole prompt again"
+    assert kept == [60 + NEW - 1, 40, 0]
+    assert outputs == [output(run(prompt, own, proposer)) for prompt in (second_prompt, edited, other)]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_in_every_cache_that_keeps_its_positions(kind: CacheKind) -> None:
+    own = target(kind)
+    proposer = load_drafter("lookup+self:layers=1", own)
+    first = run(tokens(1, 300), own, proposer)
+    prompt = [*tokens(1, 300), *output(first), *tokens(2, 8)]
+    second = run(prompt, own, proposer, after=first)
+    found = output(second)
+    assert second.kept == 300 + NEW - 1
+    assert found == output(run(prompt, own, proposer))
+
+
+@pytest.mark.parametrize("name", ["model", "self:layers=1"])
+def test_a_seed_draws_the_same(name: str) -> None:
+    own = target()
+    proposer = drafter(name, own)
+    settings = {"sampling": Multinomial(0.8), "seed": 3}
+    first = run(tokens(1, 40), own, proposer, **settings)
+    prompt = [*tokens(1, 40), *output(first), *tokens(2, 8)]
+    second = run(prompt, own, proposer, after=first, **settings)
+    found = output(second)
+    assert second.kept > 40
+    assert found == output(run(prompt, own, proposer, **settings))
+
+
+def test_the_same_prompt_again_reads_its_last_token_only(fed: list[int]) -> None:
+    own = target()
+    proposer = load_drafter("none", own)
+    first = run(tokens(1, 40), own, proposer)
+    begun = output(first)
+    fed.clear()
+    again = run(tokens(1, 40), own, proposer, after=first)
+    assert output(again) == begun
+    assert (again.kept, fed[0]) == (39, 1)
+
+
+def test_what_was_left_in_the_middle_is_taken_up() -> None:
+    own = target()
+    proposer = drafter("model", own)
+    first = run(tokens(1, 40), own, proposer)
+    for _ in islice(first, 3):
+        pass
+    begun = list(first.result().token_ids)
+    assert 0 < len(begun) < NEW
+    prompt = [*tokens(1, 40), *begun, *tokens(2, 8)]
+    second = run(prompt, own, proposer, after=first)
+    found = output(second)
+    assert second.kept == 40 + len(begun) - 1
+    assert found == output(run(prompt, own, proposer))
+
+
+def test_a_pass_that_was_broken_off_leaves_nothing_to_take_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = target()
+    proposer = drafter("self:layers=1", own)
+    first = run(tokens(1, 40), own, proposer)
+    records: Iterator[Any] = iter(first)
+    next(records)
+    whole = Scorer.score
+    passes: list[Pass] = []
+
+    def broken(self: Scorer, asked: Pass) -> Rows:
+        passes.append(asked)
+        rows = whole(self, asked)
+        if len(passes) == 2:  # in the middle of a draft
+            raise KeyboardInterrupt
+        return rows
+
+    monkeypatch.setattr(Scorer, "score", broken)
+    with pytest.raises(KeyboardInterrupt):
+        list(records)
+    monkeypatch.setattr(Scorer, "score", whole)
+    assert list(first) == []
+    second = run(tokens(1, 40), own, proposer, after=first)
+    assert output(second) == output(run(tokens(1, 40), own, proposer))
+    assert second.kept == 0
+
+
+def test_another_generation_in_between_or_another_drafter_begins_anew() -> None:
+    own = target()
+    proposer = load_drafter("lookup", own)
+    first = run(tokens(1, 40), own, proposer)
+    expected = output(first)
+    output(run(tokens(5, 40), own, proposer))
+    late = run(tokens(1, 40), own, proposer, after=first)
+    assert output(late) == expected
+    other = run(tokens(1, 40), own, load_drafter("lookup", own), after=late)
+    assert output(other) == expected
+    assert (late.kept, other.kept) == (0, 0)
+    never_begun = run(tokens(1, 40), own, proposer, after=run(tokens(1, 40), own, proposer))
+    assert output(never_begun) == expected
+    assert never_begun.kept == 0
+
+
+def test_a_prompt_that_is_refused_takes_nothing_away() -> None:
+    own = target()
+    proposer = load_drafter("lookup", own)
+    first = run(tokens(1, 40), own, proposer)
+    expected = output(first)
+    with pytest.raises(UsageError, match="context holds 512"):
+        output(run([1] * 600, own, proposer, after=first))
+    again = run(tokens(1, 40), own, proposer, after=first)
+    assert output(again) == expected
+    assert again.kept == 39
+
+
+def test_windows_that_forget_and_no_cache_at_all_read_it_again() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = MistralConfig(
+            vocab_size=len(tiny_tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, sliding_window=16, initializer_range=0.3,
+            bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        )  # fmt: skip
+        model = MistralForCausalLM(config).eval()
+    sliding = wrap_target(model, tiny_tokenizer())
+    uncached = _prepare_target(wrap_model(tiny_llama(), tiny_tokenizer(), name="tiny"), "none")
+    for own in (sliding, uncached):
+        proposer = load_drafter("lookup", own)
+        first = run(tokens(1, 60), own, proposer)
+        prompt = [*tokens(1, 60), *output(first), *tokens(2, 8)]
+        second = run(prompt, own, proposer, after=first)
+        assert output(second) == output(run(prompt, own, proposer))
+        assert second.kept == 0
