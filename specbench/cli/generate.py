@@ -129,7 +129,6 @@ def generate(
     from specbench.cli.watchers import TraceOutput
     from specbench.progress import quiet_transformers
     from specbench.specs.drafters import parse_drafter
-    from specbench.specs.models import parse_model
     from specbench.textsafe import counted
 
     kind = opt.cache_for(ctx, target, models, decode)
@@ -147,39 +146,35 @@ def generate(
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with StageProgress(show.quiet) as progress:
             progress.update("starting", 0, None)
-            from specbench.cli.rule import length_rule
-            from specbench.decoding.sampling import Sampling
-            from specbench.models.prepare import prepare, refuse_keep
+            from specbench.cli.setting import load_setting
+            from specbench.models.prepare import refuse_keep
 
             stack.enter_context(quiet_transformers())
-            transforms = Sampling(**sampling.transforms)
-            spec, target_spec = parse_drafter(drafter), parse_model(target)
-            rule = length_rule(
+            if show.compare:
+                refuse_keep(parse_drafter(drafter))
+            setting = load_setting(
+                target,
+                drafter,
+                models,
                 length_policy,
                 egag,
                 tree,
-                length.costs,
-                {**length.given, "gamma": gamma},
-                greedy=transforms.greedy and len(spec.parts) == 1,  # several draft chains of one length
+                gamma,
+                length,
+                decode,
+                sampling,
+                cache=kind,
                 chained=opt.chained(models, decode),
+                progress=progress,
             )
-            if not spec.is_plain:
-                rule.spec.check(spec)
-            if show.compare:
-                refuse_keep(spec)
-            loaded, (proposer,) = prepare(
-                target_spec, [spec], models, cache=kind, bit_exact=decode.bit_exact, progress=progress
-            )
-            if decode.model_defaults:
-                transforms = transforms.with_defaults(loaded.language_model.defaults, loaded.vocab_size)
-            policy, calibrated = rule.build(loaded, proposer, transforms)
+            loaded = setting.target
             job = _Job(
                 target=loaded,
-                drafter=proposer.drafter,
+                drafter=setting.drafter,
                 prompt=[] if prompts else _encode(loaded, text, chat, system),
                 prompt_text=text,
-                sampling=transforms,
-                policy=policy,
+                sampling=setting.sampling,
+                policy=setting.policy,
                 given_costs=length.costs is not None,
                 decode=decode,
                 seed=sampling.seed,
@@ -189,10 +184,13 @@ def generate(
                 # With fixed shapes whatever is met for the first time takes long: captured, or compiled.
                 job.warm_up(None if kind in ("static", "compiled") else _WARM_UP_TOKENS)
         if not show.quiet:
-            notes = [*_without_effect(ctx, spec, transforms), *_facts(job, asked_raw=chat is False)]
+            notes = [
+                *_without_effect(ctx, setting.drafter_spec, setting.sampling),
+                *_facts(job, asked_raw=chat is False),
+            ]
             if longer := sum(len(each.turns) > 1 for each in prompts):
                 notes.append(f"{counted(longer, 'prompt')} of several turns: the first turn is answered.")
-            notes += [calibrated] if calibrated else []
+            notes += [setting.note] if setting.note else []
             show_notes(notes, apart=sys.stdout.isatty())
             if paint is not None:
                 show_legend(paint)
@@ -212,7 +210,7 @@ def generate(
                 quiet=show.quiet,
             )
             return
-        advice = {"blank": _after_a_blank_reply(job, chat), **_advice(ctx, job, spec, rule.spec)}
+        advice = {"blank": _after_a_blank_reply(job, chat), **_advice(ctx, job, setting.drafter_spec, setting.rule)}
         _run(job, trace_to, advice, paint, show)
         if trace_to is not None:
             trace_to.complain()
@@ -355,33 +353,12 @@ def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling
 
 def _facts(job: _Job, *, asked_raw: bool) -> list[str]:
     """What the user should know before reading the output."""
-    target = job.target
-    lines = target.language_model.defaults.notes(applied=job.decode.model_defaults)
-    if (shared := _shared(job.drafter)) is not None:
-        lines.append(
-            f"The drafter has another tokenizer: it drafts the {shared[0]:,} of the target's {shared[1]:,}"
-            " tokens that both have."
-        )
-    if not _has_template(target) and not asked_raw:
+    from specbench.cli.setting import facts
+
+    lines = facts(job.target, job.drafter, job.decode)
+    if not _has_template(job.target) and not asked_raw:
         lines.append("The model has no chat template: the prompt is continued as raw text.")
-    if not job.decode.residual_adjustment:
-        lines.append("NOT LOSSLESS: the residual adjustment is off.")
-    if target.widths_differ is not None:
-        lines.append(opt.widths_differ(target.widths_differ))
-    if not target.packed and target.dtype != "int8" and target.scorer.device.type == "cpu":
-        lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
     return lines
-
-
-def _shared(drafter: Drafter) -> tuple[int, int] | None:
-    """How many of the target's tokens a drafter with another tokenizer has, of how many; ``None`` without one."""
-    from specbench.drafters.cascade import CascadeDrafter
-    from specbench.drafters.translate import TranslatingDrafter
-
-    model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
-    if not isinstance(model, TranslatingDrafter):
-        return None
-    return len(model.translation.shared), model.translation.tokens
 
 
 def _draftable_share(drafter: Drafter, tokens: Sequence[int]) -> float | None:

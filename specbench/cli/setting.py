@@ -1,0 +1,125 @@
+"""What a command line says of models, draft length and sampling, loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specbench.backends.torch.caches import CacheKind
+    from specbench.decoding.protocols import Drafter
+    from specbench.decoding.request import DraftPolicy
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.load import Progress
+    from specbench.models.prepare import Target
+    from specbench.options import DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
+    from specbench.specs.drafters import DrafterSpec
+    from specbench.specs.rules import RuleSpec
+
+__all__ = ["Setting", "facts", "load_setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A target with what drafts for it.
+
+    Attributes:
+        target, drafter: Loaded.
+        policy: How much is drafted.
+        sampling: The transforms, with what the model's own settings ask for.
+        drafter_spec, rule: As they were asked for.
+        note: What there is to say of something calibrated; ``None`` for nothing.
+    """
+
+    target: Target
+    drafter: Drafter
+    policy: DraftPolicy
+    sampling: Sampling
+    drafter_spec: DrafterSpec
+    rule: RuleSpec
+    note: str | None
+
+
+def load_setting(
+    target: str,
+    drafter: str,
+    models: ModelOptions,
+    length_policy: str | None,
+    egag: bool,
+    tree: str | None,
+    gamma: int | None,
+    length: LengthOptions,
+    decode: DecodeOptions,
+    sampling: SamplingOptions,
+    *,
+    cache: CacheKind,
+    chained: str | None,
+    progress: Progress,
+) -> Setting:
+    """Load what these options of a command name; what cannot work is refused before that.
+
+    Args:
+        target, drafter, models, length_policy, egag, tree, gamma, length, decode, sampling: As on the command line.
+        cache: See ``cli.options.cache_for``.
+        chained: See ``cli.options.chained``.
+        progress: Told how far it has come.
+
+    Raises:
+        UsageError, RunError: Something is wrong with one of them, or it cannot be loaded.
+    """
+    from specbench.cli.rule import length_rule
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.prepare import prepare
+    from specbench.specs.drafters import parse_drafter
+    from specbench.specs.models import parse_model
+
+    transforms = Sampling(**sampling.transforms)
+    spec, target_spec = parse_drafter(drafter), parse_model(target)
+    rule = length_rule(
+        length_policy,
+        egag,
+        tree,
+        length.costs,
+        {**length.given, "gamma": gamma},
+        greedy=transforms.greedy and len(spec.parts) == 1,  # several draft chains of one length
+        chained=chained,
+    )
+    if not spec.is_plain:
+        rule.spec.check(spec)
+    loaded, (proposer,) = prepare(
+        target_spec, [spec], models, cache=cache, bit_exact=decode.bit_exact, progress=progress
+    )
+    if decode.model_defaults:
+        transforms = transforms.with_defaults(loaded.language_model.defaults, loaded.vocab_size)
+    policy, note = rule.build(loaded, proposer, transforms)
+    return Setting(loaded, proposer.drafter, policy, transforms, spec, rule.spec, note)
+
+
+def facts(target: Target, drafter: Drafter, decode: DecodeOptions) -> list[str]:
+    """What the user should know of them before reading an output."""
+    from specbench.cli.options import widths_differ
+
+    lines = target.language_model.defaults.notes(applied=decode.model_defaults)
+    if (shared := _shared(drafter)) is not None:
+        lines.append(
+            f"The drafter has another tokenizer: it drafts the {shared[0]:,} of the target's {shared[1]:,}"
+            " tokens that both have."
+        )
+    if not decode.residual_adjustment:
+        lines.append("NOT LOSSLESS: the residual adjustment is off.")
+    if target.widths_differ is not None:
+        lines.append(widths_differ(target.widths_differ))
+    if not target.packed and target.dtype != "int8" and target.scorer.device.type == "cpu":
+        lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
+    return lines
+
+
+def _shared(drafter: Drafter) -> tuple[int, int] | None:
+    """How many of the target's tokens a drafter with another tokenizer has, of how many; ``None`` without one."""
+    from specbench.drafters.cascade import CascadeDrafter
+    from specbench.drafters.translate import TranslatingDrafter
+
+    model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
+    if not isinstance(model, TranslatingDrafter):
+        return None
+    return len(model.translation.shared), model.translation.tokens
