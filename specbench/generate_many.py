@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import Target
 
-__all__ = ["GenerationRuns", "speculative_generate_many"]
+__all__ = ["BESIDE", "GenerationRuns", "speculative_generate_many"]
 
-_BESIDE = 128
+BESIDE = 128
 """Tokens of a tree that may stand beside what fits into an output."""
 
 
@@ -66,7 +66,7 @@ class GenerationRuns:
         self.seats: Seats | None = None
         if begun:
             limit = begun[0].target.scorer.context_limit
-            longest = max(min(run.most_tokens, limit or run.most_tokens) for run in begun) + _BESIDE
+            longest = max(min(run.most_tokens, limit or run.most_tokens) for run in begun) + BESIDE
             tokens = pool_tokens or (longest * max_batch if max_batch > 1 else None)
             self.seats = Seats(begun[0].target, tokens, max_batch)
             for drafter in {id(run.drafter): run.drafter for run in begun}.values():

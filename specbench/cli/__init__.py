@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from specbench._version import __version__
 from specbench.cli.calibrate import calibrate
+from specbench.cli.chat import chat
 from specbench.cli.check import check
 from specbench.cli.compare import compare
 from specbench.cli.drafters import drafters
@@ -26,6 +27,7 @@ from specbench.cli.generate import generate
 from specbench.cli.options import GroupedCommand, unfolded
 from specbench.cli.plot import plot
 from specbench.cli.report import report
+from specbench.cli.serve import serve
 from specbench.cli.signals import end_cleanly_on_sigterm, exit_code_of_interrupt
 from specbench.cli.sweep import sweep
 from specbench.cli.trace import trace
@@ -68,7 +70,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, drafters, calibrate, train, sweep, plot, report, compare, export, check, trace):
+for _command in (
+    generate,
+    chat,
+    serve,
+    drafters,
+    calibrate,
+    train,
+    sweep,
+    plot,
+    report,
+    compare,
+    export,
+    check,
+    trace,
+):
     app.command(cls=GroupedCommand)(unfolded(_command))
 
 

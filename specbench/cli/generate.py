@@ -210,7 +210,10 @@ def generate(
                 quiet=show.quiet,
             )
             return
-        advice = {"blank": _after_a_blank_reply(job, chat), **_advice(ctx, job, setting.drafter_spec, setting.rule)}
+        advice = {
+            "blank": _after_a_blank_reply(job, chat),
+            **_advice(ctx, job, setting.drafter_spec, setting.rule),
+        }
         _run(job, trace_to, advice, paint, show)
         if trace_to is not None:
             trace_to.complain()

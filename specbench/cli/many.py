@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.specs.drafters import DrafterSpec
 
-__all__ = ["ManyOptions", "decode_prompts"]
+__all__ = ["ManyOptions", "decode_prompts", "refuse_for_many"]
 
 _BATCH = 8
 
@@ -82,16 +82,28 @@ class ManyOptions:
             raise UsageError(
                 f"{given[0]} is for one prompt, and --prompts decodes many.", "Leave one of them out."
             )
-        if cache in ("static", "compiled"):
-            raise UsageError(
-                "Passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
-                "Leave them out, or give one prompt.",
-            )
-        if drafter.keeps_state:
-            raise UsageError(
-                f"The drafter {drafter} carries counts from one prompt to the next, and these are side by side.",
-                "Leave keep out.",
-            )
+        refuse_for_many(cache, drafter)
+
+
+def refuse_for_many(cache: str, drafter: DrafterSpec) -> None:
+    """Refuse what cannot serve several requests side by side.
+
+    Args:
+        cache: The kind of cache.
+        drafter: What is to draft.
+    """
+    from specbench.errors import UsageError
+
+    if cache in ("static", "compiled"):
+        raise UsageError(
+            "Passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
+            "Leave them out.",
+        )
+    if drafter.keeps_state:
+        raise UsageError(
+            f"The drafter {drafter} carries counts from one prompt to the next, and these are side by side.",
+            "Leave keep out.",
+        )
 
 
 def decode_prompts(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Any
 
-__all__ = ["end_cleanly_on_sigterm", "exit_code_of_interrupt"]
+__all__ = ["CtrlC", "end_cleanly_on_sigterm", "exit_code_of_interrupt", "terminated"]
 
 _received: list[int] = []
 
@@ -19,6 +20,40 @@ def end_cleanly_on_sigterm() -> None:
 def exit_code_of_interrupt() -> int:
     """What a shell reports for the signal that interrupted the program: 130 for SIGINT, 143 for SIGTERM."""
     return 128 + (_received[-1] if _received else signal.SIGINT)
+
+
+def terminated() -> bool:
+    """Whether what interrupted the program was SIGTERM."""
+    return signal.SIGTERM in _received
+
+
+class CtrlC:
+    """Inside of it the first Ctrl-C is only noted, and the second interrupts as ever. Main thread only.
+
+    Args:
+        armed: False leaves everything as it is.
+
+    Attributes:
+        pressed: Whether there was a first one.
+    """
+
+    def __init__(self, *, armed: bool = True) -> None:
+        self._armed = armed
+        self.pressed = False
+
+    def __enter__(self) -> CtrlC:
+        if self._armed:
+            self._before: Any = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._armed:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - what a handler is called with
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - what a handler is called with

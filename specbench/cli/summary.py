@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.metrics import acceptance_rate, tokens_per_step
+from specbench.decoding.metrics import acceptance_rate, time_split, tokens_per_second, tokens_per_step
 from specbench.decoding.records import PARTS
 from specbench.textsafe import counted, terminal_safe, visible
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from specbench.backends.torch.pools import PoolUse
     from specbench.decoding.origins import Origin
-    from specbench.decoding.records import Generation
+    from specbench.decoding.records import Generation, Step
 
-__all__ = ["show_legend", "show_many", "show_notes", "show_summary"]
+__all__ = ["show_answer", "show_answers", "show_legend", "show_many", "show_notes", "show_summary"]
 
 _LABEL = 8  # cells of a label with the gap behind it
 _WIDEST = 100
@@ -97,6 +97,56 @@ def show_summary(figures: Mapping[str, Any], *, apart: bool, advice: Mapping[str
             _line(console, "", command, wrap=False)
     if not figures["lossless"]:
         _line(console, "note", "NOT LOSSLESS: the residual adjustment was off", "yellow")
+
+
+def show_answer(answer: Generation, *, kept: int, stopped: bool) -> None:
+    """Print a line about one answer of a conversation.
+
+    Args:
+        answer: With its records.
+        kept: Tokens of its prompt that did not have to be read again.
+        stopped: Whether it was by Ctrl-C.
+    """
+    speed = tokens_per_second(answer.prefill, answer.steps)
+    ttft = time_split(answer.prefill, answer.steps).ttft_s
+    parts = [counted(len(answer.token_ids), "token")]
+    parts += [f"{speed:.1f} tokens/s"] if speed else []
+    parts += [f"the first after {ttft:.2f} s", *_steps_in_short(answer.steps)]
+    parts += [f"{kept} of {answer.prompt_tokens} prompt tokens held from before"] if kept else []
+    if stopped or answer.finish_reason in ("length", "context-limit"):
+        parts.append("stopped" if stopped else _ENDS[answer.finish_reason])
+    console = _console()
+    _line(console, "speed", ", ".join(parts))
+    console.print()
+
+
+def show_answers(answers: Sequence[Generation], *, kept: int) -> None:
+    """Print the figures of a conversation.
+
+    Args:
+        answers: At least one.
+        kept: Tokens of all prompts that did not have to be read again.
+    """
+    steps = [step for answer in answers for step in answer.steps]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    console = _console()
+    _line(console, "output", f"{counted(tokens, 'token')} in {counted(len(answers), 'answer')}")
+    if steps:
+        speed = sum(len(step.tokens) for step in steps) / sum(step.times.total_s for step in steps)
+        _line(console, "speed", ", ".join([f"{speed:.1f} tokens/s", *_steps_in_short(steps)]))
+    prompts = sum(answer.prompt_tokens for answer in answers)
+    _line(console, "prompts", f"{counted(prompts, 'token')}, {kept} of them held from answers before")
+
+
+def _steps_in_short(steps: Sequence[Step]) -> list[str]:
+    """Tokens per step and acceptance, as far as there are any."""
+    if not steps:
+        return []
+    parts = [f"{tokens_per_step(steps):.2f} tokens per step"]
+    if (rate := acceptance_rate(steps)) is not None:
+        drafted, accepted = sum(step.gamma for step in steps), sum(step.accepted for step in steps)
+        parts.append(f"{accepted} of {counted(drafted, 'draft')} accepted ({rate:.0%})")
+    return parts
 
 
 def show_many(

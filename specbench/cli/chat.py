@@ -1,0 +1,226 @@
+"""`specbench chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specbench.cli import options as opt
+from specbench.cli.signals import CtrlC, terminated
+from specbench.options import DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
+
+if TYPE_CHECKING:
+    from specbench.conversation import Conversation
+    from specbench.decoding.records import Generation
+
+__all__ = ["chat"]
+
+_MOST_TOKENS = 1024
+_COMMANDS = {
+    "/reset": "begin a new conversation, under the same system message",
+    "/system TEXT": "answer under this system message from now on; without TEXT under none",
+    "/stats": "figures of all answers so far",
+    "/help": "this list; Ctrl-C stops an answer",
+    "/exit": "leave, as Ctrl-D does",
+}
+
+
+def chat(
+    ctx: typer.Context,
+    *,
+    system: opt.SystemOption = None,
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
+    models: ModelOptions,
+    length_policy: opt.LengthPolicyOption = None,
+    egag: opt.EgagOption = False,
+    tree: opt.TreeOption = None,
+    gamma: opt.GammaOption = None,
+    length: LengthOptions,
+    decode: Annotated[DecodeOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
+    sampling: SamplingOptions,
+    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes, no figures.")] = False,
+    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
+    no_config: opt.NoConfigOption = False,  # noqa: ARG001
+    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+) -> None:
+    """Talk with a model. Its answers go to stdout, everything else to stderr; /help lists what may be typed."""
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.summary import show_notes
+    from specbench.progress import quiet_transformers
+
+    kind = opt.cache_for(ctx, target, models, decode)
+    with ExitStack() as stack:
+        with StageProgress(quiet) as progress:
+            progress.update("starting", 0, None)
+            from specbench.cli.setting import facts, load_setting
+            from specbench.conversation import Conversation
+
+            stack.enter_context(quiet_transformers())
+            setting = load_setting(
+                target,
+                drafter,
+                models,
+                length_policy,
+                egag,
+                tree,
+                gamma,
+                length,
+                decode,
+                sampling,
+                cache=kind,
+                chained=opt.chained(models, decode),
+                progress=progress,
+            )
+            conversation = Conversation(
+                setting.target,
+                setting.drafter,
+                system=system,
+                policy=setting.policy,
+                sampling=setting.sampling,
+                max_new_tokens=decode.max_new_tokens,
+                stop=decode.stop,
+                ignore_eos=decode.ignore_eos,
+                seed=sampling.seed,
+                first_target=decode.first_target,
+                residual_adjustment=decode.residual_adjustment,
+                model_defaults=decode.model_defaults,
+            )
+        talk = _Talk(conversation, quiet=quiet)
+        if not quiet:
+            model = f"{setting.target!r}, drafter {setting.drafter.name}, {setting.policy.name}."
+            notes = [model, *facts(setting.target, setting.drafter, decode)]
+            notes += [setting.note] if setting.note else []
+            notes += ["/help lists what else may be typed; Ctrl-D ends."] if talk.asks else []
+            show_notes(notes, apart=talk.asks)
+        talk.go_on()
+
+
+class _Talk:
+    """What is typed, and what is answered.
+
+    Args:
+        conversation: Is asked.
+        quiet: Say nothing but answers and what went wrong.
+
+    Attributes:
+        asks: Whether somebody sits there: asked for every line, and told what is wrong with it. Otherwise what is wrong
+            ends the command, and so does Ctrl-C.
+    """
+
+    def __init__(self, conversation: Conversation, *, quiet: bool) -> None:
+        self._conversation, self._quiet = conversation, quiet
+        self._answers: list[Generation] = []
+        self._kept = 0
+        self.asks = sys.stdin is not None and sys.stdin.isatty()
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="replace")
+        if self.asks:
+            with suppress(ImportError):  # the line can be edited then, and earlier ones called back
+                import readline  # noqa: F401
+
+    def go_on(self) -> None:
+        """Until it is left."""
+        while (line := self._read()) is not None:
+            text = line.strip()
+            if text == "/exit":
+                return
+            if text.startswith("/"):
+                self._obey(text)
+            elif text:
+                self._answer(text)
+
+    def _read(self) -> str | None:
+        """The next line; ``None`` at the end."""
+        try:
+            if self.asks and sys.stdout.isatty():
+                return input("> ")
+            if self.asks:
+                sys.stderr.write("> ")
+                sys.stderr.flush()
+            return (sys.stdin.readline() or None) if sys.stdin is not None else None
+        except EOFError:
+            sys.stderr.write("\n")
+            return None
+        except KeyboardInterrupt:
+            if not self.asks or terminated():
+                raise
+            sys.stderr.write("\n")
+            _say("Ctrl-D or /exit ends the conversation.")
+            return ""
+
+    def _obey(self, text: str) -> None:
+        name, _, rest = text.partition(" ")
+        if name == "/reset":
+            self._conversation.forget()
+            self._tell("A new conversation.")
+        elif name == "/system":
+            self._conversation.system = rest.strip() or None
+            self._tell("Answers are under that system message." if rest.strip() else "No system message.")
+        elif name == "/stats":
+            self._show_all()
+        elif name == "/help":
+            for command, meaning in _COMMANDS.items():
+                _say(f"{command:13} {meaning}")
+        else:
+            _say(f"There is no {name}; /help lists what there is.")
+
+    def _answer(self, text: str) -> None:
+        """Ask, show what comes, and let both belong to the conversation."""
+        from specbench.cli.summary import show_answer
+        from specbench.cli.watchers import StreamedText
+        from specbench.errors import SpecbenchError
+
+        stopped = False
+        try:
+            run = self._conversation.ask(text)
+            with CtrlC(armed=self.asks) as ctrl_c:
+                shown = StreamedText(run)
+                try:
+                    for record in run:
+                        shown.record(record)
+                        if ctrl_c.pressed:
+                            stopped = True
+                            break
+                finally:
+                    shown.end(run.result())
+        except SpecbenchError as error:
+            if not self.asks:
+                raise
+            _say(str(error))
+            return
+        except KeyboardInterrupt:
+            if not self.asks or terminated():
+                raise
+            _say("Interrupted: the message is forgotten.")
+            return
+        answer = run.result()
+        self._answers.append(answer)
+        self._kept += run.kept
+        if answer.text:
+            self._conversation.tell(text, answer.text)
+        else:
+            _say("No text came: the message is forgotten.")
+        if not self._quiet:
+            show_answer(answer, kept=run.kept, stopped=stopped)
+
+    def _show_all(self) -> None:
+        from specbench.cli.summary import show_answers
+
+        if not self._answers:
+            _say("Nothing has been answered yet.")
+        else:
+            show_answers(self._answers, kept=self._kept)
+
+    def _tell(self, line: str) -> None:
+        if not self._quiet:
+            _say(line)
+
+
+def _say(line: str) -> None:
+    from specbench.textsafe import terminal_safe
+
+    typer.echo(terminal_safe(line, sys.stderr.encoding or "utf-8"), err=True)

@@ -1,0 +1,232 @@
+"""`specbench serve`: our own decoding behind the OpenAI protocol."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specbench.cli import options as opt
+from specbench.options import DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
+
+if TYPE_CHECKING:
+    from specbench.cli.setting import Setting
+    from specbench.models.prepare import Target
+    from specbench.serve.app import Defaults
+    from specbench.serve.engine import Engine
+
+__all__ = ["serve"]
+
+_MOST_TOKENS = 1024
+_KV_MEMORY = 1024
+
+_server = partial(typer.Option, rich_help_panel="Server")
+
+
+@dataclass(frozen=True)
+class _ServerOptions:
+    """Where it listens, and how much it takes on."""
+
+    host: Annotated[
+        str,
+        _server(
+            "--host",
+            metavar="ADDRESS",
+            help="Listen there; 0.0.0.0 lets everybody in who reaches this machine.",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, _server("--port", min=0, max=65535, metavar="N", help="Listen there; 0 takes any that is free.")
+    ] = 8000
+    batch: Annotated[
+        int, _server("--batch", min=1, metavar="N", help="How many requests are decoded at a time.")
+    ] = 8
+    queue: Annotated[
+        int, _server("--queue", min=0, metavar="N", help="How many may wait besides; more are sent away.")
+    ] = 64
+    kv_memory: Annotated[
+        int | None,
+        _server(
+            "--kv-memory",
+            min=1,
+            metavar="MB",
+            help=f"Memory for the target's keys and values ({_KV_MEMORY}; less if --batch whole contexts need less).",
+        ),
+    ] = None
+    grace: Annotated[
+        float,
+        _server(
+            "--grace", min=0.0, metavar="SECONDS", help="What is under way may go on so long after SIGTERM."
+        ),
+    ] = 20.0
+
+
+def serve(
+    ctx: typer.Context,
+    *,
+    server: _ServerOptions,
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
+    models: ModelOptions,
+    length_policy: opt.LengthPolicyOption = None,
+    egag: opt.EgagOption = False,
+    tree: opt.TreeOption = None,
+    gamma: opt.GammaOption = None,
+    length: LengthOptions,
+    decode: Annotated[DecodeOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
+    sampling: SamplingOptions,
+    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes.")] = False,
+    config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
+    no_config: opt.NoConfigOption = False,  # noqa: ARG001
+    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+) -> None:
+    """Serve a model by the OpenAI protocol, on this machine alone unless told otherwise.
+
+    Options of decoding and sampling hold for requests that say nothing else.
+    """
+    from specbench.cli.many import refuse_for_many
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.summary import show_notes
+    from specbench.progress import quiet_transformers
+    from specbench.specs.drafters import parse_drafter
+
+    _require_extra()
+    kind = opt.cache_for(ctx, target, models, decode)
+    refuse_for_many(kind, parse_drafter(drafter))
+    with ExitStack() as stack:
+        listening = stack.enter_context(_bound(server.host, server.port))
+        with StageProgress(quiet) as progress:
+            progress.update("starting", 0, None)
+            from specbench.cli.setting import facts, load_setting
+            from specbench.serve.server import Server
+
+            stack.enter_context(quiet_transformers())
+            setting = load_setting(
+                target,
+                drafter,
+                models,
+                length_policy,
+                egag,
+                tree,
+                gamma,
+                length,
+                decode,
+                sampling,
+                cache=kind,
+                chained=opt.chained(models, decode),
+                progress=progress,
+            )
+            engine = _engine(setting, server)
+        rule_is_given = bool(length_policy or egag or tree or gamma or length.costs or length.given)
+        defaults = _defaults(
+            setting,
+            decode,
+            sampling,
+            seed=sampling.seed if opt.given(ctx, "seed") else None,
+            own_rule=rule_is_given,
+        )
+        if not quiet:
+            address, port = listening.getsockname()[:2]
+            where = f"[{address}]" if ":" in address else address
+            notes = [
+                *facts(setting.target, setting.drafter, decode),
+                *([setting.note] if setting.note else []),
+            ]
+            if server.batch > 1 and engine.seats.why_apart is not None:
+                notes.append(f"Every request has passes of its own: {engine.seats.why_apart}")
+            if not ipaddress.ip_address(address).is_loopback:
+                notes.append("Whoever reaches this machine can use it: there are no keys and no encryption.")
+            notes.append(
+                f"{setting.target!r}, drafter {setting.drafter.name}, as {setting.target.name} on"
+                f" http://{where}:{port}/v1 (Ctrl-C ends it)"
+            )
+            show_notes(notes, apart=False)
+        Server(engine, defaults, listening, server.grace).run()
+
+
+def _require_extra() -> None:
+    """Refuse to begin without what only this command needs."""
+    from importlib.util import find_spec
+
+    from specbench.errors import UsageError
+
+    missing = [name for name in ("starlette", "uvicorn", "pydantic") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"`specbench serve` needs {', '.join(missing)}.",
+            "Install the extra: pip install 'specbench-llm[serve]'.",
+        )
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has its address, and does not listen yet.
+
+    Raises:
+        UsageError: The address cannot be had.
+    """
+    from specbench.errors import UsageError
+
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind)
+        try:
+            if sys.platform != "win32":  # there it would let two programs have one port
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"Nothing can listen on port {port} of {host!r}: {reason}.", "Give another --port or --host."
+        ) from error
+    return bound
+
+
+def _engine(setting: Setting, server: _ServerOptions) -> Engine:
+    from specbench.serve.engine import Engine
+
+    return Engine(
+        setting.target,
+        setting.drafter,
+        max_batch=server.batch,
+        max_waiting=server.queue,
+        pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
+    )
+
+
+def _pool_tokens(target: Target, server: _ServerOptions) -> int:
+    """Tokens whose keys and values there is room for."""
+    from specbench.backends.torch.pools import bytes_per_token
+    from specbench.generate_many import BESIDE
+
+    size = bytes_per_token(target.language_model.model)
+    if server.kv_memory is not None:
+        return max(1, server.kv_memory * 2**20 // size)
+    room, limit = _KV_MEMORY * 2**20 // size, target.scorer.context_limit
+    return room if limit is None else min(room, server.batch * (limit + BESIDE))
+
+
+def _defaults(
+    setting: Setting, decode: DecodeOptions, sampling: SamplingOptions, *, seed: int | None, own_rule: bool
+) -> Defaults:
+    from specbench.serve.app import Defaults
+
+    return Defaults(
+        policy=setting.policy if own_rule else None,
+        sampling=sampling.transforms,
+        seed=seed,
+        max_new_tokens=decode.max_new_tokens,
+        stop=decode.stop,
+        ignore_eos=decode.ignore_eos,
+        first_target=decode.first_target,
+        residual_adjustment=decode.residual_adjustment,
+        model_defaults=decode.model_defaults,
+    )

@@ -1,0 +1,1 @@
+"""Our own decoding behind the OpenAI protocol."""

@@ -1,0 +1,328 @@
+"""What the OpenAI protocol says: bodies of requests as values, and records of a generation as bodies of answers.
+
+https://platform.openai.com/docs/api-reference/chat and /completions; what others have added to it and is of use here
+(``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``) has the names that vLLM gave it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specbench.decoding.records import FinishReason, Prefill, Step
+from specbench.errors import UsageError
+from specbench.textsafe import one_line
+
+__all__ = ["Asked", "ChatAsked", "Reply", "TextAsked", "Usage", "error_body", "parse"]
+
+_FINISHED: Mapping[FinishReason, str] = {
+    "eos": "stop",
+    "stop-string": "stop",
+    "length": "length",
+    "context-limit": "length",
+}
+
+_NOTHING_ELSE: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "cache_prompt": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+}
+"""Fields whose usual value is all that there is here."""
+
+_NO_MATTER = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+"""Fields that change nothing about the text."""
+
+_MOST_STOPS = 16
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class _StreamOptions(_Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against listeners, which our stream has none of
+
+
+class Asked(_Body):
+    """What both kinds of requests have; ``None`` where the server's own setting holds."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=0, lt=2**64)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    ignore_eos: bool | None = None
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+
+    @property
+    def stops(self) -> list[str] | None:
+        """Texts that end the output."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The output never gets longer."""
+        return self.max_tokens
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with what it has used."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def transforms(self) -> dict[str, Any]:
+        """What is asked of the sampling, by the names of ``Sampling``."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if given.get("top_k") == -1:  # how some clients say that all tokens may come
+            given["top_k"] = 0
+        return given
+
+
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_Part]
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """As chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatAsked(Asked):
+    """A conversation to be answered."""
+
+    messages: list[_Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    kind: ClassVar[str] = "chat.completion"
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class TextAsked(Asked):
+    """A text, or its tokens, to be continued."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+
+    id_prefix: ClassVar[str] = "cmpl"
+    kind: ClassVar[str] = "text_completion"
+
+    @property
+    def beginning(self) -> str | list[int]:
+        """The one prompt.
+
+        Raises:
+            UsageError: There are several, or none.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return prompt
+        tokens = [token for token in prompt if isinstance(token, int)]
+        if tokens and len(tokens) == len(prompt):
+            return tokens
+        if len(prompt) != 1:
+            raise UsageError(f"prompt: there are {len(prompt)}.", "Send one in each request.")
+        only = prompt[0]
+        assert not isinstance(only, int)
+        return only
+
+
+def parse(body: bytes, kind: type[ChatAsked] | type[TextAsked]) -> ChatAsked | TextAsked:
+    """A request's body as values.
+
+    Raises:
+        UsageError: It is none; the first thing that is wrong with it.
+    """
+    try:
+        data = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # also what is no UTF-8
+        raise UsageError("The body is no JSON.", "Send one object.") from error
+    if not isinstance(data, dict):
+        raise UsageError("The body is no JSON object.", "Send one object.")
+    asked = {}
+    for name, value in data.items():
+        allowed = _NOTHING_ELSE.get(name)
+        if allowed is not None:
+            if value is not None and not any(_same(value, each) for each in allowed):
+                raise UsageError(f"{name} can only be {json.dumps(allowed[0])} here.", "Leave it out.")
+        elif name not in _NO_MATTER:
+            asked[name] = value
+    try:
+        found = kind.model_validate(asked)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{one_line(place)}: {one_line(first['msg'])}.") from error
+    if len(found.stops or ()) > _MOST_STOPS:
+        raise UsageError(f"stop: there are more than {_MOST_STOPS}.", "Send fewer.")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)
+
+
+def _same(value: object, other: object) -> bool:
+    """Equal, where a truth value is no number."""
+    return type(value) is type(other) and value == other
+
+
+def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
+    """An error as the protocol has it.
+
+    Args:
+        message: What is wrong.
+        kind: ``invalid_request_error``, ``server_error``, ...
+        code: For programs.
+    """
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+@dataclass
+class Usage:
+    """What a generation has used and drafted so far, in tokens.
+
+    Attributes:
+        prompt: Of the prompt.
+        completion: Emitted, an end token among them.
+        drafted: Proposed, one behind the other: of a tree its depth.
+        accepted: How many of these were kept.
+    """
+
+    prompt: int = 0
+    completion: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def take(self, record: Prefill | Step) -> Sequence[int]:
+        """Count one more record; its tokens."""
+        if isinstance(record, Prefill):
+            self.prompt = record.prompt_tokens
+            tokens: Sequence[int] = () if record.token is None else (record.token,)
+        else:
+            self.drafted += record.gamma
+            self.accepted += record.accepted
+            tokens = record.tokens
+        self.completion += len(tokens)
+        return tokens
+
+    def body(self) -> dict[str, Any]:
+        """As the protocol has it: what was predicted there is what was drafted here."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafted - self.accepted,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Makes the bodies of the answer to one request.
+
+    Args:
+        asked: The request.
+        id: Of the answer.
+        created: When, in seconds of the epoch.
+        model: The model's name.
+    """
+
+    asked: ChatAsked | TextAsked
+    id: str
+    created: int
+    model: str
+
+    def whole(self, text: str, finish_reason: FinishReason, usage: Usage) -> dict[str, Any]:
+        """The answer to who wants it at once."""
+        chat = isinstance(self.asked, ChatAsked)
+        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        return {
+            **self._head(self.asked.kind),
+            "choices": [_choice(said, finish_reason)],
+            "usage": usage.body(),
+        }
+
+    def opening(self) -> dict[str, Any] | None:
+        """The first event of a stream, before any text; ``None`` where it begins with text."""
+        return (
+            self._chunk({"role": "assistant", "content": ""}, None)
+            if isinstance(self.asked, ChatAsked)
+            else None
+        )
+
+    def piece(self, text: str) -> dict[str, Any]:
+        """More text."""
+        return self._chunk({"content": text}, None)
+
+    def ending(self, finish_reason: FinishReason) -> dict[str, Any]:
+        """Why there is no more text."""
+        return self._chunk({}, finish_reason)
+
+    def closing(self, usage: Usage) -> dict[str, Any]:
+        """The last event for who asks what was used."""
+        return {**self._head(self._chunk_kind), "choices": [], "usage": usage.body()}
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if isinstance(self.asked, ChatAsked) else self.asked.kind
+
+    def _chunk(self, delta: dict[str, str], finish_reason: FinishReason | None) -> dict[str, Any]:
+        chat = isinstance(self.asked, ChatAsked)
+        said: dict[str, Any] = {"delta": delta} if chat else {"text": delta.get("content", "")}
+        usage = {"usage": None} if self.asked.wants_usage else {}
+        return {**self._head(self._chunk_kind), "choices": [_choice(said, finish_reason)], **usage}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def _choice(said: Mapping[str, Any], finish_reason: FinishReason | None) -> dict[str, Any]:
+    reason = None if finish_reason is None else _FINISHED[finish_reason]
+    return {"index": 0, **said, "logprobs": None, "finish_reason": reason}

@@ -1,0 +1,63 @@
+"""The application on a socket, until a signal comes."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from specbench.serve.app import Defaults, application
+
+if TYPE_CHECKING:
+    from specbench.serve.engine import Engine
+
+__all__ = ["Server"]
+
+_LATE_S = 5
+"""For answers that nobody reads to their end, once everything has ended."""
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGINT or SIGTERM; what is under way then may go on for a while, and is told why if it is cut.
+
+    Args:
+        engine: Decodes; it has ended when ``run`` returns.
+        defaults: What holds where a request says nothing else.
+        listening: A socket with an address.
+        grace_s: How long answers may go on after the signal, in seconds.
+    """
+
+    def __init__(self, engine: Engine, defaults: Defaults, listening: socket.socket, grace_s: float) -> None:
+        self._engine, self._listening, self._grace_s = engine, listening, grace_s
+        configuration = uvicorn.Config(
+            application(engine, defaults, hosts=_names(listening)),
+            log_config=None,  # the command's own lines are enough; what goes wrong is a warning, which everybody sees
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=int(grace_s) + _LATE_S,
+        )
+        super().__init__(configuration)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run([self._listening] if sockets is None else sockets)
+        finally:
+            self._engine.stop(0.0)
+            self._engine.join()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.stop(self._grace_s)
+        await super().shutdown(sockets)
+
+
+def _names(listening: socket.socket) -> Sequence[str]:
+    """By which it may be called: those of this machine itself if nobody else reaches it, otherwise any."""
+    address: str = listening.getsockname()[0]
+    if ipaddress.ip_address(address).is_loopback:
+        return ("localhost", address, f"[{address}]")
+    return ("*",)

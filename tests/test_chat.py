@@ -1,0 +1,216 @@
+"""Conversations: answers are those of a fresh start though what was read is kept, and Ctrl-C stops one of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from forked import Descriptor, Forked, specbench
+from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from told import Result
+
+from specbench import UsageError, load_drafter, speculative_generate, wrap_target
+from specbench.cli import run
+from specbench.conversation import Conversation
+from specbench.generate import encode_messages
+
+Cli = Callable[..., Result]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def chat(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """`specbench chat` with lines that come from no terminal."""
+
+    def call(typed: str, *arguments: object) -> Result:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+        words = ["chat", "--target", folder, "--dtype", "float32", "-n", NEW, *arguments]
+        code = run([str(word) for word in words])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup+self:layers=1"])
+def test_answers_are_those_of_a_fresh_start_with_the_whole_conversation(drafter: str) -> None:
+    target = wrap_target(tiny_llama(), tiny_tokenizer())
+    conversation = Conversation(target, load_drafter(drafter, target), system="Be brief.", max_new_tokens=NEW)
+    found, prompts, kept = [], [], []
+    for text in ("the thing", "and the thing", "again"):
+        answer = conversation.ask(text)
+        for _ in answer:
+            pass
+        found.append(answer.result())
+        prompts.append(list(answer.prompt))
+        kept.append(answer.kept)
+        conversation.tell(text, answer.result().text or "")
+    fresh = [speculative_generate(prompt, target, None, max_new_tokens=NEW) for prompt in prompts]
+    assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
+    assert kept[0] == 0
+    assert kept[1] >= len(prompts[0])
+    assert kept[2] >= len(prompts[1])
+    system = [{"role": "system", "content": "Be brief."}]
+    assert prompts[2] == encode_messages(
+        tiny_tokenizer(), [*system, *conversation.messages[:4], {"role": "user", "content": "again"}]
+    )
+    conversation.forget()
+    conversation.system = None
+    assert list(conversation.ask("hi").prompt) == encode_messages(
+        tiny_tokenizer(), [{"role": "user", "content": "hi"}]
+    )
+
+
+def test_what_cannot_be_a_conversation_is_refused() -> None:
+    with pytest.raises(UsageError, match="chat template"):
+        Conversation(wrap_target(tiny_llama(), tiny_tokenizer(chat_template=None)))
+    with pytest.raises(UsageError, match="chat template"):
+        Conversation(wrap_target(tiny_llama()))
+    conversation = Conversation(wrap_target(tiny_llama(context=32), tiny_tokenizer()))
+    with pytest.raises(UsageError, match="context of 32 leaves no room"):
+        conversation.ask("a long word " * 8)
+    assert conversation.ask("hi").prompt_tokens < 32
+
+
+def test_lines_are_messages_and_commands(chat: Cli, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = "the thing\n/stats\n\n/system Be brief.\nof the\n/reset\nof the\n/what\n/help\n/exit\nthe thing\n"
+    told = chat("/stats\n" + typed)
+    assert told.code == 0, told.err
+
+    def alone(text: str, *more: str) -> str:
+        words = ["generate", text, "--target", folder, "--dtype", "float32", "-n", NEW, "--quiet", *more]
+        assert run([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
+    first, last = alone("the thing"), alone("of the", "--system", "Be brief.")
+    assert told.out.startswith(first)
+    assert told.out.endswith(last)
+    assert len(told.out) > len(first) + len(last), "the second answer is between them"
+    assert "Nothing has been answered yet." in told.err
+    assert "in 1 answer" in told.err
+    assert "There is no /what; /help lists what there is." in told.err
+    assert "/system TEXT" in told.err
+    speeds = re.findall(r"^speed .*\d+ tokens, .* tokens/s", told.err, flags=re.MULTILINE)
+    assert len(speeds) == 3
+    assert len(re.findall(r"\d+ of \d+ prompt tokens held from before", told.err)) >= 1
+
+
+def test_quiet_says_nothing_but_answers(chat: Cli) -> None:
+    told = chat("the thing\n", "--quiet")
+    assert (told.code, told.err) == (0, "")
+    assert told.out
+
+
+def test_the_end_of_the_lines_ends_it(chat: Cli) -> None:
+    assert chat("").code == 0
+    assert chat("/exit").out == ""
+
+
+def test_what_is_wrong_ends_it_where_nobody_can_be_asked(chat: Cli) -> None:
+    told = chat("word " * 600 + "\nthe thing\n", "--quiet")
+    told.refused(2, "leaves no room for an answer")
+
+
+def test_without_a_chat_template_it_is_refused(tmp_path: Path, chat: Cli, folder: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    tiny_tokenizer(chat_template=None).save_pretrained(tmp_path)
+    chat("hi\n", "--target", tmp_path, "--quiet").refused(2, "A conversation needs a chat template")
+
+
+def test_bytes_that_are_no_text_and_control_characters_of_an_answer(
+    chat: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe the\n"), encoding="utf-8"))
+    words = ["chat", "--target", str(folder), "--dtype", "float32", "-n", "4", "--quiet"]
+    assert run(words) == 0
+    assert capsys.readouterr().err == ""
+
+
+def _at_a_terminal(handed: Descriptor, *words: str) -> None:
+    """`specbench` with a terminal for its input too."""
+    os.dup2(handed, 0)  # type: ignore[arg-type]
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    specbench(*words)
+
+
+class Terminal:
+    """`specbench chat` at a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        import pty
+
+        self._outer, inner = pty.openpty()
+        self.process = Forked(
+            _at_a_terminal, Descriptor(inner), "chat", *words, stdout=inner, stderr=inner,
+            environment={"TERM": "dumb"},
+        )  # fmt: skip
+        os.close(inner)
+        self._seen = ""
+
+    def type(self, line: str) -> None:
+        os.write(self._outer, f"{line}\n".encode())
+
+    def until(self, pattern: str) -> str:
+        """What has come up to the first place where the pattern fits, once it does."""
+        while (found := re.search(pattern, self._seen)) is None:
+            block = os.read(self._outer, 65536)
+            assert block, f"{pattern!r} does not come: {self._seen}"
+            self._seen += block.decode("utf-8", "replace").replace("\r\n", "\n")
+        seen, self._seen = self._seen[: found.end()], self._seen[found.end() :]
+        return seen
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.process.kill(signal.SIGKILL)
+        os.close(self._outer)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    """With a model that never comes to an end."""
+    tiny_llama(context=200_000).save_pretrained(tmp_path / "endless")
+    tiny_tokenizer().save_pretrained(tmp_path / "endless")
+    words = ["--target", str(tmp_path / "endless"), "--dtype", "float32", "--ignore-eos", "-n", "100000"]
+    terminal = Terminal(*words)
+    yield terminal
+    terminal.close()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+def test_ctrl_c_stops_an_answer_and_not_the_program(terminal: Terminal) -> None:
+    terminal.until(r"> ")
+    terminal.type("the thing")
+    terminal.until(r"(?s)the thing\n.{80}")
+    terminal.process.signal(signal.SIGINT)
+    assert "\x1b[" not in terminal.until("stopped")
+    terminal.until(r"\n> ")
+    terminal.process.signal(signal.SIGINT)
+    terminal.until("Ctrl-D or /exit ends the conversation")
+    terminal.type("and of the")
+    terminal.until(r"(?s)and of the\n.{40}")
+    terminal.process.signal(signal.SIGINT)
+    assert re.search(r"\d+ of \d+ prompt tokens held", terminal.until("stopped"))
+    terminal.until(r"\n> ")
+    terminal.type("/exit")
+    assert terminal.process.wait() == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+def test_sigterm_ends_it_in_the_middle_of_an_answer(terminal: Terminal) -> None:
+    terminal.until(r"> ")
+    terminal.type("the thing")
+    terminal.until(r"(?s)the thing\n.{80}")
+    terminal.process.signal(signal.SIGTERM)
+    terminal.until("interrupted")
+    assert terminal.process.wait() == 143

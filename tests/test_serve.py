@@ -1,0 +1,543 @@
+"""`specbench serve` on a socket, with a tiny model: answers, requests that nobody waits for, and the server's end."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random as standard_random
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+from forked import Forked, specbench
+from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from told import Result
+
+from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
+from specbench.cli import run as run_cli
+from specbench.decoding.records import Generation
+from specbench.decoding.sampling import Sampling
+from specbench.decoding.schedule import Scheduler
+from specbench.generate import encode_messages
+from specbench.lengths import build_policy
+from specbench.models.prepare import Target
+from specbench.serve.app import Defaults
+from specbench.serve.engine import BusyError, Engine, StoppedError
+from specbench.serve.server import Server
+
+NEW = 24
+DRAFTER = "self:layers=1"
+PATIENCE_S = 60.0
+POLICY = build_policy("fixed:gamma=3")
+DEFAULTS = Defaults(policy=POLICY, sampling={}, seed=None, max_new_tokens=NEW)
+ENDLESS = {"prompt": "the thing", "max_tokens": 100_000, "ignore_eos": True, "temperature": 2.0}
+
+
+@cache
+def target() -> Target:
+    """It can go on for long."""
+    return wrap_target(tiny_llama(context=200_000), tiny_tokenizer())
+
+
+def engine_of(**settings: Any) -> Engine:
+    limits = {"max_batch": 3, "max_waiting": 12, "pool_tokens": 4096} | settings
+    return Engine(target(), load_drafter(DRAFTER, target()), **limits)
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, engine: Engine, defaults: Defaults = DEFAULTS, grace_s: float = 0.0) -> None:
+        self.engine = engine
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self.server = Server(engine, defaults, listening, grace_s)
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        self.http = httpx2.Client(base_url=self.url, timeout=PATIENCE_S)
+
+    def post(self, path: str, **body: Any) -> httpx2.Response:
+        return self.http.post(path, json=body)
+
+    def text(self, **body: Any) -> dict[str, Any]:
+        answer = self.post("/v1/completions", **body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.http.get("/metrics").text.splitlines()
+        found = [
+            re.fullmatch(r'specbench:(\w+(?:\{\w+="[\w-]+"\})?) ([\d.]+)', line)
+            for line in lines
+            if line[0] != "#"
+        ]
+        return {each[1]: float(each[2]) for each in found if each is not None}
+
+    def becomes_idle(self) -> dict[str, float]:
+        """The metrics as soon as nothing is under way."""
+        until = time.monotonic() + PATIENCE_S
+        while (found := self.metrics())["requests_running"] + found["requests_waiting"]:
+            assert time.monotonic() < until, found
+        return found
+
+    def close(self) -> None:
+        self.http.close()
+        self.server.should_exit = True
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Running]:
+    running = Running(engine_of())
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(serving: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def alone(prompt: str | list[int], **settings: Any) -> Generation:
+    settings = {"max_new_tokens": NEW, "policy": POLICY} | settings
+    return speculative_generate(prompt, target(), load_drafter(DRAFTER, target()), chat=False, **settings)
+
+
+def used(generation: Generation) -> dict[str, Any]:
+    drafted, accepted = (
+        sum(getattr(step, name) for step in generation.steps) for name in ("gamma", "accepted")
+    )
+    return {
+        "prompt_tokens": generation.prompt_tokens,
+        "completion_tokens": len(generation.token_ids),
+        "total_tokens": generation.prompt_tokens + len(generation.token_ids),
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def events(text: str) -> list[Any]:
+    """The bodies of server-sent events."""
+    parts = text.split("\n\n")
+    assert parts.pop() == ""
+    assert all(part.startswith("data: ") for part in parts)
+    return [part if part == "data: [DONE]" else json.loads(part[6:]) for part in parts]
+
+
+# -- answers -----------------------------------------------------------------------------------------
+
+
+def test_a_text_is_what_the_decoder_alone_makes_of_it(serving: Running) -> None:
+    expected = alone("the thing and the thing")
+    assert sum(step.accepted for step in expected.steps) > 0
+    answer = serving.text(prompt="the thing and the thing", model=target().name)
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == used(expected)
+    assert answer["model"] == target().name
+    tokens = tiny_tokenizer()("the thing and the thing")["input_ids"]
+    assert serving.text(prompt=tokens)["choices"] == answer["choices"]
+
+
+def test_the_official_client_chats_at_once_and_in_a_stream(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "of the king"}]
+    expected = alone(encode_messages(tiny_tokenizer(), messages))
+    whole = client.chat.completions.create(model=target().name, messages=messages)
+    assert whole.choices[0].message.content == expected.text
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == len(expected.token_ids)
+    chunks = list(
+        client.chat.completions.create(
+            model=target().name, messages=messages, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    said = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(said) == expected.text
+    assert 1 < len(said) < len(expected.token_ids) + 3, "a chunk is a step, and not a token"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + [
+        "length"
+    ]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.model_dump(exclude_none=True) == used(expected)
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    again: Any = [*messages, whole.choices[0].message, {"role": "user", "content": "and?"}]
+    assert client.chat.completions.create(model=target().name, messages=again, max_tokens=3).usage is not None
+
+
+def test_the_official_client_completes_and_lists(client: openai.OpenAI) -> None:
+    expected = alone("the king", max_new_tokens=9)
+    whole = client.completions.create(model=target().name, prompt="the king", max_tokens=9)
+    assert whole.choices[0].text == expected.text
+    streamed = client.completions.create(model=target().name, prompt="the king", max_tokens=9, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected.text
+    assert [model.id for model in client.models.list()] == [target().name]
+    assert client.models.retrieve(target().name).id == target().name
+    with pytest.raises(openai.NotFoundError, match="no model 'another'"):
+        client.completions.create(model="another", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="n can only be 1"):
+        client.completions.create(model=target().name, prompt="x", n=2)
+
+
+def test_a_seed_repeats_an_answer_and_without_one_they_differ(serving: Running) -> None:
+    asked = {"prompt": "the thing", "temperature": 2.0, "top_k": 50}
+    expected = alone("the thing", sampling=Sampling(temperature=2.0, top_k=50), seed=5)
+    for _ in range(2):
+        assert serving.text(**asked, seed=5)["choices"][0]["text"] == expected.text
+    texts = {serving.text(**asked)["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) > 1
+
+
+def test_stops_and_ends(serving: Running) -> None:
+    whole = alone("the thing").text
+    assert whole is not None
+    stop = whole[4:6]
+    answer = serving.text(prompt="the thing", stop=[stop])
+    assert answer["choices"][0]["text"] == whole[: whole.index(stop)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    with serving.http.stream(
+        "POST", "/v1/completions", json={"prompt": "the thing", "stop": stop, "stream": True}
+    ) as got:
+        *bodies, done = events(got.read().decode())
+    assert done == "data: [DONE]"
+    assert "".join(body["choices"][0]["text"] for body in bodies) == whole[: whole.index(stop)]
+    assert serving.text(prompt="the thing", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_many_at_once_each_get_their_own(serving: Running) -> None:
+    prompts = [f"the thing {number} and the thing" for number in range(12)]
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(lambda prompt: serving.text(prompt=prompt), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = alone(prompt)
+        assert (answer["choices"][0]["text"], answer["usage"]) == (expected.text, used(expected))
+
+
+def test_the_servers_own_setting_holds_where_a_request_says_nothing() -> None:
+    defaults = replace(
+        DEFAULTS, policy=None, sampling={"temperature": 2.0}, seed=7, max_new_tokens=5, stop=["zzz"]
+    )
+    running = Running(engine_of(max_batch=1, pool_tokens=None), defaults)
+    try:
+        first, second = (running.text(prompt="the thing") for _ in range(2))
+        assert first["usage"]["completion_tokens"] == 5
+        assert first["choices"] == second["choices"]
+        greedy = running.text(prompt="the thing", temperature=0, max_tokens=8)
+        assert greedy["choices"][0]["text"] == alone("the thing", max_new_tokens=8).text
+        assert running.engine.room == 200_000
+    finally:
+        running.close()
+
+
+# -- requests that go wrong --------------------------------------------------------------------------
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers", "status", "said"),
+    [
+        ("/v1/completions", b"{", JSON, 400, "no JSON"),
+        ("/v1/completions", b'{"prompt": "x", "n": 3}', JSON, 400, "n can only be 1"),
+        ("/v1/completions", b'{"prompt": ""}', JSON, 400, "The prompt is empty"),
+        ("/v1/completions", b'{"prompt": [99999]}', JSON, 400, "holds the token 99999"),
+        ("/v1/completions", b'{"prompt": "x", "stop": ""}', JSON, 400, "stop string is empty"),
+        ("/v1/completions", b'{"prompt": "x", "temperature": 1e-40}', JSON, 400, "The temperature is"),
+        ("/v1/completions", b'{"prompt": "x", "model": "y\\u001b"}', JSON, 404, "There is no model"),
+        ("/v1/completions", b'{"prompt": "x"}', {"content-type": "text/plain"}, 415, "Content-Type"),
+        ("/v1/completions", b'{"prompt": "x"}', {}, 415, "Content-Type"),
+        ("/v1/completions", b" " * (4 * 2**20 + 1), JSON, 413, "4194304 bytes"),
+        (
+            "/v1/completions",
+            b'{"prompt": "%s"}' % (b"word " * 1500),
+            JSON,
+            400,
+            "leave no room for an answer",
+        ),
+        ("/v1/chat/completions", b'{"messages": []}', JSON, 400, "messages: "),
+        ("/v1/completions", None, {}, 405, "Method Not Allowed"),
+        ("/v1/embeddings", b"{}", JSON, 404, "Not Found"),
+        ("/v1/models/another", None, {}, 404, "There is no model"),
+    ],
+)
+def test_what_is_wrong_is_an_error_of_the_protocol(
+    serving: Running, path: str, content: bytes | None, headers: dict[str, str], status: int, said: str
+) -> None:
+    answer = serving.http.request(
+        "GET" if content is None else "POST", path, content=content, headers=headers
+    )
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert said in error["message"]
+    assert error["message"].isprintable()
+    assert error["type"] == "invalid_request_error"
+
+
+def test_only_names_of_this_machine_are_answered_to(serving: Running) -> None:
+    for host, status in (("evil.example", 400), ("localhost:80", 200), ("127.0.0.1", 200)):
+        assert serving.http.get("/health", headers={"host": host}).status_code == status
+
+
+def test_without_a_chat_template_there_is_no_chat() -> None:
+    plain = wrap_target(tiny_llama(), tiny_tokenizer(chat_template=None))
+    engine = Engine(plain, load_drafter("none", plain), max_batch=1, max_waiting=1, pool_tokens=None)
+    running = Running(engine)
+    try:
+        answer = running.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
+        assert answer.status_code == 400
+        assert "Use /v1/completions" in answer.json()["error"]["message"]
+    finally:
+        running.close()
+
+
+def test_a_template_that_refuses_is_a_wrong_request(serving: Running) -> None:
+    running = serving
+    tokenizer = target().tokenizer
+    assert tokenizer is not None
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{{ raise_exception('users first') }}"
+    try:
+        answer = running.post("/v1/chat/completions", messages=[{"role": "assistant", "content": "x"}])
+    finally:
+        tokenizer.chat_template = template
+    assert answer.status_code == 400
+    assert "users first" in answer.json()["error"]["message"]
+    assert "--" not in answer.json()["error"]["message"]
+
+
+# -- requests that nobody waits for ------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_a_stream_takes_its_request_along(serving: Running) -> None:
+    before = serving.becomes_idle().get('requests_ended_total{reason="cancelled"}', 0)
+    with serving.http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
+        for _, line in zip(range(6), answer.iter_lines(), strict=False):
+            assert not line or json.loads(line.removeprefix("data: "))["choices"]
+        assert serving.metrics()["requests_running"] == 1
+        assert serving.metrics()["kv_blocks_used"] > 0
+    after = serving.becomes_idle()
+    assert after['requests_ended_total{reason="cancelled"}'] == before + 1
+    assert after["kv_blocks_used"] == 0
+
+
+def test_a_client_that_hangs_up_takes_its_request_along(serving: Running) -> None:
+    serving.becomes_idle()
+    body = json.dumps(ENDLESS).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(serving.url.rpartition(":")[2]))) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        until = time.monotonic() + PATIENCE_S
+        while not serving.metrics()["requests_running"]:
+            assert time.monotonic() < until
+    assert serving.becomes_idle()["kv_blocks_used"] == 0
+
+
+def test_random_clients_leave_nothing_behind(serving: Running) -> None:
+    """Whole answers, streams that are left anywhere, wrong bodies, and readers that take their time."""
+    serving.becomes_idle()
+
+    def one(number: int) -> int:
+        choice = standard_random.Random(number)
+        kind = choice.choice(["whole", "stream", "left", "wrong", "slow"])
+        asked = {"prompt": "the thing " * choice.randint(1, 9), "max_tokens": choice.randint(1, 40), "seed": number,
+                 "temperature": choice.choice([0.0, 1.5])}  # fmt: skip
+        with httpx2.Client(base_url=serving.url, timeout=PATIENCE_S) as http:
+            if kind == "whole":
+                return int(http.post("/v1/completions", json=asked).status_code)
+            if kind == "wrong":
+                return int(http.post("/v1/completions", json={**asked, "top_p": 7}).status_code)
+            body = {**ENDLESS, "stream": True} if kind == "left" else {**asked, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                for count, _ in enumerate(answer.iter_lines()):
+                    if kind == "left" and count > choice.randint(0, 9):
+                        break
+                    if kind == "slow":
+                        time.sleep(0.001)
+            return int(answer.status_code)
+
+    with ThreadPoolExecutor(8) as threads:
+        statuses = list(threads.map(one, range(60)))
+    assert set(statuses) == {200, 400}
+    after = serving.becomes_idle()
+    assert after["kv_blocks_used"] == 0
+    assert serving.text(prompt="the thing")["choices"][0]["text"] == alone("the thing").text
+
+
+def test_decoding_that_fails_in_the_middle_is_told_and_the_server_goes_on(
+    serving: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, made = Scheduler.step, []
+
+    def broken(scheduler: Scheduler) -> Any:
+        made.append(1)
+        if len(made) == 4:
+            raise RuntimeError("no such thing")
+        return whole(scheduler)
+
+    monkeypatch.setattr(Scheduler, "step", broken)
+    answer = serving.http.post("/v1/completions", json={**ENDLESS, "stream": True})
+    last = events(answer.text)[-1]
+    assert last["error"]["type"] == "server_error"
+    assert serving.text(prompt="the thing")["choices"][0]["text"] == alone("the thing").text
+    assert serving.becomes_idle()["kv_blocks_used"] == 0
+
+
+def test_what_has_been_done_is_counted() -> None:
+    running = Running(engine_of())
+    try:
+        expected = alone("the thing and the thing")
+        running.text(prompt="the thing and the thing")
+        found = running.becomes_idle()
+        accepted = [step.accepted for step in expected.steps]
+        assert found["prompt_tokens_total"] == expected.prompt_tokens
+        assert found["generation_tokens_total"] == NEW
+        assert found["steps_total"] == len(accepted)
+        assert found["spec_decode_num_drafts_total"] == sum(bool(step.drafted) for step in expected.steps)
+        assert found["spec_decode_num_draft_tokens_total"] == sum(step.gamma for step in expected.steps)
+        assert found["spec_decode_num_accepted_tokens_total"] == sum(accepted)
+        for place in range(max(accepted)):
+            name = f'spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'
+            assert found[name] == sum(kept > place for kept in accepted)
+        assert found['requests_ended_total{reason="length"}'] == 1
+        text = running.http.get("/metrics").text
+        assert (
+            len(re.findall(r"^# TYPE", text, re.MULTILINE))
+            == len(re.findall(r"^# HELP", text, re.MULTILINE))
+            > 8
+        )
+    finally:
+        running.close()
+
+
+# -- the engine by itself ----------------------------------------------------------------------------
+
+
+def endless() -> GenerationRun:
+    return GenerationRun([1, 2, 3], target(), load_drafter(DRAFTER, target()), policy=POLICY, max_new_tokens=100_000,
+                         ignore_eos=True, sampling=Sampling(temperature=2.0))  # fmt: skip
+
+
+def test_only_so_many_wait() -> None:
+    engine = engine_of(max_batch=1, max_waiting=1, pool_tokens=None)
+    came: queue.Queue[Any] = queue.Queue()
+    first = engine.submit(endless(), came.put)
+    second = engine.submit(endless(), came.put)
+    with pytest.raises(BusyError):
+        engine.submit(endless(), came.put)
+    came.get(timeout=PATIENCE_S)
+    engine.cancel(second)
+    engine.cancel(first)
+    engine.cancel(first)
+    engine.stop(PATIENCE_S)
+    engine.join()
+    assert engine.counts.ended == {"cancelled": 2}
+    with pytest.raises(StoppedError):
+        engine.submit(endless(), came.put)
+
+
+def test_what_is_under_way_ends_with_the_engine() -> None:
+    engine = engine_of()
+    came: queue.Queue[Any] = queue.Queue()
+    engine.submit(endless(), came.put)
+    came.get(timeout=PATIENCE_S)
+    engine.stop(0.0)
+    engine.join()
+    left = [came.get_nowait() for _ in range(came.qsize())]
+    assert isinstance(left[-1], StoppedError)
+    use = engine.seats.use
+    assert use is not None
+    assert use.used == 0
+
+
+def test_a_server_that_ends_lets_answers_end_or_says_why_not() -> None:
+    for grace_s, how in ((PATIENCE_S, "length"), (0.0, "error")):
+        running = Running(engine_of(), grace_s=grace_s)
+        asked = {**ENDLESS, "max_tokens": 200} if how == "length" else ENDLESS
+        with running.http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.server.should_exit = True
+            bodies = [line.removeprefix("data: ") for line in lines if line]
+        if how == "length":
+            assert bodies[-1] == "[DONE]"
+            assert json.loads(bodies[-2])["choices"][0]["finish_reason"] == "length"
+        else:
+            assert "ended before the answer did" in json.loads(bodies[-1])["error"]["message"]
+        running.close()
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(running.url)
+
+
+# -- the command -------------------------------------------------------------------------------------
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def serve(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*arguments: object) -> Result:
+        code = run_cli([str(word) for word in ("serve", "--target", folder, "--quiet", *arguments)])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def test_what_cannot_be_served_is_refused(serve: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        serve("--port", port).refused(
+            2, f"Nothing can listen on port {port} of '127.0.0.1'", "Give another --port"
+        )
+    serve("--host", "no.such.host.invalid").refused(2, "Give another --port or --host")
+    serve("--cache", "static").refused(2, "serve one prompt at a time")
+    serve("--drafter", "ngram:keep").refused(2, "Leave keep out")
+    serve("--batch", 0).refused(2, "--batch")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    serve().refused(2, "specbench-llm[serve]")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_and_nothing_listens_elsewhere(folder: Path, tmp_path: Path, number: int) -> None:
+    words = ["serve", "--target", str(folder), "--port", "0", "--dtype", "float32", "--grace", "0", "-n", "6"]
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    with out.open("w") as stdout, errors.open("w") as stderr:
+        process = Forked(specbench, *words, stdout=stdout, stderr=stderr)
+    until = time.monotonic() + PATIENCE_S
+    while (found := re.search(r"http://127\.0\.0\.1:\d+", errors.read_text())) is None:
+        assert process.is_alive(), errors.read_text()
+        assert time.monotonic() < until
+    while True:
+        try:
+            answer = httpx2.post(f"{found[0]}/v1/completions", json={"prompt": "the"}, timeout=PATIENCE_S)
+            break
+        except httpx2.ConnectError:
+            assert time.monotonic() < until
+    assert answer.json()["usage"]["completion_tokens"] <= 6
+    sockets = psutil.Process(process.process.pid).net_connections("inet")
+    listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
+    assert process.kill(number) == 128 + number
+    assert out.read_text() == ""
+    assert errors.read_text().endswith("specbench: interrupted.\n")

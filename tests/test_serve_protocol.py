@@ -1,0 +1,189 @@
+"""The OpenAI protocol as values: what a body may say, and the bodies of answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specbench import UsageError
+from specbench.decoding.records import Prefill, Step, StepTimes
+from specbench.serve.protocol import Asked, ChatAsked, Reply, TextAsked, Usage, parse
+
+SAID = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> ChatAsked:
+    found = parse(json.dumps({"messages": SAID, **fields}).encode(), ChatAsked)
+    assert isinstance(found, ChatAsked)
+    return found
+
+
+def text(**fields: Any) -> TextAsked:
+    found = parse(json.dumps({"prompt": "hi", **fields}).encode(), TextAsked)
+    assert isinstance(found, TextAsked)
+    return found
+
+
+def test_what_is_left_out_is_the_servers_own() -> None:
+    asked = chat()
+    assert (asked.stops, asked.most_tokens, asked.transforms, asked.seed, asked.wants_usage) == (
+        None,
+        None,
+        {},
+        None,
+        False,
+    )
+    assert not asked.stream
+
+
+def test_what_is_given_is_read() -> None:
+    asked = chat(
+        model="m", temperature=1, top_p=0.5, top_k=-1, min_p=0.1, repetition_penalty=1.1, seed=2**64 - 1, stop="x",
+        max_tokens=5, max_completion_tokens=3, stream=True, stream_options={"include_usage": True}, user="me",
+        n=1, frequency_penalty=0.0, presence_penalty=0, logprobs=False, tools=[], response_format={"type": "text"},
+    )  # fmt: skip
+    assert asked.transforms == {
+        "temperature": 1, "top_p": 0.5, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.1
+    }  # fmt: skip
+    assert (asked.stops, asked.most_tokens, asked.seed, asked.wants_usage) == (["x"], 3, 2**64 - 1, True)
+    assert text(max_tokens=5, stop=["a", "b"], n=None).most_tokens == 5
+
+
+def test_a_prompt_is_a_text_or_tokens_or_one_of_either() -> None:
+    for given, found in (("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([5], [5])):
+        assert text(prompt=given).beginning == found
+    for several in (["a", "b"], [[1], [2]], []):
+        with pytest.raises(UsageError, match=f"there are {len(several)}"):
+            assert text(prompt=several).beginning
+
+
+def test_messages_are_those_of_a_template() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    asked = chat(
+        messages=[
+            {"role": "developer", "content": "brief"},
+            {"role": "user", "content": parts, "name": "me"},
+            {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+        ]
+    )
+    assert [each.for_template for each in asked.messages] == [
+        {"role": "system", "content": "brief"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+WRONG: list[tuple[type[Asked], bytes | dict[str, Any], str]] = [
+    (ChatAsked, b"", "no JSON"),
+    (ChatAsked, b"{", "no JSON"),
+    (ChatAsked, b"\xff\xfe", "no JSON"),
+    (ChatAsked, b"[" * 100_000, "no JSON"),
+    (ChatAsked, b"[]", "no JSON object"),
+    (ChatAsked, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "no JSON"),
+    (ChatAsked, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "temperature: "),
+    (ChatAsked, {}, "messages: "),
+    (ChatAsked, {"messages": []}, "messages: "),
+    (ChatAsked, {"messages": "hi"}, "messages: "),
+    (ChatAsked, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+    (ChatAsked, {"messages": [{"role": "user"}]}, "messages.0.content: "),
+    (ChatAsked, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content."),
+    (ChatAsked, {"messages": SAID, "temprature": 1}, "temprature: "),
+    (ChatAsked, {"messages": SAID, "n": 2}, "n can only be 1"),
+    (ChatAsked, {"messages": SAID, "n": True}, "n can only be 1"),
+    (ChatAsked, {"messages": SAID, "logprobs": True}, "logprobs can only be false"),
+    (ChatAsked, {"messages": SAID, "tools": [{}]}, "tools can only be []"),
+    (ChatAsked, {"messages": SAID, "response_format": {"type": "json_object"}}, "response_format can only be"),
+    (ChatAsked, {"messages": SAID, "temperature": "1"}, "temperature: "),
+    (ChatAsked, {"messages": SAID, "temperature": -1}, "temperature: "),
+    (ChatAsked, {"messages": SAID, "top_p": 0}, "top_p: "),
+    (ChatAsked, {"messages": SAID, "top_p": 1.5}, "top_p: "),
+    (ChatAsked, {"messages": SAID, "top_k": 1.5}, "top_k: "),
+    (ChatAsked, {"messages": SAID, "seed": -1}, "seed: "),
+    (ChatAsked, {"messages": SAID, "max_tokens": 0}, "max_tokens: "),
+    (ChatAsked, {"messages": SAID, "max_tokens": True}, "max_tokens: "),
+    (ChatAsked, {"messages": SAID, "stop": [1]}, "stop."),
+    (ChatAsked, {"messages": SAID, "stop": ["x"] * 17}, "stop: there are more than 16"),
+    (ChatAsked, {"messages": SAID, "stream": "yes"}, "stream: "),
+    (ChatAsked, {"messages": SAID, "stream_options": {"x": 1}}, "stream_options.x: "),
+    (TextAsked, {}, "prompt: "),
+    (TextAsked, {"prompt": {"a": 1}}, "prompt."),
+    (TextAsked, {"prompt": "x", "echo": True}, "echo can only be false"),
+    (TextAsked, {"prompt": "x", "best_of": 3}, "best_of can only be 1"),
+    (TextAsked, {"prompt": "x", "logprobs": 5}, "logprobs can only be false"),
+    (TextAsked, {"prompt": "x", "messages": SAID}, "messages: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "body", "said"), WRONG)
+def test_what_is_wrong_is_said_in_one_line(kind: Any, body: bytes | dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(body if isinstance(body, bytes) else json.dumps(body).encode(), kind)
+    message = str(caught.value)
+    assert message.startswith(said) or said in message
+    assert "\n" not in message
+    assert len(message) < 200
+
+
+def test_text_of_a_request_is_data() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(json.dumps({"prompt": "x", "a\x1b[31m\nb\ud800": 1}).encode(), TextAsked)
+    assert str(caught.value).isprintable()
+
+
+def step(drafted: int, accepted: int) -> Step:
+    return Step(
+        index=0, position=3, drafted=tuple(range(drafted)), accepted=accepted, tested=accepted,
+        tokens=tuple(range(accepted + 1)), closing="corrected", expected_acceptance=(), times=StepTimes(),
+    )  # fmt: skip
+
+
+def test_usage_counts_tokens_and_not_pieces() -> None:
+    usage = Usage()
+    assert usage.take(Prefill(7, 1, 0.0)) == (1,)
+    assert len(usage.take(step(5, 2))) == 3
+    usage.take(step(4, 0))
+    assert usage.body() == {
+        "prompt_tokens": 7,
+        "completion_tokens": 5,
+        "total_tokens": 12,
+        "completion_tokens_details": {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 7},
+    }
+
+
+def test_bodies_of_answers() -> None:
+    head = {"id": "i", "created": 5, "model": "m"}
+    whole = Reply(chat(), "i", 5, "m").whole("hi", "eos", Usage(1, 2))
+    assert whole == {
+        **head,
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hi"},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": Usage(1, 2).body(),
+    }
+    reply = Reply(text(), "i", 5, "m")
+    assert reply.opening() is None
+    assert reply.whole("hi", "context-limit", Usage())["choices"][0]["finish_reason"] == "length"
+    assert reply.piece("a") == {
+        **head,
+        "object": "text_completion",
+        "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}],
+    }
+    streamed = Reply(chat(stream_options={"include_usage": True}), "i", 5, "m")
+    opening = streamed.opening()
+    assert opening is not None
+    assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert opening["usage"] is None
+    assert streamed.ending("stop-string")["choices"][0] == {
+        "index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"
+    }  # fmt: skip
+    assert streamed.closing(Usage(1, 2)) == {
+        **head, "object": "chat.completion.chunk", "choices": [], "usage": Usage(1, 2).body()
+    }  # fmt: skip
