@@ -17,6 +17,7 @@ from specbench.lengths import FixedLength
 from specbench.models.seats import Seats
 
 if TYPE_CHECKING:
+    from specbench.decoding.clocks import Clock
     from specbench.decoding.protocols import Drafter, LengthPolicy
     from specbench.decoding.request import DraftPolicy, Request
     from specbench.decoding.sampling import Sampling
@@ -41,6 +42,8 @@ class GenerationRuns:
         max_tokens_per_pass: Tokens that a pass reads at most; longer prompts are read in parts.
         pool_tokens: Tokens whose keys and values are held at a time, in all; ``None`` for enough for all that are under
             way. When it is too little, requests wait, and some are read again.
+        later: Runs that may be added later: there is room for such ones.
+        clock: Tells the time; ``None`` for the right one.
 
     Raises:
         UsageError: A limit is below 1, or the targets are not one.
@@ -53,15 +56,19 @@ class GenerationRuns:
         max_batch: int = 8,
         max_tokens_per_pass: int = 512,
         pool_tokens: int | None = None,
+        later: Sequence[GenerationRun] = (),
+        clock: Clock | None = None,
     ) -> None:
-        self.runs, self.max_batch = list(runs), max_batch
-        self._errors = {i: run for i, run in enumerate(runs) if isinstance(run, Exception)}
-        begun = [run for run in runs if isinstance(run, GenerationRun)]
+        self.runs: list[GenerationRun | Exception] = []
+        self.max_batch = max_batch
+        self._errors: dict[int, Exception] = {}
+        begun = [run for run in (*runs, *later) if isinstance(run, GenerationRun)]
         if any(run.target.scorer is not begun[0].target.scorer for run in begun):
             raise UsageError(
                 "The generations have several targets.", "Decode those of each target by themselves."
             )
-        clock = clock_for(str(begun[0].target.scorer.device)) if begun else None
+        if clock is None and begun:
+            clock = clock_for(str(begun[0].target.scorer.device))
         self._scheduler = Scheduler(max_batch=max_batch, max_tokens_per_pass=max_tokens_per_pass, clock=clock)
         self.seats: Seats | None = None
         if begun:
@@ -71,9 +78,36 @@ class GenerationRuns:
             self.seats = Seats(begun[0].target, tokens, max_batch)
             for drafter in {id(run.drafter): run.drafter for run in begun}.values():
                 self.seats.open(drafter)  # models are tried out now, and not while somebody waits
-        for run in self.runs:
-            self._scheduler.add(partial(self._start, run))
+        for run in runs:
+            self.add(run)
         self._events = self._taken()
+
+    def __len__(self) -> int:
+        """Runs that have not ended."""
+        return len(self._scheduler)
+
+    def add(self, run: GenerationRun | Exception, arrived: float | None = None) -> int:
+        """Take in another one, behind those that wait.
+
+        Args:
+            run: Of the same target; no longer than those that there is room for.
+            arrived: Since when it has waited, by the clock; ``None`` for now.
+
+        Returns:
+            Its place in ``runs``.
+        """
+        if isinstance(run, Exception):
+            self._errors[len(self.runs)] = run
+        self.runs.append(run)
+        return self._scheduler.add(partial(self._start, run), arrived)
+
+    def step(self) -> list[tuple[int, Event]]:
+        """Make one pass, and return what comes of it; for those who add runs as they go."""
+        return [(i, self._took(i, event)) for i, event in self._scheduler.step()]
+
+    def close(self) -> None:
+        """End all of them."""
+        self._scheduler.close()
 
     def _start(self, run: GenerationRun | Exception) -> Request:
         if isinstance(run, Exception):
@@ -83,11 +117,14 @@ class GenerationRuns:
 
     def _taken(self) -> Iterator[tuple[int, Event]]:
         for i, event in self._scheduler:
-            if isinstance(event, Exception):
-                self._errors[i] = event
-            else:
-                cast("GenerationRun", self.runs[i]).take(event)
-            yield i, event
+            yield i, self._took(i, event)
+
+    def _took(self, i: int, event: Event) -> Event:
+        if isinstance(event, Exception):
+            self._errors[i] = event
+        else:
+            cast("GenerationRun", self.runs[i]).take(event)
+        return event
 
     def __iter__(self) -> Iterator[tuple[int, Event]]:
         return self._events

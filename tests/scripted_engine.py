@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.bench.engines.own import Outcome
+from specbench.bench.engines.own import GroupOutcome, Outcome, RequestOutcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
 from specbench.bench.manifest import describe_run
-from specbench.bench.passes import PassTimes
+from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.prompts import Prompt
+from specbench.bench.serving import Load
 from specbench.decoding.records import Step, StepTimes
 from specbench.results.store import RunStore
 from specbench.specs.drafters import DrafterSpec, Lookup, NGram, Plain, SelfForm, SmallModel, parse_drafter
@@ -42,6 +44,7 @@ class ScriptedEngine:
         pause_s: How long a generation takes.
         tie: What ``difference`` says.
         reference_s: Time per token of transformers' own generate; plain decoding takes 0.01.
+        slower: How many times longer a configuration takes for a prompt because of those beside it.
     """
 
     def __init__(
@@ -52,11 +55,14 @@ class ScriptedEngine:
         pause_s: float = 0.0,
         tie: bool | None = None,
         reference_s: float = 0.02,
+        slower: Callable[[Config, Sequence[int]], float] = lambda config, prompt: 1.0,
     ) -> None:
-        self.reference_s = reference_s
+        self.reference_s, self.slower = reference_s, slower
         self.fails, self.spoils, self.pause_s, self.tie = fails, spoils, pause_s, tie
         self.calls: list[tuple[str, tuple[int, ...], int]] = []
         self.cost_calls: list[tuple[int, ...]] = []
+        self.shared_calls: list[tuple[int, ...]] = []
+        self.loads: list[tuple[str, Load]] = []
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
         ids = [
@@ -88,12 +94,36 @@ class ScriptedEngine:
             peak_memory_bytes=1000,
         )
 
+    def serve(self, config: Config, load: Load, *, max_new_tokens: int, ignore_eos: bool) -> GroupOutcome:
+        self.loads.append((config.id, load))
+        served = []
+        for number, asked in enumerate(load.requests):
+            alone = self.generate(
+                config, asked.prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=asked.seed
+            )
+            took = replace(alone, decode_s=alone.decode_s * self.slower(config, asked.prompt))
+            served.append(RequestOutcome(took, load.times[number] if load.times else 0.0, 0.025))
+        ends = [each.arrived_s + each.outcome.ttft_s + each.outcome.decode_s for each in served]
+        pool = {"block": 16, "blocks": 100, "peak": 10 * len(served), "bytes": 1000}
+        return GroupOutcome(tuple(served), max(ends), 1000, pool, 2000)
+
     def measure_costs(
         self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
     ) -> PassTimes:
         self.cost_calls.append(tuple(widths))
         return PassTimes(
             {n: [0.3, round(0.1 + n / 1000, 9), 0.01] for n in widths}, {"d": [0.02, 0.01, 0.03]}, 256
+        )
+
+    def measure_shared_costs(
+        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
+    ) -> SharedTimes:
+        self.shared_calls.append((requests, *widths))
+        others = requests - 1
+        return SharedTimes(
+            {(requests, n): [0.3, 0.01 * (1 + (2.0 if n > 1 else 0.2) * others), 0.001] for n in widths},
+            {("d", requests): [0.001 * (1 + 2.0 * others)]},
+            128,
         )
 
     def difference(

@@ -18,7 +18,16 @@ import pytest
 from specbench.decoding.records import Step, StepTimes
 from specbench.errors import RunError, UsageError
 from specbench.files import write_text
-from specbench.results.rows import LINE, MEASURED, STEP_FIELDS, STEP_OTHERS, key_of, step_lists
+from specbench.results.rows import (
+    GROUP,
+    LINE,
+    MEASURED,
+    REQUEST,
+    STEP_FIELDS,
+    STEP_OTHERS,
+    key_of,
+    step_lists,
+)
 from specbench.results.store import RunStore, find_runs, load_results, read_run, write_csv
 
 RUN: dict[str, Any] = {
@@ -574,3 +583,20 @@ def test_the_documented_fields_are_those_of_a_line() -> None:
     assert sorted(described[1]) == sorted([*(field.name for field in STEP_FIELDS), *STEP_OTHERS])
     older = [field.name for field in STEP_FIELDS if field.before]
     assert re.findall(r"^- `(\w+)`:.*Older lines lack it", steps, re.MULTILINE) == older
+
+
+def test_the_documented_fields_are_those_of_a_group() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "results-format.md").read_text(encoding="utf-8")
+    section = text.partition("## Groups of requests")[2].partition("\n## ")[0]
+    _, group, request, _ = re.split(r"^(?:With|A request|Its) .*\n", section, flags=re.MULTILINE)
+    described = [
+        [
+            name
+            for item in re.findall(r"^- ([^:\n]+)", items, re.MULTILINE)
+            for name in re.findall(r"`(\w+)`", item)
+        ]
+        for items in (group, request)
+    ]
+    assert sorted(described[0]) == sorted(name.removesuffix("?") for name in GROUP)
+    own = {name.removesuffix("?") for name in REQUEST} - {name.removesuffix("?") for name in MEASURED}
+    assert sorted(described[1]) == sorted(own)

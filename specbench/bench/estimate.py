@@ -29,6 +29,7 @@ _LETTERS_PER_TOKEN = 4
 _LAYER_S = 0.0002  # of a pass that is not spent on weights, per layer
 _PREFILL_GAIN = 20  # tokens of a prompt that take as long as one decoded token
 _LARGEST_SAMPLE = 256_000_000
+_REQUEST = 0.25  # by how much another request lengthens a pass, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
     turns = max(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
     tokens = longest + turns * sweep.options.max_new_tokens
-    parts["cache"] = (2 + max(sweep.options.beams, default=0)) * tokens * target.cache_values * width
+    texts = (2 + max(sweep.options.beams, default=0)) * max(sweep.options.batches, default=1)
+    parts["cache"] = texts * tokens * target.cache_values * width
     parts["more while loading"] = max(0, peak - sum(parts.values()))
     return MemoryNeed(
         {name: size for name, size in parts.items() if size},
@@ -142,13 +144,14 @@ def _stored_speeds(folder: Path, options: EngineOptions) -> tuple[dict[str, tupl
             continue
         frame = load_results(path)
         rows = frame[(frame["status"] == "ok") & (frame["tokens_per_second"] > 0)]
-        if (rows["kind"] == "plain").any():
+        alone = (rows["kind"] == "plain") & (rows["batch"].isna() | (rows["batch"] == 1))
+        if alone.any():
             means = (
                 rows.assign(token_s=1 / rows["tokens_per_second"])
                 .groupby("config")[["ttft_s", "token_s"]]
                 .mean()
             )
-            plain = str(rows.loc[rows["kind"] == "plain", "config"].iloc[0])
+            plain = str(rows.loc[alone, "config"].iloc[0])
             speeds = {str(config): (row.ttft_s, row.token_s) for config, row in means.iterrows()}
             return {"plain": speeds[plain], **speeds}, path.name
     return None
@@ -156,13 +159,20 @@ def _stored_speeds(folder: Path, options: EngineOptions) -> tuple[dict[str, tupl
 
 def _from_speeds(sweep: Sweep, config: Config, speeds: Mapping[str, tuple[float, float]]) -> float:
     first, token = speeds.get(config.id, speeds["plain"])
-    return _generations(sweep) * (first + token * sweep.options.max_new_tokens)
+    batch = config.batch or 1
+    share = 1 / batch if config.id in speeds else _share(batch)
+    return _generations(sweep, batch) * share * (first + token * sweep.options.max_new_tokens)
 
 
-def _generations(sweep: Sweep) -> float:
-    """Per configuration; a warm-up counts for the share of a generation that it is."""
+def _share(batch: int) -> float:
+    """Of the time of a generation alone, what one takes of the time of so many side by side, about."""
+    return (1 + _REQUEST * (batch - 1)) / batch
+
+
+def _generations(sweep: Sweep, batch: int) -> float:
+    """Per configuration; a warm-up counts for the share of a generation that it is, and is of a whole batch."""
     longest = sweep.options.max_new_tokens
-    warmups = sweep.options.warmup * min(WARMUP_TOKENS, longest) / longest
+    warmups = batch * sweep.options.warmup * min(WARMUP_TOKENS, longest) / longest
     return warmups + sweep.options.repeats * sum(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
 
 
@@ -189,7 +199,8 @@ def _from_passes(sweep: Sweep, config: Config, token_s: float, draft_s: Mapping[
     step_s = verify_s + passes * draft_s.get(config.drafter, 0.0)
     letters = sum(len(turn) for prompt in sweep.prompts for turn in prompt.turns)
     prefill = sweep.options.repeats * letters / _LETTERS_PER_TOKEN / _PREFILL_GAIN * token_s
-    return prefill + _generations(sweep) * sweep.options.max_new_tokens * step_s
+    batch = config.batch or 1
+    return prefill + _generations(sweep, batch) * _share(batch) * sweep.options.max_new_tokens * step_s
 
 
 def _drafted(config: Config) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
 from specbench.results.rows import Key
+from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.rules import RuleSpec, parse_rule, share_options
 from specbench.textsafe import counted
 
@@ -21,11 +23,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Cell",
     "Config",
+    "Group",
     "Kind",
     "Sweep",
     "SweepOptions",
     "build_configs",
+    "check_batches",
+    "groups_of",
     "parse_baselines",
+    "parse_batches",
     "parse_gammas",
     "parse_policies",
     "plan",
@@ -40,6 +46,9 @@ WARMUP_TOKENS = 16
 
 MOST_BEAMS = 64
 """Each has keys and values of its own."""
+
+LARGEST_BATCH = 256
+"""Requests that may be under way at a time."""
 
 Kind = Literal["plain", "speculative", "transformers", "assisted", "beam"]
 
@@ -65,6 +74,8 @@ class Config:
         baseline: Id of the plain configuration it is compared with.
         drafter_fingerprint: Of a drafter model's weights; ``None`` for drafters without any of their own.
         beams: Texts that a beam search goes on with; ``None`` where none is searched.
+        batch: Requests that are decoded at a time; ``None`` for one prompt after the other, by the loop for one.
+        arrivals: How requests come, as ``parse_arrivals`` takes it; ``None`` without a batch.
     """
 
     id: str
@@ -78,11 +89,20 @@ class Config:
     baseline: str
     drafter_fingerprint: str | None = None
     beams: int | None = None
+    batch: int | None = None
+    arrivals: str | None = None
 
     @property
     def rule(self) -> RuleSpec:
         """The draft-length rule of a speculative configuration."""
         return parse_rule(self.policy)
+
+    @property
+    def load(self) -> tuple[int, Arrivals] | None:
+        """The batch and how its requests come."""
+        if self.batch is None or self.arrivals is None:
+            return None
+        return self.batch, parse_arrivals(self.arrivals)
 
 
 @dataclass(frozen=True)
@@ -105,9 +125,11 @@ class SweepOptions:
         beams: Add its beam search with so many beams, at temperature 0.
         costs: What ``auto`` goes by, as ``parse_costs`` takes it; ``None`` lets it measure.
         keep_policy_state: Let rules carry what they learn from one prompt to the next.
+        batches: How many requests are decoded at a time; none for one prompt after the other.
+        arrivals: How requests come, as ``parse_arrivals`` takes it; none for as many clients as the batch is large.
 
     Raises:
-        UsageError: A value outside its range.
+        UsageError: A value outside its range, or something that a batch cannot do.
     """
 
     gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -125,6 +147,8 @@ class SweepOptions:
     beams: tuple[int, ...] = ()
     costs: Mapping[str, Any] | None = None
     keep_policy_state: bool = False
+    batches: tuple[int, ...] = ()
+    arrivals: tuple[str, ...] = ()
 
     @property
     def rules(self) -> tuple[RuleSpec, ...]:
@@ -140,7 +164,12 @@ class SweepOptions:
         ):
             if value < least:
                 raise UsageError(f"The {what} is {value}.", f"Give at least {least}.")
-        for what, values in (("γ", self.gammas), ("temperature", self.temperatures), ("rule", self.policies)):
+        for what, values in (
+            ("γ", self.gammas),
+            ("temperature", self.temperatures),
+            ("rule", self.policies),
+            ("way for requests to come", tuple(str(parse_arrivals(each)) for each in self.arrivals)),
+        ):
             if len(set(values)) < len(values):
                 raise UsageError(f"A {what} is given twice.", "Give each once.")
         if self.beams and 0.0 not in self.temperatures:
@@ -148,6 +177,32 @@ class SweepOptions:
                 "Beam search draws nothing, and temperature 0 is not among the temperatures.",
                 "Leave beam out, or add --temperature 0.",
             )
+        self._check_batches()
+
+    def _check_batches(self) -> None:
+        if not self.batches:
+            if self.arrivals:
+                raise UsageError("--arrivals is for requests side by side.", "Add --batch N.")
+            return
+        if self.turns != 1:
+            raise UsageError(
+                "Requests side by side are the first turns of the prompts.", "Leave --turns out, or give 1."
+            )
+        for refused, what in (
+            (self.transformers or self.assisted or self.beams, "transformers decodes"),
+            (self.keep_policy_state, "A rule that carries on what it learnt (--keep-policy-state) decodes"),
+        ):
+            if refused:
+                raise UsageError(f"{what} one prompt after the other.", "Leave it out, or leave --batch out.")
+
+    @property
+    def loads(self) -> list[tuple[int, Arrivals]]:
+        """Every batch with every way for its requests to come."""
+        return [
+            (batch, arrivals)
+            for batch in self.batches
+            for arrivals in (map(parse_arrivals, self.arrivals) if self.arrivals else [Closed(batch)])
+        ]
 
 
 def parse_baselines(names: Sequence[str]) -> tuple[bool, tuple[int, ...]]:
@@ -178,14 +233,27 @@ def parse_gammas(text: str) -> list[int]:
     Raises:
         UsageError: It is none of these, or a length is outside 1 to 256.
     """
-    gammas: set[int] = set()
+    return _parse_range(text, "γ", LONGEST_DRAFT, "plain decoding is always measured.")
+
+
+def parse_batches(text: str) -> list[int]:
+    """Batches, spelled as draft lengths are.
+
+    Raises:
+        UsageError: It is no range, or a batch is outside 1 to 256.
+    """
+    return _parse_range(text, "--batch", LARGEST_BATCH, "without --batch, one prompt follows the other.")
+
+
+def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
+    numbers: set[int] = set()
     for part in text.split(","):
         found = re.fullmatch(
             r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", part, re.ASCII
         )
         if found is None:
             raise UsageError(
-                f"{text!r} is no range of γ"
+                f"{text!r} is no range of {what}"
                 + (f": {part.strip()!r} is no number or range." if part != text else "."),
                 "Write 1..8, 2..16..2 (with a step) or 1,2,4.",
             )
@@ -193,18 +261,20 @@ def parse_gammas(text: str) -> list[int]:
         last = int(found[2] or first)
         step = int(found[3] or 1)
         if last < first:
-            raise UsageError(f"The range of γ {part.strip()!r} runs backwards.", f"Write {last}..{first}.")
+            raise UsageError(
+                f"The range of {what} {part.strip()!r} runs backwards.", f"Write {last}..{first}."
+            )
         if step == 0:
             raise UsageError(
-                f"The range of γ {part.strip()!r} has a step of 0.", "Give a step of at least 1."
+                f"The range of {what} {part.strip()!r} has a step of 0.", "Give a step of at least 1."
             )
-        if first < 1 or last > LONGEST_DRAFT:
+        if first < 1 or last > most:
             raise UsageError(
-                f"γ is {first if first < 1 else last} in {text!r}.",
-                f"Give 1 to {LONGEST_DRAFT}; plain decoding is always measured.",
+                f"{what} is {first if first < 1 else last} in {text!r}.",
+                f"Give 1 to {most}; {otherwise}",
             )
-        gammas.update(range(first, last + 1, step))
-    return sorted(gammas)
+        numbers.update(range(first, last + 1, step))
+    return sorted(numbers)
 
 
 def parse_policies(specs: Sequence[str], **options: Any) -> tuple[RuleSpec, ...]:
@@ -243,7 +313,7 @@ def build_configs(
     fingerprints: Mapping[str, str] | None = None,
     fitted: Callable[[RuleSpec, str, float], RuleSpec] = lambda rule, *_: rule,
 ) -> list[Config]:
-    """The grid: plain decoding at every temperature, and drafters × rules × draft lengths beside it.
+    """The grid: plain decoding at every temperature and batch, and drafters × rules × draft lengths beside it.
 
     A rule that reads distributions is left out with drafters that have none.
 
@@ -257,18 +327,20 @@ def build_configs(
     return [
         config
         for temperature in options.temperatures
-        for config in _configs_at(temperature, options, drafting, fingerprints or {}, fitted)
+        for load in (options.loads or (None,))
+        for config in _configs_at(temperature, load, options, drafting, fingerprints or {}, fitted)
     ]
 
 
 def _configs_at(
     temperature: float,
+    load: tuple[int, Arrivals] | None,
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str],
     fitted: Callable[[RuleSpec, str, float], RuleSpec],
 ) -> Iterator[Config]:
-    """The configurations of one temperature, plain decoding first."""
+    """The configurations of one temperature and load, plain decoding first."""
     grid: list[tuple[Kind, str, str, str, int | None, str]] = [
         ("plain", "plain", "plain", "none", None, "none")
     ]
@@ -299,6 +371,11 @@ def _configs_at(
         for name, count in beams.items()
     ]
     end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
+    batch, arrivals = load or (None, None)
+    if batch is not None:
+        end, label_end = f"{end},b={batch}", f"{label_end}, batch {batch}"
+        if arrivals != Closed(batch):
+            end, label_end = f"{end},{arrivals}", f"{label_end}, {arrivals}"
     for kind, identifier, label, drafter, gamma, policy in grid:
         yield Config(
             id=identifier + end,
@@ -312,6 +389,8 @@ def _configs_at(
             baseline="plain" + end,
             drafter_fingerprint=fingerprints.get(drafter),
             beams=beams.get(identifier),
+            batch=batch,
+            arrivals=None if arrivals is None else str(arrivals),
         )
 
 
@@ -319,16 +398,63 @@ def _configs_at(
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One generation to measure.
+class Group:
+    """Prompts that are decoded side by side, and measured together.
 
     Attributes:
-        config, prompt: Their ids.
+        id: Unique within a run, whatever other groups it may get later.
+        prompts: Ids of those that are measured, in the order in which they come.
+        beside: Ids of those that come behind them for as long as one of the group has not ended, so that no client is
+            ever without a request; from the beginning again when all have come. They are not measured.
+    """
+
+    id: str
+    prompts: tuple[str, ...]
+    beside: tuple[str, ...]
+
+
+def groups_of(prompts: Sequence[Prompt], arrivals: Arrivals) -> list[Group]:
+    """Prompts in groups: one for each client, in turn from the categories; all of them where they come by the clock."""
+    from specbench.bench.prompts import in_turn
+
+    names = [prompt.id for prompt in in_turn(prompts)]
+    size = arrivals.clients if isinstance(arrivals, Closed) else len(names)
+    groups = []
+    for number, first in enumerate(range(0, len(names), size), start=1):
+        mine = names[first : first + size]
+        mark = zlib.crc32("\n".join(mine).encode("utf-8", "surrogatepass"))
+        behind = () if isinstance(arrivals, Poisson) else (*names[first + size :], *names[: first + size])
+        groups.append(Group(f"group-{number}-{mark:08x}", tuple(mine), behind))
+    return groups
+
+
+def check_batches(options: SweepOptions, prompts: int) -> None:
+    """Refuse more clients than there are prompts.
+
+    Raises:
+        UsageError: Some prompt would be decoded beside itself.
+    """
+    clients = max((each.clients for _, each in options.loads if isinstance(each, Closed)), default=0)
+    if clients > prompts:
+        raise UsageError(
+            f"{clients} requests at a time are more than the {prompts} prompts.",
+            "Raise --limit, name more --prompts, or lower --batch.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One generation to measure, or those of a group side by side.
+
+    Attributes:
+        config, prompt: Their ids; of a group its own.
         turn: Of the conversation, from 0.
         repeat: From 0.
         order: Place among the configurations that decode this turn back to back.
         warmup: Whether it only warms the machine up.
-        seed: Of sampling; the same for all configurations of one turn and repeat.
+        seed: Of sampling, and of the times at which requests come; the same for all configurations of one turn and
+            repeat.
+        group: Of prompts side by side; ``None`` for a single one.
     """
 
     config: str
@@ -338,6 +464,7 @@ class Cell:
     order: int
     warmup: bool
     seed: int
+    group: Group | None = None
 
     @property
     def key(self) -> Key:
@@ -348,23 +475,40 @@ def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Con
     """Everything there is to measure, in order; the same arguments give the same plan.
 
     First the warm-ups. Then, repeat by repeat, prompt by prompt and turn by turn, all configurations back to back in a
-    fresh random order.
+    fresh random order. Of requests side by side it is group by group, in a random order of batches and groups, and all
+    configurations of that batch back to back.
     """
 
-    def block(prompt: Prompt, turn: int, repeat: int, warmup: bool) -> Iterator[Cell]:
-        place = f"{options.seed}/{'warmup' if warmup else 'repeat'} {repeat}/{prompt.id}/{turn}"
-        order = [config.id for config in configs]
+    def block(
+        name: str, turn: int, repeat: int, warmup: bool, mine: Sequence[Config], group: Group | None = None
+    ) -> Iterator[Cell]:
+        place = f"{options.seed}/{'warmup' if warmup else 'repeat'} {repeat}/{name}/{turn}"
+        order = [config.id for config in mine]
         random.Random(f"order/{place}").shuffle(order)
         seed = random.Random(f"sampling/{place}").getrandbits(31)
         for number, config in enumerate(order):
-            yield Cell(config, prompt.id, turn, repeat, number, warmup, seed)
+            yield Cell(config, name, turn, repeat, number, warmup, seed, group)
 
+    if options.batches:
+        loads = dict.fromkeys(load for config in configs if (load := config.load) is not None)
+        groups = {load: groups_of(prompts, load[1]) for load in loads}
+        at = {load: [config for config in configs if config.load == load] for load in loads}
+        for repeat in range(options.warmup):
+            for load in loads:
+                group = groups[load][repeat % len(groups[load])]
+                yield from block(group.id, 0, repeat, True, at[load], group)
+        for repeat in range(options.repeats):
+            blocks = [(load, group) for load in loads for group in groups[load]]
+            random.Random(f"blocks/{options.seed}/{repeat}").shuffle(blocks)
+            for load, group in blocks:
+                yield from block(group.id, 0, repeat, False, at[load], group)
+        return
     for repeat in range(options.warmup):
-        yield from block(prompts[repeat % len(prompts)], 0, repeat, warmup=True)
+        yield from block(prompts[repeat % len(prompts)].id, 0, repeat, True, configs)
     for repeat in range(options.repeats):
         for prompt in prompts:
             for turn in range(turns_of(prompt, options)):
-                yield from block(prompt, turn, repeat, warmup=False)
+                yield from block(prompt.id, turn, repeat, False, configs)
 
 
 def turns_of(prompt: Prompt, options: SweepOptions) -> int:

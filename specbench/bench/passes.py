@@ -1,25 +1,38 @@
-"""Times of single passes: of the target by the number of its tokens, and of drafters for one token."""
+"""Times of passes: of the target by the number of its tokens, of drafters for one token, and of several requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specbench.decoding.theory import PassCosts
+from specbench.decoding.theory import PassCosts, SharedCosts
 
 if TYPE_CHECKING:
     from specbench.backends.torch.scorer import Scorer
     from specbench.decoding.clocks import Clock
-    from specbench.decoding.protocols import Drafter
+    from specbench.decoding.protocols import Asking, Drafter, Pass, Rows
+    from specbench.models.prepare import Target
     from specbench.progress import Progress
 
-__all__ = ["ABREAST", "PassTimes", "cost_widths", "time_in_turn", "time_passes"]
+__all__ = [
+    "ABREAST",
+    "PassTimes",
+    "SharedTimes",
+    "cost_widths",
+    "shared_widths",
+    "time_in_turn",
+    "time_passes",
+    "time_shared_passes",
+]
 
 _CONTEXT = 256  # tokens of context at which passes are timed
+_SHARED_CONTEXT = 128  # of each of several requests, which all have to be read
+_BESIDE = 64  # positions of a pool beside that, to begin with
 ABREAST = (1, 2, 4, 8)
 """Nodes of a tree that drafters are timed with reading at once."""
 
@@ -44,19 +57,21 @@ class PassTimes:
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> PassTimes:
-        """All that the lines of ``costs.jsonl`` hold."""
+        """What the lines of ``costs.jsonl`` hold of single passes."""
         target: dict[int, list[float]] = {}
         drafters: dict[str, list[float]] = {}
         trees: dict[tuple[str, int], list[float]] = {}
         context = 0
         for row in rows:
-            context = row["context_tokens"]
             if row["kind"] == "target":
                 target.setdefault(row["tokens"], []).extend(row["seconds"])
             elif row["kind"] == "drafter":
                 drafters.setdefault(row["drafter"], []).extend(row["seconds"])
-            else:
+            elif row["kind"] == "tree":
                 trees.setdefault((row["drafter"], row["nodes"]), []).extend(row["seconds"])
+            else:
+                continue
+            context = row["context_tokens"]
         return cls(dict(sorted(target.items())), drafters, context, trees)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -83,6 +98,67 @@ class PassTimes:
                 one = drafters[name]
                 rows.setdefault(name, {})[nodes] = max(one, median(times) - one)
         return PassCosts({n: median(times) for n, times in self.target.items()}, drafters, self.context, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTimes:
+    """Times of passes that several requests share, in seconds, as measured one by one.
+
+    Attributes:
+        target: By number of requests, and of tokens that each brings to the pass.
+        drafters: Of drafting one token for each, by drafter and number of requests.
+        context: Tokens of context of each.
+    """
+
+    target: Mapping[tuple[int, int], Sequence[float]]
+    drafters: Mapping[tuple[str, int], Sequence[float]]
+    context: int
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> SharedTimes:
+        """What the lines of ``costs.jsonl`` hold of shared passes."""
+        target: dict[tuple[int, int], list[float]] = {}
+        drafters: dict[tuple[str, int], list[float]] = {}
+        context = 0
+        for row in rows:
+            if row["kind"] == "shared-target":
+                target.setdefault((row["requests"], row["tokens"]), []).extend(row["seconds"])
+            elif row["kind"] == "shared-drafter":
+                drafters.setdefault((row["drafter"], row["requests"]), []).extend(row["seconds"])
+            else:
+                continue
+            context = row["context_tokens"]
+        return cls(dict(sorted(target.items())), drafters, context)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of ``costs.jsonl``."""
+        target: list[dict[str, Any]] = [
+            {"kind": "shared-target", "requests": requests, "tokens": n, "seconds": list(times)}
+            for (requests, n), times in self.target.items()
+        ]
+        drafters: list[dict[str, Any]] = [
+            {"kind": "shared-drafter", "drafter": name, "requests": requests, "seconds": list(times)}
+            for (name, requests), times in self.drafters.items()
+        ]
+        return [{**row, "context_tokens": self.context} for row in (*target, *drafters)]
+
+    def medians(self) -> SharedCosts:
+        """What a pass usually takes."""
+        target: dict[int, dict[int, float]] = {}
+        for (requests, n), times in self.target.items():
+            target.setdefault(requests, {})[n] = median(times)
+        drafters: dict[str, dict[int, float]] = {}
+        for (name, requests), times in self.drafters.items():
+            drafters.setdefault(name, {})[requests] = median(times)
+        return SharedCosts(target, drafters, self.context)
+
+
+def shared_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
+    """Tokens that each of several requests brings to passes that are timed: one, and n + 1 for every n drafted.
+
+    Without any γ, where rules decide alone, they are those of some drafts of up to 8 tokens.
+    """
+    return sorted({1, *(n + 1 for n in (*(gammas or (1, 2, 4, 8)), *nodes))})
 
 
 def cost_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
@@ -186,6 +262,107 @@ def time_passes(
         length,
         {each: times[each] for each in trees},
     )
+
+
+def time_shared_passes(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompt: Sequence[int],
+    requests: int,
+    widths: Sequence[int],
+    clock: Clock,
+    rounds: int,
+    order: Random,
+) -> SharedTimes:
+    """Time passes that several requests share, of the target and of one-token drafts in turn.
+
+    Args:
+        target: The model of all requests.
+        drafters: By name.
+        prompt: Tokens, repeated to fill the context of each request, of each from another one on.
+        requests: How many.
+        widths: Numbers of tokens that each brings to a pass of the target.
+        clock, rounds, order: See ``time_passes``.
+    """
+    from specbench.decoding.protocols import Pass
+    from specbench.decoding.sampling import Greedy, Randomness
+    from specbench.drafters.plain import NoDraft
+    from specbench.lengths import FixedLength
+    from specbench.models.seats import Seats
+
+    room = target.scorer.context_limit or _SHARED_CONTEXT + max(widths)
+    length = max(1, min(_SHARED_CONTEXT, room - max(widths)))
+    text = list(prompt) * (length // max(1, len(prompt)) + 2)
+    contexts = [text[i % len(prompt) :][:length] for i in range(requests)]
+    device = str(target.scorer.device)
+    places = requests * (1 + len(drafters))  # all contexts stay read
+    tokens = places * (length + max(widths) + _BESIDE) if requests > 1 else None
+    seats = Seats(target, tokens, places)
+
+    def target_pass(scorers: Sequence[Scorer], n: int) -> float:
+        passes = [Pass(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)]
+        began = clock.now()
+        _made(passes)
+        took = clock.now() - began
+        for each in scorers:
+            each.keep(length - 1)
+        return took
+
+    def draft(opened: Sequence[Drafter]) -> float:
+        asking = [
+            each.propose(text, 1, FixedLength(1), Greedy(), Randomness(0, device))
+            for each, text in zip(opened, contexts, strict=True)
+        ]
+        began = clock.now()
+        _answered_together(asking)
+        took = clock.now() - began
+        for each in opened:
+            each.keep(length - 1)
+        return took
+
+    scorers = [seats.open(NoDraft())[0] for _ in contexts]
+    jobs: dict[int | str, Callable[[], float]] = {n: partial(target_pass, scorers, n) for n in widths}
+    used = list(scorers)
+    for name, drafter in drafters.items():
+        opened = [seats.open(drafter) for _ in contexts]
+        for (scorer, own), text in zip(opened, contexts, strict=True):
+            own.begin(text)
+            if own.layers:
+                states = scorer.score(Pass(scorer, text[:-1], rows=1, layers=own.layers)).hidden
+                assert states is not None
+                own.take_states(text, states)
+        used += [scorer for scorer, _ in opened]
+        jobs[name] = partial(draft, [own for _, own in opened])
+    times = time_in_turn(jobs, rounds, order)  # whose first, untimed round reads the contexts
+    for scorer in used:
+        scorer.keep(0)
+    return SharedTimes(
+        {(requests, n): times[n] for n in widths},
+        {(name, requests): times[name] for name in drafters},
+        length,
+    )
+
+
+def _made(passes: Sequence[Pass]) -> Sequence[Rows]:
+    """The rows of passes of one model, in one pass where that can be."""
+    batch = passes[0].scorer.batch
+    return [each.scorer.score(each) for each in passes] if batch is None else batch.score(passes)
+
+
+def _answered_together(asking: Sequence[Asking[Any]]) -> None:
+    """Let all come to their end, those that wait for the same model by one pass."""
+    waiting: dict[int, Pass] = {}
+    for place, each in enumerate(asking):
+        with suppress(StopIteration):
+            waiting[place] = next(each)
+    while waiting:
+        first = next(iter(waiting.values())).scorer
+        model = first.batch or first
+        group = [place for place, asked in waiting.items() if (asked.scorer.batch or asked.scorer) is model]
+        answers = _made([waiting.pop(place) for place in group])
+        for place, rows in zip(group, answers, strict=True):
+            with suppress(StopIteration):
+                waiting[place] = asking[place].send(rows)
 
 
 def time_in_turn(

@@ -6,6 +6,7 @@ after a crash is the same call.
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from collections import Counter, deque
@@ -13,16 +14,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from specbench.bench.engines.own import Engine, Outcome
-from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Sweep
+from specbench.bench.engines.own import Engine, GroupOutcome, Outcome
+from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Group, Sweep
 from specbench.bench.manifest import now
-from specbench.bench.passes import ABREAST, PassTimes, cost_widths
+from specbench.bench.passes import ABREAST, PassTimes, SharedTimes, cost_widths, shared_widths
+from specbench.bench.serving import Asked, Load
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
 from specbench.results.advice import RunWarning, during, review
 from specbench.results.load import LoadSnapshot, load_snapshot
-from specbench.results.rows import OTHER_ANSWERS, key_of, rounded, step_lists
+from specbench.results.rows import OTHER_ANSWERS, generations, key_of, rounded, step_lists
 from specbench.results.store import RESULTS_VERSION, RunStore, load_results
+from specbench.specs.arrivals import Poisson
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -42,14 +45,18 @@ __all__ = [
 COST_ROUNDS = 12
 """How often single passes are timed in a sweep, spread over it."""
 
+SHARED_COST_ROUNDS = 4
+"""How often passes that several requests share are, which take longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """What there is to measure is known.
 
     Attributes:
-        rows: Measured generations of the plan that are stored already, as lines of ``generations.jsonl``.
-        total: Measured generations of the plan.
+        rows: Measured generations of the plan, or groups of them, that are stored already, as lines of
+            ``generations.jsonl``.
+        total: How many the plan has.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -89,7 +96,7 @@ class CellDone:
 class CostsDone:
     """Single passes have been timed once more; ``costs`` is ``None`` and ``error`` says why if they could not be."""
 
-    costs: PassTimes | None
+    costs: PassTimes | SharedTimes | None
     error: str | None = None
 
 
@@ -208,10 +215,10 @@ def run_sweep(
     for cell in cells:
         if cell.warmup:
             run(cell, found)
-    rounds = 0
+    rounds, most = 0, SHARED_COST_ROUNDS if sweep.options.batches else COST_ROUNDS
     for number, cell in enumerate(left):
         # Only between the blocks, for in a block configurations run back to back.
-        if cell.order == 0 and rounds * len(left) <= COST_ROUNDS * number and runner.costs_work:
+        if cell.order == 0 and rounds * len(left) <= most * number and runner.costs_work:
             tell(runner.measure_costs())
             rounds += 1
         run(cell, found + number + 1)
@@ -228,13 +235,13 @@ class _Runner:
         self._prompts = {prompt.id: prompt for prompt in sweep.prompts}
         self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
         self._answers = _answers(store.rows())
+        self._encoded: dict[str, list[int]] = {}
         self._fastest_mhz = 0.0
         self.costs_work = True
 
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Decode one cell; whatever goes wrong in there becomes a failed row."""
-        options, config, prompt = self._sweep.options, self.configs[cell.config], self._prompts[cell.prompt]
-        answers = self._answers.setdefault((cell.config, cell.prompt, cell.repeat), {})
+        config = self.configs[cell.config]
         before = self._snapshot()
         self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
         row: dict[str, Any] = {
@@ -242,7 +249,7 @@ class _Runner:
             "run_id": self._store.run["run_id"],
             "config": cell.config,
             "prompt": cell.prompt,
-            "category": prompt.category,
+            **({} if cell.group else {"category": self._prompts[cell.prompt].category}),
             "turn": cell.turn,
             "repeat": cell.repeat,
             "order": cell.order,
@@ -252,24 +259,13 @@ class _Runner:
             "load_average": before.load_average,
         }
         try:
-            history = [answers.get(turn) for turn in range(cell.turn)]
-            known = [answer for answer in history if answer is not None]
-            if len(known) < len(history):
-                raise RunError("An earlier turn failed, so there is no conversation to go on with.")
-            longest = options.max_new_tokens
-            outcome = self._engine.generate(
-                config,
-                self._engine.encode(prompt, known),
-                max_new_tokens=min(WARMUP_TOKENS, longest) if cell.warmup else longest,
-                ignore_eos=options.ignore_eos,
-                seed=cell.seed,
+            figures = (
+                self._generated(cell, config)
+                if cell.group is None
+                else self._served(cell, config, cell.group)
             )
-            figures = _figures(outcome)
         except Exception as error:  # whatever it is, the other configurations may still work
             figures = {"status": "failed", "error": _message(error)}
-        else:
-            if not cell.warmup:
-                answers[cell.turn] = outcome.token_ids
         after = self._snapshot()
         return {
             **row,
@@ -279,38 +275,124 @@ class _Runner:
             "warnings": [warning.id for warning in during(before, after, self._fastest_mhz or None)],
         }
 
+    def _generated(self, cell: Cell, config: Config) -> dict[str, Any]:
+        """Decode a turn of a prompt."""
+        answers = self._answers.setdefault((cell.config, cell.prompt, cell.repeat), {})
+        history = [answers.get(turn) for turn in range(cell.turn)]
+        known = [answer for answer in history if answer is not None]
+        if len(known) < len(history):
+            raise RunError("An earlier turn failed, so there is no conversation to go on with.")
+        outcome = self._engine.generate(
+            config,
+            self._engine.encode(self._prompts[cell.prompt], known),
+            max_new_tokens=self._longest(cell),
+            ignore_eos=self._sweep.options.ignore_eos,
+            seed=cell.seed,
+        )
+        if not cell.warmup:
+            answers[cell.turn] = outcome.token_ids
+        return {
+            "status": "ok",
+            "error": None,
+            **_figures(outcome),
+            "peak_memory_bytes": outcome.peak_memory_bytes,
+        }
+
+    def _served(self, cell: Cell, config: Config, group: Group) -> dict[str, Any]:
+        """Decode the prompts of a group side by side."""
+        load = config.load
+        assert load is not None
+        _, arrivals = load
+        count, clients, times = len(group.prompts), None, []
+        if isinstance(arrivals, Poisson):
+            times = arrivals.times(count, random.Random(f"arrivals/{cell.seed}"))
+        else:
+            clients = arrivals.clients
+        served = self._engine.serve(
+            config,
+            Load(
+                [self._asked(name, cell) for name in group.prompts],
+                clients,
+                [self._asked(name, cell) for name in group.beside],
+                times,
+            ),
+            max_new_tokens=self._longest(cell),
+            ignore_eos=self._sweep.options.ignore_eos,
+        )
+        return {"status": "ok", "error": None, "clients": clients, **self._group_figures(group, served)}
+
+    def _asked(self, name: str, cell: Cell) -> Asked:
+        if name not in self._encoded:
+            self._encoded[name] = self._engine.encode(self._prompts[name], [])
+        return Asked(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
+
+    def _group_figures(self, group: Group, served: GroupOutcome) -> dict[str, Any]:
+        return {
+            "seconds": rounded(served.seconds),
+            "tokens": served.tokens,
+            "pool": None if served.pool is None else dict(served.pool),
+            "peak_memory_bytes": served.peak_memory_bytes,
+            "requests": [
+                {
+                    "prompt": name,
+                    "category": self._prompts[name].category,
+                    "arrived_s": rounded(each.arrived_s),
+                    "queued_s": rounded(each.queued_s),
+                    **_figures(each.outcome),
+                }
+                for name, each in zip(group.prompts, served.requests, strict=True)
+            ],
+        }
+
+    def _longest(self, cell: Cell) -> int:
+        longest = self._sweep.options.max_new_tokens
+        return min(WARMUP_TOKENS, longest) if cell.warmup else longest
+
     def measure_costs(self) -> CostsDone:
-        """Time single passes, unless that fails: the sweep can do without."""
+        """Time single passes, or those that requests share, unless that fails: the sweep can do without."""
+        batches = self._sweep.options.batches
         try:
             prompt = self._engine.encode(self._sweep.prompts[0], [])
-            options = self._sweep.options
-            trees = [rule.nodes for rule in options.rules if rule.nodes]
-            costs = self._engine.measure_costs(
-                prompt, cost_widths(options.gammas, trees), ABREAST if trees else ()
-            )
+            costs = self._shared_costs(prompt) if batches else self._single_costs(prompt)
         except Exception as error:
             self.costs_work = False
             return CostsDone(None, _message(error))
         self._store.append_costs(costs.rows())
-        self._store.update(costs=PassTimes.of_rows(self._store.costs()).medians().to_json())
+        if batches:
+            self._store.update(shared_costs=SharedTimes.of_rows(self._store.costs()).medians().to_json())
+        else:
+            self._store.update(costs=PassTimes.of_rows(self._store.costs()).medians().to_json())
         return CostsDone(costs)
+
+    def _single_costs(self, prompt: Sequence[int]) -> PassTimes:
+        gammas, trees = self._sweep.options.gammas, self._nodes
+        return self._engine.measure_costs(prompt, cost_widths(gammas, trees), ABREAST if trees else ())
+
+    def _shared_costs(self, prompt: Sequence[int]) -> SharedTimes:
+        options = self._sweep.options
+        widths = shared_widths(options.gammas, self._nodes)
+        times = [self._engine.measure_shared_costs(prompt, batch, widths) for batch in options.batches]
+        return SharedTimes.of_rows(row for each in times for row in each.rows())
+
+    @property
+    def _nodes(self) -> list[int]:
+        """The most nodes of each tree."""
+        return [rule.nodes for rule in self._sweep.options.rules if rule.nodes]
 
 
 def _answers(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, int], dict[int, Sequence[int]]]:
     """The outputs of earlier turns by configuration, prompt and repeat: what a conversation goes on with."""
     answers: dict[tuple[str, str, int], dict[int, Sequence[int]]] = {}
     for row in rows:
-        if row["status"] == "ok" and not row["warmup"]:
+        if row["status"] == "ok" and not row["warmup"] and "requests" not in row:
             turns = answers.setdefault((row["config"], row["prompt"], row["repeat"]), {})
             turns[row["turn"]] = tuple(row["token_ids"])
     return answers
 
 
 def _figures(outcome: Outcome) -> dict[str, Any]:
-    """The measured part of a line of ``generations.jsonl``."""
+    """The measured part of a generation."""
     return {
-        "status": "ok",
-        "error": None,
         "prompt_tokens": outcome.prompt_tokens,
         "new_tokens": len(outcome.token_ids),
         "token_ids": list(outcome.token_ids),
@@ -320,7 +402,6 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
         "prefill_s": rounded(outcome.prefill_s),
         "decode_s": rounded(outcome.decode_s),
         "total_s": rounded(outcome.ttft_s + outcome.decode_s),
-        "peak_memory_bytes": outcome.peak_memory_bytes,
         "log_probability": rounded(outcome.log_probability),
         "steps": step_lists(outcome.steps),
     }
@@ -356,7 +437,10 @@ def find_differences(sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: En
     only the first.
     """
     outputs = {
-        key_of(row): tuple(row["token_ids"]) for row in rows if row["status"] == "ok" and not row["warmup"]
+        key_of(each): tuple(each["token_ids"])
+        for row in rows
+        if row["status"] == "ok" and not row["warmup"]
+        for each in generations(row)
     }
     keys = sorted(outputs)
     prompts = {prompt.id: prompt for prompt in sweep.prompts}

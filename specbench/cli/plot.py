@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["plot"]
 
 NAMES = (
-    "speedup, tokens-per-second, acceptance, positions, time, prediction, categories, accepted-length, trees, ranks,"
-    " generation"
+    "speedup, batches, latency, tokens-per-second, acceptance, positions, time, prediction, categories,"
+    " accepted-length, trees, ranks, generation"
 )
 """Of ``specbench.show.plots.FIGURES``, which takes too long to import for a help text."""
 

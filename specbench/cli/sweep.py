@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from specbench.bench.engines.own import EngineOptions, ModelEngine
     from specbench.bench.estimate import TimeNeed
-    from specbench.bench.grid import Sweep, SweepOptions
+    from specbench.bench.grid import Cell, Sweep, SweepOptions
     from specbench.bench.prompts import Prompt
     from specbench.results.advice import RunWarning
     from specbench.results.load import LoadSnapshot
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["sweep"]
 
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
+_GROUPS = 3  # of prompts side by side that an interval takes at least
 _FOLDER = Path("results")
 
 _what = partial(typer.Option, rich_help_panel="What is compared")
@@ -64,6 +65,24 @@ class _Compared:
             help="Measure its prompt lookup and, with drafter models, its assisted generation too.",
         ),
     ] = None
+    batch: Annotated[
+        str | None,
+        _what(
+            "--batch",
+            metavar="RANGE",
+            help="Decode so many requests at a time: 1,2,4,8 or a range as of --gamma. Plain decoding at the same batch"
+            " is the baseline. Without it, one prompt follows the other.",
+        ),
+    ] = None
+    arrivals: Annotated[
+        tuple[str, ...],
+        _what(
+            "--arrivals",
+            metavar="KIND",
+            help="--batch: how requests come; repeatable. closed:N: from N clients that wait for their answers (as many"
+            " as the batch); poisson:RATE: at random, so many per second.",
+        ),
+    ] = ()
 
 
 @dataclass(frozen=True)
@@ -212,7 +231,9 @@ def sweep(
         Sweep,
         SweepOptions,
         build_configs,
+        check_batches,
         parse_baselines,
+        parse_batches,
         parse_gammas,
         parse_policies,
     )
@@ -241,6 +262,9 @@ def sweep(
     if not any(rule.word == "fixed" for rule in rules):
         _refuse_gamma(ctx, rules)
         gammas = []
+    batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
+    if batches:
+        _refuse_fixed_shapes(kind)
     notes = left_out(rules, drafters)
     reference, beams = parse_baselines(compared.baseline)
     options = SweepOptions(
@@ -251,7 +275,7 @@ def sweep(
         ignore_eos=decode.ignore_eos,
         repeats=experiment.repeats,
         warmup=experiment.warmup,
-        turns=experiment.turns,
+        turns=1 if batches and experiment.turns is None else experiment.turns,
         seed=experiment.seed,
         cache=kind,
         transformers=reference,
@@ -259,11 +283,14 @@ def sweep(
         beams=beams,
         costs=None if length.costs is None else _costs(length.costs, rules),
         keep_policy_state=keep_policy_state,
+        batches=batches,
+        arrivals=compared.arrivals,
     )
     named, limit = experiment.prompts or (_DEFAULT_PROMPTS,), experiment.limit
     if limit is None and not experiment.prompts and not experiment.category:
-        limit = _DEFAULT_LIMIT
+        limit = max(_DEFAULT_LIMIT, _GROUPS * max(batches, default=1))
     chosen = load_prompts(named, experiment.category, limit)
+    check_batches(options, len(chosen))
     engine_options = EngineOptions(
         target=parse_model(target),
         drafters=drafters,
@@ -323,6 +350,16 @@ def _refuse_gamma(ctx: typer.Context, rules: Sequence[RuleSpec]) -> None:
             "The lengths of --gamma are those of the rule fixed, which is not among the rules.",
             "Add --length-policy fixed"
             + (f", or write --length-policy {takes.word}:gamma=N." if takes else ", or leave --gamma out."),
+        )
+
+
+def _refuse_fixed_shapes(cache: str) -> None:
+    from specbench.errors import UsageError
+
+    if cache in ("static", "compiled"):
+        raise UsageError(
+            "Passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
+            "Leave them out, or leave --batch out.",
         )
 
 
@@ -475,7 +512,7 @@ def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path, start: Loa
     lines = [
         f"{len(sweep.configs)} configurations: {', '.join(config.label for config in sweep.configs)}",
         f"{len(sweep.prompts)} prompts: {_categories(sweep.prompts)}" if categories else "",
-        f"{len(cells)} generations of up to {sweep.options.max_new_tokens} tokens "
+        f"{_counted_cells(cells)} of up to {sweep.options.max_new_tokens} tokens "
         f"({sweep.options.repeats} repeats), stored in {folder}",
         _time_needed(need, start),
         f"memory: {memory.total / 1e9:.1f} GB "
@@ -486,6 +523,13 @@ def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path, start: Loa
         lines.append("This does not fit: choose a smaller model or a narrower dtype.")
     for line in lines:
         _print(line)
+
+
+def _counted_cells(cells: Sequence[Cell]) -> str:
+    requests = sum(len(cell.group.prompts) for cell in cells if cell.group is not None)
+    if not requests:
+        return f"{len(cells)} generations"
+    return f"{len(cells)} groups of requests side by side, {requests} generations"
 
 
 def _categories(prompts: Sequence[Prompt]) -> str:
@@ -552,7 +596,11 @@ class _Job:
         """How many of the generations that are to be measured are stored; empty if none is."""
         wanted = {cell.key for cell in self.sweep.plan() if not cell.warmup}
         count = len(wanted & store.done_keys(retry_failed=retry_failed))
-        return f"{count} of {len(wanted)} generations are" if count else ""
+        return f"{count} of {len(wanted)} {self._cells} are" if count else ""
+
+    @property
+    def _cells(self) -> str:
+        return "groups of requests" if self.sweep.options.batches else "generations"
 
     def say_at_start(self, start: Any, found: str, notes: Sequence[str]) -> None:
         """What the machine is like, what is not measured, and what is there already."""
@@ -593,14 +641,14 @@ class _Job:
                 self._warn(warning)
             if interrupted:
                 self._say(
-                    f"Interrupted. {self.found(store, retry_failed=retry_failed) or 'No generations are'} in"
+                    f"Interrupted. {self.found(store, retry_failed=retry_failed) or f'No {self._cells} are'} in"
                     f" {self.folder}; to go on, run the same command with --out {self.folder} --resume."
                 )
             else:
                 self._say(f"Results are in {self.folder}: summary.csv, summary.md and every generation.")
                 self._say(f"Next: specbench plot {self.folder}, specbench report {self.folder}")
             if failed:
-                self._say(f"{failed} generations failed; to try them again, add --resume --retry-failed.")
+                self._say(f"{failed} {self._cells} failed; to try them again, add --resume --retry-failed.")
         if interrupted:
             return exit_code_of_interrupt()
         return 1 if failed else 0
@@ -618,12 +666,15 @@ class _Job:
         from specbench.show.answer import answer_markdown, find_answers
 
         summary, categories = frames.summary_frame(frame), frames.category_frame(frame)
+        requests = frames.request_frame(frame)
+        shown = [summary, *([requests] if len(requests) else [])]
         try:
             write_csv(summary, self.folder / "summary.csv")
             paragraphs = [
                 part for each in find_answers(frame, summary, categories) for part in answer_markdown(each)
             ]
-            write_text(self.folder / "summary.md", "\n\n".join([*paragraphs, tables.to_markdown(summary)]))
+            paragraphs += [tables.to_markdown(each) for each in shown]
+            write_text(self.folder / "summary.md", "\n\n".join(paragraphs))
         except OSError as error:
             raise RunError(
                 f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",
@@ -633,7 +684,8 @@ class _Job:
             console = Console(highlight=False)
             for answer in find_answers(frame, summary, categories, sys.argv[1:]):
                 show_answer(answer, console)
-            tables.render_terminal(summary, console)
+            for each in shown:
+                tables.render_terminal(each, console)
 
     def _warn(self, warning: RunWarning) -> None:
         self._say(f"{warning.severity}: {warning.message} {warning.advice}")

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from specbench.bench.grid import Config, Sweep
 from specbench.bench.runner import Begun, CellDone, CellStarted, CostsDone, Event
+from specbench.results.store import speed_of
 from specbench.show.tables import spelled_out
 from specbench.textsafe import terminal_safe
 
@@ -101,7 +102,7 @@ class SweepDisplay:
         cell, config = event.cell, event.config
         if cell.warmup:
             return f"warming up: {config.label}"
-        turn = f" turn {cell.turn + 1}" if self._turns[cell.prompt] > 1 else ""
+        turn = f" turn {cell.turn + 1}" if self._turns.get(cell.prompt, 1) > 1 else ""
         return f"{config.label} · {cell.prompt}{turn} · repeat {cell.repeat + 1} of {self._options.repeats}"
 
     def _take(self, event: CellDone) -> None:
@@ -128,8 +129,9 @@ class SweepDisplay:
         if tenth > self._said:
             self._said = tenth
             failed = f", {self._failed} failed" if self._failed else ""
+            cells = "groups of requests" if self._options.batches else "generations"
             self._console.print(
-                f"{self._done} of {self._total} generations{failed}, {self._time_left()}",
+                f"{self._done} of {self._total} {cells}{failed}, {self._time_left()}",
                 markup=False,
                 soft_wrap=True,
             )
@@ -172,12 +174,11 @@ class _Speeds:
         self._sums: dict[str, list[float]] = {}  # logs of speeds, runs, logs of ratios, pairs
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take in a finished generation; one that emitted a single token has no speed."""
-        tokens = row["new_tokens"] - row["first_tokens"]
-        if tokens <= 0 or row["decode_s"] <= 0:
+        """Take in a finished generation, or a group of them; one that emitted a single token has no speed."""
+        speed = speed_of(row)
+        if math.isnan(speed):
             return
         place = (row["prompt"], row["turn"], row["repeat"])
-        speed = tokens / row["decode_s"]
         config = self._configs[row["config"]]
         self._speeds[config.id, *place] = speed
         sums = self._sums.setdefault(config.id, [0.0, 0, 0.0, 0])

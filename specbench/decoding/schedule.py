@@ -147,16 +147,21 @@ class Scheduler:
         """Requests under way."""
         return len(self._active)
 
-    def add(self, start: Callable[[], Request]) -> int:
+    def now(self) -> float:
+        """The time by its clock, which stands still while the consumer of an iteration has a record."""
+        return self._clock.now()
+
+    def add(self, start: Callable[[], Request], arrived: float | None = None) -> int:
         """Take in a request, behind those that wait.
 
         Args:
             start: Makes it when its turn has come; what it raises is what the request ends with.
+            arrived: Since when it has waited, by ``now()``; ``None`` for now.
 
         Returns:
             Its number, from 0 on, in the order in which they were added.
         """
-        self._waiting.append(_Job(self._added, start, self._clock.now()))
+        self._waiting.append(_Job(self._added, start, self.now() if arrived is None else arrived))
         self._added += 1
         return self._added - 1
 

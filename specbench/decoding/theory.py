@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "SLOPE",
     "PassCosts",
+    "SharedCosts",
     "best_length",
     "expected_tokens",
     "expected_tokens_by_position",
@@ -18,6 +19,7 @@ __all__ = [
     "interpolate",
     "never_falling",
     "predicted_speedup",
+    "predicted_throughput_ratio",
     "read_by_depth",
 ]
 
@@ -90,6 +92,25 @@ def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) ->
         v: Time of the target pass over that of one with one token.
     """
     return tokens / (passes * c + v)
+
+
+def predicted_throughput_ratio(
+    tokens: float, plain_s: float, step_s: float, first_s: float, behind: float, more_s: float = 0.0
+) -> float:
+    """``(f + n·t) / (f + m + n·s/E)``: throughput with a drafter over that of plain decoding, at the same batch.
+
+    Each of the requests side by side takes so long from its arrival to its end, and in a closed loop the throughput is
+    their number over that (Little's law).
+
+    Args:
+        tokens: E, expected tokens of a request's step.
+        plain_s: t, time of the target's pass with one token of every request.
+        step_s: s, time of a step of all: the passes of the drafter, and the target's with the drafts of every request.
+        first_s: f, time to the first token: all prompts are read meanwhile.
+        behind: n, tokens of an output behind the first.
+        more_s: m, what the drafter takes to read a prompt.
+    """
+    return (first_s + behind * plain_s) / (first_s + more_s + behind * step_s / tokens)
 
 
 def best_length(tokens: Sequence[float], draft_s: float, verify_s: Sequence[float], least: int = 0) -> int:
@@ -170,11 +191,52 @@ class PassCosts:
         return seconds / self.target_s[1]
 
 
+@dataclass(frozen=True, slots=True)
+class SharedCosts:
+    """Seconds of passes that several requests share.
+
+    Attributes:
+        target_s: Of the target, by number of requests and then of tokens that each brings to it, both ascending.
+        drafter_s: Of drafting one token for each, by drafter and then by number of requests.
+        context: Tokens of context of each.
+    """
+
+    target_s: Mapping[int, Mapping[int, float]]
+    drafter_s: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    context: int | None = None
+
+    @classmethod
+    def from_json(cls, costs: Mapping[str, Any]) -> SharedCosts:
+        """From the field ``shared_costs`` of ``run.json``, its form checked."""
+        target = costs.get("target_pass_s") or {}
+        return cls(
+            {requests: _by_number(target[str(requests)]) for requests in sorted(map(int, target))},
+            {name: _by_number(times) for name, times in (costs.get("drafter_pass_s") or {}).items()},
+            costs.get("context_tokens"),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``from_json`` takes."""
+        return {
+            "target_pass_s": {str(requests): _by_text(times) for requests, times in self.target_s.items()},
+            "drafter_pass_s": {name: _by_text(times) for name, times in self.drafter_s.items()},
+            "context_tokens": self.context,
+        }
+
+    def target_pass_s(self, requests: int, tokens: float) -> float:
+        """Of a pass to which each of so many requests brings ``tokens`` on average; see ``PassCosts.target_pass_s``."""
+        return _prolonged(self.target_s[requests], tokens)
+
+
+def _by_text(seconds: Mapping[int, float]) -> dict[str, float]:
+    return {str(n): value for n, value in seconds.items()}
+
+
 def _by_number(seconds: Mapping[str, float]) -> dict[int, float]:
     return dict(sorted((int(n), float(value)) for n, value in seconds.items()))
 
 
-def _prolonged(points: Mapping[int, float], n: int) -> float:
+def _prolonged(points: Mapping[int, float], n: float) -> float:
     """See ``PassCosts.target_pass_s``."""
     *_, last = points
     if n <= last:
@@ -186,7 +248,7 @@ def _prolonged(points: Mapping[int, float], n: int) -> float:
     return points[last] + rise * (n - last)
 
 
-def interpolate(points: Mapping[int, float], n: int) -> float:
+def interpolate(points: Mapping[int, float], n: float) -> float:
     """The value at ``n``, straight between neighbours and level beyond the ends; 0 without points. Keys ascend."""
     below, above = None, None
     for width, value in points.items():

@@ -148,6 +148,7 @@ def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
     notes = [
         "A / B: decode tokens/s of A over those of B, geometric mean over prompts; above 1, A is faster."
         " Both decoded each prompt back to back.",
+        *_batch_notes(first, second),
         *_interval_notes(rows),
     ]
     return _judged(Compared(*labels, "speed", rows, notes), disturbance(df))
@@ -246,6 +247,7 @@ def compare_runs(
         raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
     notes = [
         _meaning(measure),
+        *_batch_notes(*(config for pair in matches for config in pair)),
         *_machine_notes(machines, measure, rows, {config["baseline"] for config in run_a["configs"]}),
         *([f"The targets differ: {targets}."] if targets else []),
         *_difference_notes(run_a, run_b),
@@ -292,9 +294,15 @@ def _arrays(rows: pd.DataFrame) -> tuple[Any, Any, Any]:
 
 
 def _speeds(df: pd.DataFrame) -> pd.DataFrame:
-    """Decode speeds with their keys; attributes are dropped because pandas copies them with every operation."""
-    ok = df.loc[df["status"] == "ok", ["config", "category", *_KEY, "tokens_per_second"]].copy()
+    """Speeds with their keys: behind the first emission, of requests side by side from their arrival to their end.
+
+    Attributes are dropped because pandas copies them with every operation.
+    """
+    columns = ["config", "category", "group", *_KEY, "tokens_per_second", "new_tokens", "total_s"]
+    ok = df.loc[df["status"] == "ok", columns].copy()
     ok.attrs = {}
+    whole = ok["new_tokens"] / ok["total_s"].where(ok["total_s"] > 0)
+    ok["tokens_per_second"] = ok["tokens_per_second"].where(ok["group"] == "", whole)
     return ok[ok["tokens_per_second"] > 0].rename(columns={"tokens_per_second": "value"})
 
 
@@ -429,6 +437,14 @@ def _environments(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _meaning(measure: Measure) -> str:
     what = "decode tokens/s" if measure == "speed" else "speedup over the plain decoding of its own run,"
     return f"A / B: {what} of A over that of B, geometric mean over the prompts that both have; above 1, A is faster."
+
+
+def _batch_notes(*configs: Mapping[str, Any]) -> Iterator[str]:
+    if any(config.get("batch") is not None for config in configs):
+        yield (
+            "With a batch, a request's tokens/s are those from its arrival to its end, time to first token and waiting"
+            " included."
+        )
 
 
 def _machine_notes(

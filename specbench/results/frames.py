@@ -20,10 +20,12 @@ from specbench.decoding.metrics import count_ranks, kept_by_rank
 from specbench.decoding.records import PARTS
 from specbench.decoding.theory import (
     PassCosts,
+    SharedCosts,
     expected_tokens,
     expected_tokens_by_position,
     expected_tokens_of_tree,
     predicted_speedup,
+    predicted_throughput_ratio,
     read_by_depth,
 )
 from specbench.errors import UsageError
@@ -32,6 +34,7 @@ from specbench.results.rows import OTHER_ANSWERS, STEP_FIELDS
 from specbench.textsafe import one_line
 
 __all__ = [
+    "PERCENTILES",
     "Steps",
     "accepted_frame",
     "category_frame",
@@ -41,6 +44,7 @@ __all__ = [
     "position_frame",
     "rank_frame",
     "records",
+    "request_frame",
     "run_of",
     "step_arrays",
     "summary_frame",
@@ -57,8 +61,14 @@ _FIGURES = [
     "mean_gamma", "mean_nodes", "c", "ttft_s", "ms_per_token", *(f"share_{part}" for part in PARTS),
     "share_draft_prefill", "peak_memory_bytes", "log_probability", "identical_share", "difference",
 ]  # fmt: skip
-_KEY = ["prompt", "turn", "repeat"]
-_CONFIG_FIELDS = ("label", "kind", "drafter", "gamma", "policy", "temperature", "baseline")
+_KEY = ["group", "prompt", "turn", "repeat"]
+_CONFIG_FIELDS = (
+    "label", "kind", "drafter", "gamma", "policy", "temperature", "baseline", "batch", "arrivals",
+)  # fmt: skip
+PERCENTILES = (50, 95, 99)
+"""Of latencies."""
+
+LATENCIES = ("ttft_s", "token_s", "latency_s", "queued_s")
 _NAN = float("nan")
 
 Ints = NDArray[np.int64]
@@ -101,12 +111,13 @@ def paired_runs(df: pd.DataFrame) -> pd.DataFrame:
     """Each finished generation beside the one of its baseline with the same prompt, turn and repeat.
 
     Returns:
-        One row per pair with ``config, category, prompt, turn, repeat``; ``ratio`` (of decode speeds) and
+        One row per pair with ``config, category, group, prompt, turn, repeat``; ``ratio`` (of decode speeds) and
         ``ratio_total`` (of whole times per token), above 1 where the configuration is faster; ``tokens`` and
         ``seconds`` behind the first emission and those of the baseline as ``base_tokens`` and ``base_seconds``;
         ``identical``, whether the tokens are the same (``None`` where sampling or beam search makes the question
         pointless).
-        Baselines themselves are left out.
+        Of requests side by side, all of these are about the whole time from their arrival to their end, which is what
+        their share of the machine shows in. Baselines themselves are left out.
     """
     run_of(df)
     columns = [
@@ -114,8 +125,11 @@ def paired_runs(df: pd.DataFrame) -> pd.DataFrame:
         "new_tokens", "token_ids",
     ]  # fmt: skip
     rows = _bare(df.loc[df["status"] == "ok", columns])
-    rows["tokens"] = rows["tokens_per_second"] * rows["decode_s"]
-    rows["seconds"] = rows["decode_s"]
+    alone = rows["group"] == ""
+    rows["tokens"] = (rows["tokens_per_second"] * rows["decode_s"]).where(alone, rows["new_tokens"])
+    rows["seconds"] = rows["decode_s"].where(alone, rows["total_s"])
+    whole = rows["new_tokens"] / rows["total_s"].where(rows["total_s"] > 0)
+    rows["tokens_per_second"] = rows["tokens_per_second"].where(alone, whole)
     rows["total"] = rows["total_s"] / rows["new_tokens"].where(rows["new_tokens"] > 0)
     figures = ["tokens_per_second", "tokens", "seconds", "total", "token_ids"]
     base = rows[["config", *_KEY, *figures]].rename(
@@ -144,6 +158,28 @@ def paired_runs(df: pd.DataFrame) -> pd.DataFrame:
     return pairs[[*kept, "identical"]]
 
 
+def _paired_groups(df: pd.DataFrame) -> pd.DataFrame:
+    """Each group beside that of its baseline with the same prompts and repeat, in columns of ``paired_runs``.
+
+    ``ratio`` is that of throughputs. A group stands where a prompt does: it is what other groups may differ from.
+    """
+    done = df.loc[
+        (df["status"] == "ok") & (df["group"] != ""),
+        ["config", "baseline", "group", "repeat", "new_tokens", "throughput"],
+    ]
+    keys = ["config", "baseline", "group", "repeat"]
+    groups = _bare(done).groupby(keys, sort=False).agg({"new_tokens": "sum", "throughput": "first"})
+    groups = groups.reset_index().rename(columns={"new_tokens": "tokens"})
+    groups["seconds"] = groups["tokens"] / groups["throughput"]
+    figures = ["tokens", "seconds", "throughput"]
+    base = groups[["config", "group", "repeat", *figures]].rename(
+        columns={"config": "baseline", **{name: f"base_{name}" for name in figures}}
+    )
+    pairs = groups[groups["config"] != groups["baseline"]].merge(base, on=["baseline", "group", "repeat"])
+    pairs["ratio"] = pairs["throughput"] / pairs["base_throughput"]
+    return pairs.rename(columns={"group": "prompt"})
+
+
 def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
     """One row per configuration, in the order of the run.
 
@@ -152,7 +188,8 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
         steps: Its ``step_arrays``, where they are there already.
 
     Returns:
-        Columns ``config``, its fields (``label, kind, drafter, gamma, policy, temperature, baseline``), and
+        Columns ``config``, its fields (``label, kind, drafter, gamma, policy, temperature, baseline, batch,
+        arrivals``), and
 
         - ``prompts, generations, failures``: how many prompts, finished and failed generations;
         - ``tokens_per_second``: decode speed, geometric mean over prompts; ``ttft_s`` likewise;
@@ -170,11 +207,16 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
           asked for; ``identical_share``: greedy outputs with the baseline's very tokens;
           ``difference``: what the others come from (``ties``, ``beyond rounding``, ``not checked``), ``None`` if none.
 
-        Columns ``<figure>_low`` and ``<figure>_high`` hold 95% intervals over prompts. NaN: no such figure.
+        Of requests side by side ``tokens_per_second`` is the throughput of a group of them, and ``speedup`` the ratio
+        of throughputs, both geometric means over groups.
+
+        Columns ``<figure>_low`` and ``<figure>_high`` hold 95% intervals over prompts, or groups of them. NaN: no such
+        figure.
     """
     run = run_of(df)
     configs = _configs(df)
     pairs = dict(list(paired_runs(df).groupby("config", sort=False)))
+    groups = dict(list(_paired_groups(df).groupby("config", sort=False)))
     steps = steps or step_arrays(df)
     rows = df.reset_index(drop=True)
     rows.attrs = {}
@@ -189,9 +231,13 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
                 "config": config,
                 **fields,
                 **_generation_figures(mine),
-                **_speedups(config, fields, mine, pairs.get(config), run),
+                **_speedups(config, fields, mine, pairs.get(config), groups.get(config), run),
                 **_step_figures(its_steps),
-                **_predictions(its_steps, fields, run.get("costs"), rows),
+                **(
+                    _predictions(its_steps, fields, run.get("costs"), rows)
+                    if math.isnan(fields["batch"])
+                    else _batch_predictions(its_steps, fields, run.get("shared_costs"), rows)
+                ),
                 **_times(its_steps),
             }
         )
@@ -307,6 +353,67 @@ def rank_frame(df: pd.DataFrame) -> pd.DataFrame:
     frame = pd.DataFrame(out, columns=["config", "label", "depth", "rank", "tested", "accepted", "rate"])
     frame.attrs = {"kind": "rank"}
     return frame
+
+
+def request_frame(df: pd.DataFrame) -> pd.DataFrame:
+    """What requests side by side saw; none for configurations that decode one prompt after the other.
+
+    Returns:
+        One row per configuration, in the order of the run, with ``config, label, kind, drafter, gamma, policy,
+        temperature, baseline, batch, arrivals``; ``requests``, how many there were; ``throughput``, tokens/s of all
+        together, geometric mean over groups, with its interval; and
+
+        - ``<figure>_p50, _p95, _p99`` of the requests' ``ttft_s`` (from arrival to the first emission), ``token_s``
+          (per token behind that), ``latency_s`` (from arrival to the end) and ``queued_s`` (the wait for a turn):
+          percentiles of all requests, interpolated between neighbours in rank;
+        - ``acceptance_rate``: accepted / drafted tokens of all;
+        - ``pool_blocks``, ``pool_peak_blocks``, ``pool_peak_bytes``: of the target's pool, the most there were.
+    """
+    run_of(df)
+    done = _bare(df[(df["status"] == "ok") & (df["group"] != "")])
+    behind = done["tokens_per_second"]
+    done["token_s"] = 1.0 / behind.where(behind > 0)
+    done["latency_s"] = done["total_s"]
+    places = done.reset_index(drop=True).groupby("config", sort=False).indices
+    out = []
+    for config, fields in _configs(df).items():
+        if config not in places:
+            continue
+        mine = done.iloc[places[config]]
+        figures = _generation_figures(mine)
+        drafted = sum(int(steps.sum()) for steps in mine["steps_drafted"])
+        accepted = sum(int(steps.sum()) for steps in mine["steps_accepted"])
+        out.append(
+            {
+                "config": config,
+                **fields,
+                "requests": len(mine),
+                **{f"throughput{end}": figures[f"tokens_per_second{end}"] for end in ("", "_low", "_high")},
+                **{
+                    f"{name}_p{percent}": value
+                    for name in LATENCIES
+                    for percent, value in zip(PERCENTILES, _percentiles(mine[name]), strict=True)
+                },
+                "acceptance_rate": _ratio(accepted, drafted),
+                **{
+                    name: float(mine[name].max())
+                    for name in ("pool_blocks", "pool_peak_blocks", "pool_peak_bytes")
+                },
+            }
+        )
+    names = [
+        "config", *_CONFIG_FIELDS, "requests", *(f"throughput{end}" for end in ("", "_low", "_high")),
+        *(f"{name}_p{percent}" for name in LATENCIES for percent in PERCENTILES),
+        "acceptance_rate", "pool_blocks", "pool_peak_blocks", "pool_peak_bytes",
+    ]  # fmt: skip
+    frame = pd.DataFrame(out, columns=names)
+    frame.attrs = {"kind": "requests"}
+    return frame
+
+
+def _percentiles(values: pd.Series[float]) -> list[float]:
+    known = values.dropna().to_numpy(dtype=np.float64)
+    return [float(np.percentile(known, percent)) if len(known) else _NAN for percent in PERCENTILES]
 
 
 def accepted_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
@@ -540,13 +647,19 @@ def _ratios(pairs: pd.DataFrame, name: str) -> dict[str, Any]:
 def _generation_figures(rows: pd.DataFrame) -> dict[str, Any]:
     done = rows[rows["status"] == "ok"]
     prompts, repeats = done["prompt"].to_numpy(), done["repeat"].to_numpy()
+    speeds, units = done, "prompt"
+    if (done["group"] != "").any():
+        speeds, units = done.drop_duplicates(["group", "repeat"]), "group"
+    speed = stats.geometric_mean(
+        speeds["tokens_per_second" if units == "prompt" else "throughput"].to_numpy(),
+        speeds[units].to_numpy(),
+        speeds["repeat"].to_numpy(),
+    )
     return {
         "prompts": done["prompt"].nunique(),
         "generations": len(done),
         "failures": int((rows["status"] == "failed").sum()),
-        **_named(
-            "tokens_per_second", stats.geometric_mean(done["tokens_per_second"].to_numpy(), prompts, repeats)
-        ),
+        **_named("tokens_per_second", speed),
         "ttft_s": stats.geometric_mean(done["ttft_s"].to_numpy(), prompts, repeats).value,
         "peak_memory_bytes": float(done["peak_memory_bytes"].max()) if len(done) else _NAN,
         "log_probability": float(
@@ -560,17 +673,19 @@ def _speedups(
     fields: Mapping[str, Any],
     rows: pd.DataFrame,
     pairs: pd.DataFrame | None,
+    groups: pd.DataFrame | None,
     run: Mapping[str, Any],
 ) -> dict[str, Any]:
     if (fields["kind"] == "plain" or fields["baseline"] == config) and len(rows):
-        return dict.fromkeys(("speedup", "speedup_total", "pooled_speedup"), 1.0)
+        whole = 1.0 if math.isnan(fields["batch"]) else _NAN
+        return {"speedup": 1.0, "speedup_total": whole, "pooled_speedup": 1.0}
     if pairs is None:
         return {"speedup": _NAN, "speedup_total": _NAN, "pooled_speedup": _NAN}
-    ratios = _ratios(pairs, "speedup")
+    ratios = _ratios(pairs if groups is None else groups, "speedup")
     del ratios["prompts"]  # those of the configuration stand there, paired or not
-    total = stats.geometric_mean(
-        pairs["ratio_total"].to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
-    )
+    # With a batch, the speedup itself is about whole times.
+    totals = pairs["ratio_total"].to_numpy() * (1.0 if groups is None else _NAN)
+    total = stats.geometric_mean(totals, pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy())
     identical = pairs["identical"].dropna()
     return {
         **ratios,
@@ -663,6 +778,54 @@ def _predictions(
     }
 
 
+def _batch_predictions(
+    steps: Steps, fields: Mapping[str, Any], costs: Mapping[str, Any] | None, df: pd.DataFrame
+) -> dict[str, float]:
+    """What theory makes of each group's steps and of the times of shared passes, as a geometric mean over groups.
+
+    Of a closed loop of as many clients as the batch; the time to the first token is that of plain decoding. For the
+    arguments see ``_predictions``.
+    """
+    timed, batch = SharedCosts.from_json(costs or {}), int(fields["batch"])
+    drafter = timed.drafter_s.get(fields["drafter"], {})
+    if 1 not in timed.target_s.get(batch, {}) or batch not in drafter or not steps["drafted"].any():
+        return {}
+    if fields["arrivals"] != f"closed:{batch}":
+        return {}
+    plain = df[(df["config"] == fields["baseline"]) & (df["status"] == "ok")]
+    first = plain.groupby("group")["ttft_s"].mean().to_dict()
+    groups, names = pd.factorize(df["group"])
+    ratios: list[float] = []
+    iid: list[float] = []
+    units = []
+    for code, mine in steps.split(groups[steps.row]).items():
+        name = str(names[code])
+        if name not in first:
+            continue
+        requests = len(np.unique(mine.row))
+        verified = float((mine["nodes"] + mine["siblings"]).mean()) + 1.0
+        alpha = _ratio(mine.alpha_sum.sum(), mine["tested"].sum())
+        gained = np.maximum(mine["emitted"] - mine["accepted"] - 1, 0).mean()
+        by_alpha = np.mean([expected_tokens(alpha, gamma) for gamma in mine["drafted"]]) + gained
+        for found, tokens in ((ratios, mine["emitted"].mean()), (iid, by_alpha)):
+            found.append(
+                predicted_throughput_ratio(
+                    tokens=float(tokens),
+                    plain_s=timed.target_pass_s(batch, 1),
+                    step_s=float(mine["passes"].mean()) * drafter[batch]
+                    + timed.target_pass_s(batch, verified),
+                    first_s=float(first[name]),
+                    behind=float(mine["emitted"].sum()) / requests,
+                    more_s=float(mine["draft_prefill_s"].sum()) / requests,
+                )
+            )
+        units.append(name)
+    return {
+        **_named("predicted_speedup", stats.geometric_mean(ratios, units)),
+        **_named("predicted_speedup_iid", stats.geometric_mean(iid, units)),
+    }
+
+
 def _count_ranks(rows: pd.DataFrame) -> dict[tuple[int, int], list[int]]:
     """``count_ranks`` of all steps of some generations."""
     widths, ranks = (chain.from_iterable(rows[f"steps_{name}"]) for name in ("widths", "ranks"))
@@ -670,9 +833,9 @@ def _count_ranks(rows: pd.DataFrame) -> dict[tuple[int, int], list[int]]:
 
 
 def winners(frame: pd.DataFrame) -> set[str]:
-    """Of a summary: at each temperature the configuration with the largest speedup of those that are surely faster."""
+    """Of a summary: over each baseline the configuration with the largest speedup of those that are surely faster."""
     faster = frame[(frame["kind"] == "speculative") & (frame["verdict"] == "faster")]
-    return set(faster.loc[faster.groupby("temperature")["speedup"].idxmax(), "config"])
+    return set(faster.loc[faster.groupby("baseline")["speedup"].idxmax(), "config"])
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """The lines of ``generations.jsonl``: their fields, each declared once, and what a table of them holds.
 
+A line is a generation, or a group of them that were decoded side by side (``requests``).
+
 The writer, the check on reading and the columns of the table follow from what is declared here;
 docs/results-format.md describes the fields, and a test holds it against this.
 """
@@ -19,13 +21,16 @@ from specbench.shapes import count, misfit, number, size
 
 __all__ = [
     "FOREIGN",
+    "GROUP",
     "LINE",
     "MEASURED",
     "OTHER_ANSWERS",
+    "REQUEST",
     "STEP_FIELDS",
     "STEP_OTHERS",
     "Key",
     "StepField",
+    "generations",
     "key_of",
     "numbers",
     "parse_json",
@@ -36,7 +41,7 @@ __all__ = [
 ]
 
 Key = tuple[str, str, int, int, bool]
-"""What is measured at most once: configuration, prompt, turn, repeat, and whether it is a warm-up."""
+"""What is measured at most once: configuration, prompt or group, turn, repeat, and whether it is a warm-up."""
 
 OTHER_ANSWERS = ("beam",)
 """Kinds of configurations whose answers are not meant to be plain decoding's."""
@@ -59,6 +64,18 @@ MEASURED = {
     "peak_memory_bytes?": (count, None), "log_probability?": _MAYBE_NUMBER, "steps": dict,
 }  # fmt: skip
 """What a line of a generation that has not failed holds beside that."""
+
+REQUEST = {"prompt": str, "category?": str, "arrived_s": size, "queued_s": size} | {
+    name: shape for name, shape in MEASURED.items() if name != "peak_memory_bytes?"
+}
+"""What a generation within a group holds."""
+
+GROUP = {
+    "requests": [REQUEST], "clients": (count, None), "seconds": size, "tokens": count,
+    "peak_memory_bytes?": (count, None),
+    "pool?": (None, {"block": count, "blocks": count, "peak": count, "bytes": count}),
+}  # fmt: skip
+"""What a line of a group that has not failed holds beside ``LINE``, whose ``prompt`` is the group's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +126,17 @@ def key_of(row: Mapping[str, Any]) -> Key:
     return row["config"], row["prompt"], row["turn"], row["repeat"], row["warmup"]
 
 
+def generations(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The generations of a line: itself, or those of its group with all that the line says of them.
+
+    Each has ``group``: the name of its group, empty for one that was decoded alone.
+    """
+    if "requests" not in row:
+        return [{**row, "group": ""}]
+    of_all = {name: value for name, value in row.items() if name != "requests"}
+    return [{**of_all, **request, "group": row["prompt"]} for request in row["requests"]]
+
+
 # -- writing ---------------------------------------------------------------------------------------
 
 
@@ -156,8 +184,15 @@ def _is_row(row: dict[str, Any]) -> bool:
         return False
     if row["status"] == "failed":
         return True
-    if row["status"] != "ok" or misfit(row, MEASURED) is not None:
+    if row["status"] != "ok":
         return False
+    if "requests" in row:
+        return misfit(row, GROUP) is None and all(map(_is_generation, row["requests"]))
+    return misfit(row, MEASURED) is None and _is_generation(row)
+
+
+def _is_generation(row: dict[str, Any]) -> bool:
+    """Whether the lists of a generation belong together."""
     steps = row["steps"]
     names = [field.name for field in STEP_FIELDS if field.before is None or field.name in steps]
     lists = [steps.get(name) for name in (*names, "expected_acceptance")]

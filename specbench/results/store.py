@@ -23,6 +23,7 @@ from specbench.results.rows import (
     STEP_FIELDS,
     STEP_OTHERS,
     Key,
+    generations,
     key_of,
     numbers,
     parse_json,
@@ -40,6 +41,7 @@ __all__ = [
     "find_runs",
     "load_results",
     "read_run",
+    "speed_of",
     "stored_runs",
     "write_csv",
 ]
@@ -379,7 +381,8 @@ _ENVIRONMENT = {**{f"{name}?": _FACT for name in _MACHINE}, "devices?": ([str], 
 _TARGET = {f"{name}?": _FACT for name in ("name", "fingerprint", "dtype", "device", "vocab_size", "packed")}
 _CONFIG_SHAPE = {
     "id": str, "label": str, "kind": str, "drafter": str, "gamma": (length, None), "policy": str, "temperature": size,
-    "cache": str, "baseline": str, "drafter_fingerprint?": _MAYBE_TEXT,
+    "cache": str, "baseline": str, "drafter_fingerprint?": _MAYBE_TEXT, "batch?": (count, None),
+    "arrivals?": _MAYBE_TEXT,
 }  # fmt: skip
 
 
@@ -388,6 +391,13 @@ def _are_pass_times(value: object) -> bool:
     return isinstance(value, dict) and all(
         n.isdecimal() and n.isascii() and len(n) < 9 and size(seconds) and seconds > 0
         for n, seconds in value.items()
+    )
+
+
+def _are_shared_times(value: object) -> bool:
+    """Whether it maps numbers of requests to pass times."""
+    return isinstance(value, dict) and all(
+        n.isdecimal() and n.isascii() and len(n) < 9 and _are_pass_times(times) for n, times in value.items()
     )
 
 
@@ -413,6 +423,7 @@ _RUN_SHAPE = {
     "finished?": _MAYBE_TEXT,
     "costs?": (None, {"target_pass_s": _are_pass_times, "drafter_pass_s?": {str: (size, None)},
                      "drafter_rows_s?": {str: _are_pass_times}}),
+    "shared_costs?": (None, {"target_pass_s": _are_shared_times, "drafter_pass_s?": {str: _are_pass_times}}),
     "differences?": (None, [(_DIFFERENCE, _UNEXPLAINED)]),
     "warnings?": [{"id": str, "severity": str, "message": str, "advice": str}],
     "changes?": [{"differing?": [str], "environment?": _ENVIRONMENT, "options?": dict}],
@@ -439,7 +450,8 @@ def load_results(path: str | Path | Sequence[str | Path]) -> DataFrame:
 
     Returns:
         The fields of ``generations.jsonl``, those of the row's configuration (``label``, ``kind``,
-        ``drafter``, ``gamma``, ``policy``, ``temperature``, ``cache``, ``baseline``), ``target`` (its name),
+        ``drafter``, ``gamma``, ``policy``, ``temperature``, ``cache``, ``baseline``, ``batch``, ``arrivals``),
+        ``target`` (its name), of what was decoded side by side that of its ``group`` (else empty, and NaN),
         and derived from the steps: ``tokens_per_second`` (behind the first emission), ``tokens_per_step``,
         ``acceptance_rate`` and ``alpha``, NaN where they have no meaning. The steps' numbers are arrays with
         an element per step in columns ``steps_<name>``; ``steps_expected_acceptance`` is a list of lists,
@@ -509,6 +521,8 @@ _COST_SHAPES = (
     {"kind": "target", "tokens": count, "seconds": [size], "context_tokens": count},
     {"kind": "drafter", "drafter": str, "seconds": [size], "context_tokens": count},
     {"kind": "tree", "drafter": str, "nodes": count, "seconds": [size], "context_tokens": count},
+    {"kind": "shared-target", "requests": count, "tokens": count, "seconds": [size], "context_tokens": count},
+    {"kind": "shared-drafter", "drafter": str, "requests": count, "seconds": [size], "context_tokens": count},
 )
 
 
@@ -533,16 +547,22 @@ def _unique(rows: Iterable[dict[str, Any]], problems: list[str]) -> Iterator[dic
 
 
 _NAN = float("nan")
-_CONFIG_FIELDS = ("label", "kind", "drafter", "gamma", "policy", "temperature", "cache", "baseline")
+_CONFIG_FIELDS = (
+    "label", "kind", "drafter", "gamma", "policy", "temperature", "cache", "baseline", "batch", "arrivals",
+)  # fmt: skip
+_NUMBERS = ("gamma", "batch")
+"""Of these; NaN where there is none."""
+
 _PLAIN_FIELDS = (
-    "run_id", "config", "prompt", "category", "turn", "repeat", "order", "status", "error", "finish_reason",
+    "run_id", "config", "group", "prompt", "category", "turn", "repeat", "order", "status", "error", "finish_reason",
     "started",
 )  # fmt: skip
 _MEASURED_FIELDS = (
     "prompt_tokens", "new_tokens", "ttft_s", "prefill_s", "decode_s", "total_s", "peak_memory_bytes", "log_probability",
-    "load_average",
+    "load_average", "arrived_s", "queued_s",
 )  # fmt: skip
 _DERIVED = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
+_OF_GROUPS = ("throughput", "pool_blocks", "pool_peak_blocks", "pool_peak_bytes")
 
 
 class _Columns:
@@ -552,7 +572,7 @@ class _Columns:
     def __init__(self) -> None:
         names = (
             *_PLAIN_FIELDS, *_MEASURED_FIELDS, "token_ids", "warnings", "target", *_CONFIG_FIELDS, *_DERIVED,
-            *(f"steps_{field.name}" for field in STEP_FIELDS), *(f"steps_{name}" for name in STEP_OTHERS),
+            *_OF_GROUPS, *(f"steps_{field.name}" for field in STEP_FIELDS), *(f"steps_{name}" for name in STEP_OTHERS),
         )  # fmt: skip
         self.values: dict[str, list[Any]] = {name: [] for name in names}
 
@@ -568,13 +588,16 @@ class _Columns:
             elif row["config"] not in configs:
                 unknown += 1
             else:
+                config, target = configs[row["config"]], run["target"].get("name")
                 try:
-                    cells = _cells(row, configs[row["config"]], run["target"].get("name"))
+                    group = _of_group(row)
+                    found = [_cells(each, config, target) | group for each in generations(row)]
                 except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
                     damaged += 1
                     continue
-                for name, values in self.values.items():
-                    values.append(cells[name])
+                for cells in found:
+                    for name, values in self.values.items():
+                        values.append(cells[name])
         for lines, what in (
             (foreign, "belong to another run"),
             (unknown, "name a configuration that run.json lacks"),
@@ -595,7 +618,7 @@ def _cells(row: Mapping[str, Any], config: Mapping[str, Any], target: str | None
         cells[name] = _NAN if value is None else value
     for name in _CONFIG_FIELDS:
         value = config.get(name)
-        cells[name] = _NAN if name == "gamma" and value is None else value
+        cells[name] = _NAN if name in _NUMBERS and value is None else value
     cells["token_ids"] = numbers(row.get("token_ids") or [], int)
     steps = step_columns(row.get("steps") or {})
     cells.update({f"steps_{name}": values for name, values in steps.items()})
@@ -603,14 +626,39 @@ def _cells(row: Mapping[str, Any], config: Mapping[str, Any], target: str | None
     return cells
 
 
+def speed_of(row: Mapping[str, Any]) -> float:
+    """Decode tokens/s of a line, of a group its throughput; NaN without any. docs/metrics.md defines both."""
+    if "requests" not in row:
+        rest = row["new_tokens"] - row.get("first_tokens", 1)
+        return _ratio(rest, row["decode_s"]) if rest > 0 else _NAN
+    tokens = sum(each["new_tokens"] for each in row["requests"])
+    if row["clients"] is None:
+        return _ratio(tokens, row["seconds"])
+    # Each client is always waiting for one of them.
+    return _ratio(row["clients"] * tokens, sum(each["total_s"] for each in row["requests"]))
+
+
+def _of_group(row: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of a line that belong to all of its generations; docs/metrics.md defines them."""
+    if "requests" not in row:
+        return dict.fromkeys(_OF_GROUPS, _NAN)
+    pool = row.get("pool") or {}
+    blocks, peak = pool.get("blocks", _NAN), pool.get("peak", _NAN)
+    return {
+        "throughput": speed_of(row),
+        "pool_blocks": blocks,
+        "pool_peak_blocks": peak,
+        "pool_peak_bytes": pool.get("bytes", _NAN) * _ratio(peak, blocks),
+    }
+
+
 def _derived(row: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, float]:
     """Figures of a row; docs/metrics.md defines them."""
     if row["status"] != "ok":
         return dict.fromkeys(_DERIVED, _NAN)
-    rest = row["new_tokens"] - row.get("first_tokens", 1)
     alphas = numbers([value for step in steps["expected_acceptance"] for value in step], float)
     return {
-        "tokens_per_second": _ratio(rest, row["decode_s"]) if rest > 0 else _NAN,
+        "tokens_per_second": speed_of(row),
         "tokens_per_step": _ratio(float(steps["emitted"].sum()), len(steps["emitted"])),
         "acceptance_rate": _ratio(float(steps["accepted"].sum()), float(steps["drafted"].sum())),
         "alpha": float(alphas.mean()) if len(alphas) else _NAN,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.errors import UsageError
 from specbench.results import frames, stats
+from specbench.results.batches import Line, lines_of
 from specbench.results.compare import side_by_side
 from specbench.results.frames import estimate_of
 from specbench.results.rows import FOREIGN
@@ -23,7 +24,7 @@ from specbench.textsafe import one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Answer", "answer_markdown", "find_answers", "generate_command"]
+__all__ = ["Answer", "answer_markdown", "find_answers", "generate_command", "where_it_stops"]
 
 _FEW = 3  # categories that the answer names one by one
 _TIES = 5  # configurations as good as the best that the answer names
@@ -69,7 +70,10 @@ def find_answers(
     for temperature in temperatures:
         mine = [row for row in rows if row["temperature"] == temperature]
         when = "" if len(temperatures) == 1 else _when(temperature)
-        found.append(_answer(df, summary, mine, cells, arguments, when))
+        if any(not math.isnan(row["batch"]) for row in mine):
+            found.append(_answer_with_batches(df, summary, mine, arguments, when))
+        else:
+            found.append(_answer(df, summary, mine, cells, arguments, when))
     return found
 
 
@@ -118,6 +122,120 @@ def _answer(
         generate_command(arguments, best) if best["verdict"] != "cannot tell" else "",
         [*_details(df, best, top, measured, plain), *_references(others)],
     )
+
+
+def _answer_with_batches(
+    df: pd.DataFrame,
+    summary: pd.DataFrame,
+    rows: list[dict[str, Any]],
+    arguments: Sequence[str],
+    when: str,
+) -> Answer:
+    """The answer for requests side by side: up to which batch the best drafter and rule pay."""
+    temperature, disturbance = rows[0]["temperature"], str(summary.attrs.get("disturbance", ""))
+    lines = [line for line in lines_of(summary) if line.rows[0]["temperature"] == temperature]
+    plain = [row for row in rows if row["kind"] == "plain" and row["generations"]]
+    details = [*_throughputs(plain), *_latencies(df, temperature)]
+    if not lines:
+        headline = "No speculative decoding was measured to its end in a closed loop of as many clients as the batch."
+        return Answer(when + headline, None, details=details)
+    best, *others = lines
+    verdict: stats.Verdict = "cannot tell"
+    if best.pays is not None:
+        verdict = "faster"
+    elif all(row["verdict"] == "slower" for row in best.rows):
+        verdict = "slower"
+    row = best.rows[0] if best.pays is None else best.at(best.pays)
+    told = [
+        f"{_described(line.rows[0])}: {where_it_stops(line, disturbance)}" for line in (best, *others[:_TIES])
+    ]
+    if len(others) > _TIES:
+        told.append(f"{len(others) - _TIES} more drafters and rules stand in the table.")
+    if not math.isnan(row["identical_share"]):
+        details.append(identity_text([row], frames.run_of(df)["target"].get("dtype")))
+    return Answer(
+        when + told[0],
+        verdict,
+        command="" if verdict == "cannot tell" else generate_command(arguments, row),
+        details=[*told[1:], *details],
+    )
+
+
+def where_it_stops(line: Line, disturbance: str = "") -> str:
+    """At which batch speculation stops paying, in a sentence, as far as the intervals tell.
+
+    Args:
+        line: A drafter and a rule over batches.
+        disturbance: Why there are no verdicts; empty where there are.
+    """
+
+    def at(batch: int) -> str:
+        return f"{stats.ratio_text(estimate_of(line.at(batch)))} over plain decoding at the same batch"
+
+    first, last = line.batches[0], line.batches[-1]
+    if disturbance:
+        return f"{disturbance} At batch {last} it measured {at(last)}."
+    told, untold = line.told
+    if not told:
+        return (
+            "too few groups of prompts for intervals, so it cannot be told where it stops paying; at batch"
+            f" {last} it measured {at(last)}."
+        )
+    if untold:
+        batches = ", ".join(map(str, untold))
+        return f"{where_it_stops(Line(told))} Too few groups of prompts for an interval at batch {batches}."
+    pays, stops = line.pays, line.stops
+    if stops is None:
+        every = f"pays at all batches from {first} to {last}, at the last {at(last)}"
+        only = f"pays at batch {first}, the only one measured, {at(first)}"
+        return f"{only if first == last else every}; where it stops was not seen."
+    reaches = "lies below 1" if line.at(stops)["verdict"] == "slower" else "reaches below 1"
+    if pays is None and first == last:
+        return f"does not surely pay at batch {first}, the only one measured: the interval {reaches}, {at(first)}."
+    if pays is None:
+        return f"surely pays at no batch from {first} to {last}: at batch {stops} the interval {reaches}, {at(stops)}."
+    if pays < stops:
+        return f"pays up to batch {pays}, {at(pays)}; at batch {stops} the interval {reaches}, {at(stops)}."
+    return (
+        f"the largest batch at which it surely pays is {pays}, {at(pays)}; yet at batch {stops} the interval {reaches},"
+        f" {at(stops)}."
+    )
+
+
+def _throughputs(plain: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How much a batch brings by itself."""
+    if not plain:
+        return
+    closed = [row for row in plain if row["arrivals"] == f"closed:{row['batch']:.0f}"]
+    closed.sort(key=lambda row: float(row["batch"]))
+    if len(closed) > 1:
+        low, high = closed[0], closed[-1]
+        gain = high["tokens_per_second"] / low["tokens_per_second"]
+        yield (
+            f"Plain decoding gives {_speed(low)} at batch {low['batch']:g} and {_speed(high)} at batch"
+            f" {high['batch']:g}, {stats.decimals(gain)} times as much."
+        )
+
+
+def _latencies(df: pd.DataFrame, temperature: float) -> Iterator[str]:
+    """What requests saw that came by the clock, or from more clients than the batch: plainly, and with the best."""
+    rows = frames.records(frames.request_frame(df))
+    rows = [row for row in rows if row["temperature"] == temperature]
+    for plain in rows:
+        if plain["kind"] != "plain" or plain["arrivals"] == f"closed:{plain['batch']:.0f}":
+            continue
+        mine = [row for row in rows if row["baseline"] == plain["config"] and row is not plain]
+        mine = [row for row in mine if not math.isnan(row["latency_s_p50"])]
+        if not mine:
+            continue
+        best = min(mine, key=lambda row: float(row["latency_s_p50"]))
+        seconds = [
+            f"{stats.decimals(row[f'latency_s_{p}'])} s" for p in ("p50", "p95") for row in (best, plain)
+        ]
+        yield (
+            f"{one_line(plain['arrivals'])} at batch {plain['batch']:g}: an answer takes {seconds[0]} with"
+            f" {_described(best)} and {seconds[1]} plainly (medians; 95th percentiles {seconds[2]} and {seconds[3]})."
+        )
 
 
 def _rivals(df: pd.DataFrame, best: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> str:
@@ -244,6 +362,9 @@ def generate_command(arguments: Sequence[str], row: Mapping[str, Any]) -> str:
     words += [name for name in _SHARED_FLAGS if name in arguments]
     if row["temperature"]:
         words += ["--temperature", f"{row['temperature']:g}"]
+    if not math.isnan(row["batch"]):
+        batch = ["--prompts", "PROMPTS.jsonl", "--batch", f"{row['batch']:g}"]
+        return f"specbench generate {shlex.join(map(one_line, [*words, *batch]))}"
     return f'specbench generate {shlex.join(map(one_line, words))} "Your prompt"'
 
 

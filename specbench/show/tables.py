@@ -13,7 +13,7 @@ import pandas as pd
 
 from specbench.decoding.records import PARTS
 from specbench.results import stats
-from specbench.results.frames import estimate_of, records, winners
+from specbench.results.frames import PERCENTILES, estimate_of, records, winners
 from specbench.results.rows import OTHER_ANSWERS
 from specbench.textsafe import counted, one_line, terminal_safe
 
@@ -67,33 +67,45 @@ def sheet_of(frame: pd.DataFrame) -> Sheet:
         return _category_sheet(frame)
     if kind == "position":
         return _plain_sheet(frame, _POSITION_COLUMNS)
+    if kind == "requests":
+        return dataclasses.replace(_plain_sheet(frame, _REQUEST_COLUMNS), notes=_request_notes(frame))
     raise ValueError("not a frame of figures made by this module")
 
 
-_TOO_FEW = (
-    f"one run of one prompt, or an interval whose ends are more than a factor of {stats.WIDEST:g} apart"
-)
+def _too_few(one: str) -> str:
+    return (
+        f"Too few to say: one run of one {one}, or an interval whose ends are more than a factor of {stats.WIDEST:g}"
+        " apart."
+    )
 
 
 def notes(frame: pd.DataFrame) -> list[str]:
     """What to say below a summary: what the intervals are over, and every figure that could be misread."""
     out = []
     compared = frame[frame["speedup_low"].notna()]
+    side_by_side = bool(frame["batch"].notna().any())
+    if side_by_side:
+        out.append(
+            "With a batch, tokens/s are the throughput of all requests, from the arrival of each to its end, and the"
+            " speedup is the ratio of throughputs over plain decoding at the same batch."
+        )
+    unit, one = ("groups of prompts", "group of prompts") if side_by_side else ("prompts", "prompt")
     if (compared["speedup_basis"] == "prompts").any():
-        out.append("Speedups are geometric means over prompts; in brackets the 95% interval over prompts.")
+        out.append(f"Speedups are geometric means over {unit}; in brackets the 95% interval over {unit}.")
     if (frame["speedup_basis"] == "repeats").any():
         out.append(
-            "*: one prompt; the interval is over its repeats, holds within that prompt only, and is no verdict."
+            f"*: one {one}; the interval is over its repeats, holds within that {one.split()[0]} only, and is no"
+            " verdict."
         )
     if (
         (frame["config"] != frame["baseline"]) & frame["speedup"].notna() & frame["speedup_low"].isna()
     ).any():
-        out.append(f"Too few to say: {_TOO_FEW}.")
+        out.append(_too_few(one))
     if frame.attrs.get("disturbance"):
         out.append(frame.attrs["disturbance"])
     out += [
         f"{row['label']}: all tokens over all seconds give {_ratio_text(row, 'pooled_speedup')}, "
-        f"the mean over prompts {_ratio_text(row, 'speedup')}: its prompts fare differently."
+        f"the mean over {unit} {_ratio_text(row, 'speedup')}: its {unit.split()[0]} fare differently."
         for row in records(frame)
         if _means_differ(row)
     ]
@@ -230,6 +242,33 @@ _SUMMARY_COLUMNS = [
     _Column("prompts", "prompts", 17, _as(_count, "prompts")),
     _Column("failed", "failures", 7, _as(_count, "failures")),
 ]
+
+
+def _scaled(by: float) -> Callable[[float], str]:
+    return lambda value: stats.decimals(by * value)
+
+
+def _percentile_columns(name: str, figure: str, rank: int, by: float) -> list[_Column]:
+    """A column for each percentile of a latency; the median is the last to be left out."""
+    return [
+        _Column(f"{name} p{percent}", key, rank + 5 * number, _as(_scaled(by), key))
+        for number, percent in enumerate(PERCENTILES)
+        for key in [f"{figure}_p{percent}"]
+    ]
+
+
+_REQUEST_COLUMNS = [
+    _Column("configuration", "label", 0, lambda row: str(row["label"])),
+    _Column("requests", "requests", 9, _as(_count, "requests")),
+    _Column("tokens/s", "throughput", 0, _as(stats.decimals, "throughput")),
+    *_percentile_columns("ms/token", "token_s", 1, 1000.0),
+    *_percentile_columns("TTFT ms", "ttft_s", 2, 1000.0),
+    *_percentile_columns("whole s", "latency_s", 3, 1.0),
+    *_percentile_columns("waited s", "queued_s", 4, 1.0),
+    _Column("accepted", "acceptance_rate", 8, _as(_percent, "acceptance_rate")),
+    _Column("blocks", "pool_peak_blocks", 10, _as(_count, "pool_peak_blocks")),
+    _Column("pool", "pool_peak_bytes", 10, _as(_bytes, "pool_peak_bytes")),
+]
 _POSITION_COLUMNS = [
     _Column("configuration", "label", 0, lambda row: str(row["label"])),
     _Column("position", "position", 0, _as(_count, "position")),
@@ -249,6 +288,23 @@ def _plain_sheet(frame: pd.DataFrame, columns: Sequence[_Column]) -> Sheet:
     return Sheet(
         [column.heading for column in columns], rows, values, [column.rank for column in columns], []
     )
+
+
+_FOR_P95, _FOR_P99 = 20, 100
+"""Requests from which on these percentiles are not near to the largest value."""
+
+
+def _request_notes(frame: pd.DataFrame) -> list[str]:
+    out = [
+        "Of all requests: ms/token behind the first emission, TTFT and the whole time from a request's arrival, which"
+        " include the wait for its turn; blocks and bytes are the most of the target's pool that were taken."
+    ]
+    if len(frame) and frame["requests"].min() < _FOR_P99:
+        out.append(
+            f"The 99th percentile of fewer than {_FOR_P99} requests lies close to the slowest of them, and the 95th of"
+            f" fewer than {_FOR_P95}."
+        )
+    return out
 
 
 def _summary_sheet(frame: pd.DataFrame) -> Sheet:
@@ -277,7 +333,7 @@ def _category_sheet(frame: pd.DataFrame) -> Sheet:
         values.append([label, *(_NAN if row is None else row["speedup"] for row in found)])
     said = ["Speedup over plain decoding, geometric mean over the category's prompts, with its 95% interval."]
     if frame["speedup_low"].isna().any():
-        said.append(f"Too few to say: {_TOO_FEW}.")
+        said.append(_too_few("prompt"))
     if (frame["speedup_basis"] == "repeats").any():
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
     headings = ["configuration", *map(one_line, categories)]

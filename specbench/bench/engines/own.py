@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.bench.grid import LOOKUP_TOKENS, Config
-from specbench.bench.passes import PassTimes, time_passes
+from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
+from specbench.bench.serving import Answered, Asked, Load, SkippingClock, serve
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.options import ModelOptions
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from specbench.decoding.clocks import Clock
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.request import DraftPolicy
+    from specbench.generate import GenerationRun
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
     from specbench.progress import Progress
@@ -30,8 +33,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Engine",
     "EngineOptions",
+    "GroupOutcome",
     "ModelEngine",
     "Outcome",
+    "RequestOutcome",
     "check_engine",
     "load_engine",
 ]
@@ -70,6 +75,41 @@ class Outcome:
     log_probability: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestOutcome:
+    """One of several generations side by side.
+
+    Attributes:
+        outcome: Its figures; the time to its first emission begins when it was sent.
+        arrived_s: When it was sent, in seconds from the beginning of the group.
+        queued_s: How long it waited for its turn.
+    """
+
+    outcome: Outcome
+    arrived_s: float
+    queued_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """Generations side by side.
+
+    Attributes:
+        requests: In the order in which they came.
+        seconds: From the beginning to the end of the last of them.
+        tokens: That were emitted in this time, for requests that are not measured too.
+        pool: How much of the target's pool was taken: positions in a ``block``, ``blocks`` in all, the most taken at a
+            time (``peak``), and ``bytes`` of all; ``None`` without one.
+        peak_memory_bytes: Most memory in use meanwhile.
+    """
+
+    requests: tuple[RequestOutcome, ...]
+    seconds: float
+    tokens: int
+    pool: Mapping[str, int] | None = None
+    peak_memory_bytes: int | None = None
+
+
 class Engine(Protocol):
     """Carries out what a sweep asks for. Its models stay loaded, and nothing is left over from one call to the next."""
 
@@ -88,6 +128,10 @@ class Engine(Protocol):
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
+    def serve(self, config: Config, load: Load, *, max_new_tokens: int, ignore_eos: bool) -> GroupOutcome:
+        """Decode requests side by side, in the batch of the configuration; any exception means that all failed."""
+        ...
+
     def measure_costs(
         self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
     ) -> PassTimes:
@@ -96,6 +140,13 @@ class Engine(Protocol):
 
         A sweep asks for this again and again, so that a disturbance spoils a few of the times and not their median.
         """
+        ...
+
+    def measure_shared_costs(
+        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
+    ) -> SharedTimes:
+        """Time passes that so many requests share: of the target with each number of tokens of each in ``widths``, and
+        of the drafters."""
         ...
 
     def difference(
@@ -196,20 +247,57 @@ class ModelEngine:
 
         decode = self._decode if config.kind in ("plain", "speculative") else self._decode_with_transformers
         reset_peak_memory(self._device)
-        try:
+        with self._freeing_memory():
             outcome = decode(config, prompt, max_new_tokens, ignore_eos, seed)
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            error.__traceback__ = None  # its frames hold the tensors that did not fit
-            self._free_memory()
-            raise RunError("There was not enough memory for this configuration.") from None
         outcome = replace(outcome, peak_memory_bytes=peak_memory(self._device))
         if self._rate_answers and (
             config.kind == "beam" or (config.kind == "plain" and not config.temperature)
         ):
             outcome = replace(outcome, log_probability=self._log_probability(prompt, outcome.token_ids))
         return outcome
+
+    def serve(self, config: Config, load: Load, *, max_new_tokens: int, ignore_eos: bool) -> GroupOutcome:
+        from specbench.bench.environment import reset_peak_memory
+        from specbench.decoding.clocks import peak_memory
+        from specbench.generate_many import GenerationRuns
+
+        def made(asked: Asked) -> GenerationRun:
+            return self._run(config, asked.prompt, max_new_tokens, ignore_eos, asked.seed)
+
+        def start(asked: Asked) -> GenerationRun:
+            return ready.pop(id(asked), None) or made(asked)
+
+        assert config.batch is not None
+        reset_peak_memory(self._device)
+        clock = SkippingClock(self._clock)
+        with self._freeing_memory():
+            ready = {id(asked): made(asked) for asked in load.different}  # before anybody waits
+            runs = GenerationRuns((), max_batch=config.batch, later=[*ready.values()], clock=clock)
+            served = serve(load, runs, start, clock)
+        use = None if runs.seats is None else runs.seats.use
+        return GroupOutcome(
+            requests=tuple(
+                RequestOutcome(_outcome(each), each.arrived_s, each.queued_s) for each in served.requests
+            ),
+            seconds=served.seconds,
+            tokens=served.tokens,
+            pool=None
+            if use is None
+            else {"block": use.block, "blocks": use.blocks, "peak": use.peak, "bytes": use.bytes},
+            peak_memory_bytes=peak_memory(self._device),
+        )
+
+    @contextmanager
+    def _freeing_memory(self) -> Iterator[None]:
+        """Where memory runs out, free what there is, and say so."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            error.__traceback__ = None  # its frames hold the tensors that did not fit
+            self._free_memory()
+            raise RunError("There was not enough memory for this configuration.") from None
 
     def _log_probability(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
         """Natural logarithm of the probability that the target's softmax, without any transforms, gives an answer."""
@@ -242,14 +330,13 @@ class ModelEngine:
             raise drafter
         return drafter
 
-    def _decode(
+    def _run(
         self, config: Config, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool, seed: int
-    ) -> Outcome:
-        from specbench.decoding.metrics import time_split
+    ) -> GenerationRun:
         from specbench.decoding.sampling import Sampling
         from specbench.generate import GenerationRun
 
-        run = GenerationRun(
+        return GenerationRun(
             prompt,
             self.target,
             None if config.kind == "plain" else self._drafter(config.drafter),
@@ -260,6 +347,13 @@ class ModelEngine:
             seed=seed,
             model_defaults=self.model_defaults,
         )
+
+    def _decode(
+        self, config: Config, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool, seed: int
+    ) -> Outcome:
+        from specbench.decoding.metrics import time_split
+
+        run = self._run(config, prompt, max_new_tokens, ignore_eos, seed)
         for _ in run:
             pass
         generation = run.result()
@@ -364,18 +458,9 @@ class ModelEngine:
     def measure_costs(
         self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
     ) -> PassTimes:
-        from specbench.drafters.parts import drafting_parts
-
-        # Of a cascade a pass of its model: its other tokens cost none. Of several drafters one of each.
-        usable: dict[str, Drafter] = {
-            name: drafter if len(parts) > 1 else parts[0]
-            for name, drafter in self.drafters.items()
-            if not isinstance(drafter, SpecbenchError)
-            for parts in [drafting_parts(drafter)]
-        }
         return time_passes(
             self.target.scorer,
-            usable,
+            self._timed_drafters(),
             prompt,
             widths,
             self._clock,
@@ -383,6 +468,31 @@ class ModelEngine:
             self._order,
             abreast=abreast,
         )
+
+    def measure_shared_costs(
+        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
+    ) -> SharedTimes:
+        return time_shared_passes(
+            self.target,
+            self._timed_drafters(),
+            prompt,
+            requests,
+            widths,
+            self._clock,
+            _COST_PASSES,
+            self._order,
+        )
+
+    def _timed_drafters(self) -> dict[str, Drafter]:
+        """Of a cascade its model, whose passes are timed: its other tokens cost none. Of several drafters all."""
+        from specbench.drafters.parts import drafting_parts
+
+        return {
+            name: drafter if len(parts) > 1 else parts[0]
+            for name, drafter in self.drafters.items()
+            if not isinstance(drafter, SpecbenchError)
+            for parts in [drafting_parts(drafter)]
+        }
 
     def difference(
         self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
@@ -400,6 +510,21 @@ def _finish_reason(tokens: Sequence[int], end_ids: Sequence[int], max_new_tokens
     if tokens and tokens[-1] in end_ids:
         return "eos"
     return "length" if len(tokens) == max_new_tokens else "context-limit"
+
+
+def _outcome(answered: Answered) -> Outcome:
+    """A request's figures, by when its tokens came."""
+    generation = answered.run.result()
+    return Outcome(
+        prompt_tokens=generation.prompt_tokens,
+        token_ids=generation.token_ids,
+        finish_reason=generation.finish_reason,
+        prefill_s=answered.prefill_s,
+        ttft_s=answered.first_s - answered.arrived_s,
+        decode_s=answered.last_s - answered.first_s,
+        first_tokens=answered.first_tokens,
+        steps=_with_costs(generation.steps, generation.costs),
+    )
 
 
 def _with_costs(steps: Sequence[Step], costs: Mapping[str, Any] | None) -> tuple[Step, ...]:

@@ -21,6 +21,7 @@ from specbench.errors import UsageError
 from specbench.files import explained, write_bytes
 from specbench.results import frames
 from specbench.show.plots.acceptance import acceptance, accepted_length, positions
+from specbench.show.plots.batches import latency, speedup_by_batch
 from specbench.show.plots.canvas import SIZES, STYLE, Look, NoDataError, Run, lay_out
 from specbench.show.plots.speed import by_category, prediction, speedup, tokens_per_second
 from specbench.show.plots.steps import generation, time
@@ -111,6 +112,8 @@ def figure_bytes(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
 
 FIGURES: dict[str, tuple[Callable[[Run], Figure], str]] = {
     "speedup": (speedup, "speedup against γ, one line per drafter"),
+    "batches": (speedup_by_batch, "speedup against batch, one line per drafter and rule"),
+    "latency": (latency, "throughput against latency, with and without speculation"),
     "tokens-per-second": (tokens_per_second, "decode speed against γ"),
     "acceptance": (acceptance, "acceptance rate and α against γ"),
     "positions": (positions, "acceptance by position in the draft"),

@@ -207,14 +207,18 @@ class Run:
     def intervals(self) -> str:
         """What the intervals of speedups are over."""
         bases = set(self.summary["speedup_basis"].dropna())
+        side_by_side = self.summary["batch"].notna().any()
         if bases == {"repeats"}:
-            return "Bars: 95% intervals over the repeats of the one prompt; they hold within it only."
-        return "Bars: 95% intervals over prompts." if bases else "Too few prompts or repeats: no intervals."
+            one = "group of prompts" if side_by_side else "prompt"
+            return f"Bars: 95% intervals over the repeats of the one {one}; they hold within it only."
+        over = "groups of prompts decoded side by side" if side_by_side else "prompts"
+        return f"Bars: 95% intervals over {over}." if bases else "Too few prompts or repeats: no intervals."
 
 
 def _series_of(rows: pd.DataFrame) -> list[Series]:
-    """Lines of a figure, coloured by what differs most: the drafter, the rule or the temperature."""
-    keys = rows[["drafter", "policy", "temperature"]].drop_duplicates()
+    """Lines of a figure, coloured by what differs most: the drafter, the rule, the temperature or the load."""
+    rows = rows.assign(load=[_load(row) for row in frames.records(rows)])
+    keys = rows[["drafter", "policy", "temperature", "load"]].drop_duplicates()
     values = {name: list(dict.fromkeys(keys[name])) for name in keys.columns}
     colored = max(values, key=lambda name: len(values[name]))  # of equals the first
     out = []
@@ -227,8 +231,9 @@ def _series_of(rows: pd.DataFrame) -> list[Series]:
         drafter = short(key["drafter"], _NAME) if len(values["drafter"]) > 1 else ""
         rule = "" if key["policy"] == "fixed" else short(key["policy"], 20)
         temperature = f"T = {key['temperature']:g}" if len(values["temperature"]) > 1 else ""
+        load = key["load"] if len(values["load"]) > 1 else ""
         name, name_at_gamma = (
-            ", ".join(part for part in (drafter, rule or gamma, temperature) if part)
+            ", ".join(part for part in (drafter, rule or gamma, temperature, load) if part)
             for gamma in ("" if drafter else "fixed γ", "γ = {:g}")
         )
         color = COLORS[values[colored].index(key[colored]) % len(COLORS)]
@@ -240,6 +245,14 @@ def _series_of(rows: pd.DataFrame) -> list[Series]:
     return out
 
 
+def _load(row: dict[str, Any]) -> str:
+    """The batch, and how its requests came if not from as many clients; empty without one."""
+    if math.isnan(row["batch"]):
+        return ""
+    batch = f"batch {row['batch']:g}"
+    return batch if row["arrivals"] == f"closed:{row['batch']:g}" else f"{batch}, {one_line(row['arrivals'])}"
+
+
 def row_names(rows: Sequence[dict[str, Any]], run: Run) -> list[str]:
     """Names of configurations that stand below each other: a drafter is named where its rows begin, and an only one
     in the title."""
@@ -249,6 +262,7 @@ def row_names(rows: Sequence[dict[str, Any]], run: Run) -> list[str]:
             "" if row["policy"] == "fixed" else short(row["policy"], 20),
             "" if math.isnan(row["gamma"]) else f"γ = {row['gamma']:g}",
             f"T = {row['temperature']:g}" if run.summary["temperature"].nunique() > 1 else "",
+            _load(row),
         ]
         if row["kind"] != "speculative":
             parts = [short(row["label"], _NAME)]

@@ -42,10 +42,10 @@ from specbench.show.plots.canvas import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["by_category", "prediction", "speedup", "tokens_per_second"]
+__all__ = ["by_category", "fit_y", "level", "mark_cut", "prediction", "speedup", "tokens_per_second"]
 
 
-def _fit_y(axes: Axes, frames: Sequence[pd.DataFrame], name: str, *include: float) -> None:
+def fit_y(axes: Axes, frames: Sequence[pd.DataFrame], name: str, *include: float) -> None:
     """Limits that show every value, and of wide intervals at least a part; those that are cut get an arrowhead."""
     bottom, top = _span(pd.concat(list(frames)), name)
     bottom, top = min(bottom, *include), max(top, *include)
@@ -62,7 +62,8 @@ def _span(rows: pd.DataFrame, name: str) -> tuple[float, float]:
     return float(np.nanmin(low)), float(np.nanmax(high))
 
 
-def _mark_cut(axes: Axes, series: Sequence[Series], name: str) -> None:
+def mark_cut(axes: Axes, series: Sequence[Series], name: str) -> None:
+    """Arrowheads where intervals go on beyond the axes."""
     bottom, top = axes.get_ylim()
     for each, x in zip(series, dodged(series), strict=True):
         low, high = (each.rows[f"{name}{end}"].to_numpy(dtype=float) for end in ("_low", "_high"))
@@ -73,7 +74,7 @@ def _mark_cut(axes: Axes, series: Sequence[Series], name: str) -> None:
                 )
 
 
-def _level(axes: Axes, y: float, name: str) -> End:
+def level(axes: Axes, y: float, name: str) -> End:
     """A horizontal line to compare with; returns its end as ``draw_series`` does."""
     axes.axhline(y, color=GREY, linewidth=0.9, linestyle=DASHED, zorder=1.5)
     return End(axes.get_xlim()[1], y, name, GREY)
@@ -86,10 +87,10 @@ def speedup(run: Run) -> Figure:
     gamma_axis(axes, [x for each in series for x in each.x])
     ends = draw_series(axes, series, "speedup")
     levels = [row for row in frames.records(run.levels) if not math.isnan(row["speedup"])]
-    _fit_y(axes, [each.rows for each in series], "speedup", 1.0, *(row["speedup"] for row in levels))
-    _mark_cut(axes, series, "speedup")
-    ends.append(_level(axes, 1.0, "plain = 1"))
-    ends += [_level(axes, row["speedup"], _ratio_name(row, "speedup")) for row in levels]
+    fit_y(axes, [each.rows for each in series], "speedup", 1.0, *(row["speedup"] for row in levels))
+    mark_cut(axes, series, "speedup")
+    ends.append(level(axes, 1.0, "plain = 1"))
+    ends += [level(axes, row["speedup"], _ratio_name(row, "speedup")) for row in levels]
     axes.set_ylabel("speedup (×)" if run.narrow else "speedup over plain decoding (×)")
     grid_lines(axes)
     inscribe(figure, run, "Speedup against draft length", run.intervals, hollow(series))
@@ -118,10 +119,10 @@ def tokens_per_second(run: Run) -> Figure:
         if not math.isnan(row["tokens_per_second"])
     ]
     known = [row["tokens_per_second"] for row in levels]
-    _fit_y(axes, [each.rows for each in series], "tokens_per_second", *known)
-    _mark_cut(axes, series, "tokens_per_second")
+    fit_y(axes, [each.rows for each in series], "tokens_per_second", *known)
+    mark_cut(axes, series, "tokens_per_second")
     ends += [
-        _level(
+        level(
             axes,
             row["tokens_per_second"],
             f"{short(row['label'], 22)} {decimals(row['tokens_per_second'])}",

@@ -7,12 +7,12 @@ how and on what all was measured. Definitions of the figures: docs/metrics.md.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.theory import PassCosts
+from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.errors import UsageError
 from specbench.results import frames, stats
 from specbench.results.advice import RunWarning, review
@@ -59,7 +59,7 @@ class Report:
         name: Of the run.
         answers: One per temperature.
         warnings: What is doubtful.
-        summary, categories, positions: Frames of ``specbench.results.frames``.
+        summary, requests, categories, positions: Frames of ``specbench.results.frames``.
         pictures: Figures.
         missing: Why a figure is not there, by name.
         method: How it was measured, heading and text.
@@ -71,6 +71,7 @@ class Report:
     answers: list[Answer]
     warnings: list[RunWarning]
     summary: pd.DataFrame
+    requests: pd.DataFrame
     categories: pd.DataFrame
     positions: pd.DataFrame
     pictures: list[Picture]
@@ -104,6 +105,7 @@ def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
         answers=find_answers(df, summary, categories),
         warnings=_warnings(df, run, summary),
         summary=summary,
+        requests=frames.request_frame(df),
         categories=categories,
         positions=frames.position_frame(df, steps),
         pictures=pictures,
@@ -178,6 +180,8 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
         length = length.replace("up to ", "") + " (end tokens are ignored)"
     warmups = run.get("warmup", 0)
     foreign = done["kind"].isin(FOREIGN).any()
+    side_by_side = bool((done["group"] != "").any())
+    together = "groups of prompts" if side_by_side else "prompts"
     return [
         (
             "Measured",
@@ -190,10 +194,12 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
                 else f"temperature {', '.join(f'{t:g}' for t in temperatures)}."
             ),
         ),
+        *(_method_of_batches(done) if side_by_side else ()),
         (
             "Interleaving",
-            "In every repeat all configurations decode the same prompt back to back, in a fresh random order"
-            f" (seed {run.get('seed')}), so that drift of the machine hits all alike. Models stay loaded;"
+            f"In every repeat all configurations{' of a batch' if side_by_side else ''} decode the same"
+            f" {'group of prompts' if side_by_side else 'prompt'} back to back, in a fresh random order (seed"
+            f" {run.get('seed')}), so that drift of the machine hits all alike. Models stay loaded;"
             f" {counted(warmups, 'warm-up generation')} per configuration"
             f" {'does' if warmups == 1 else 'do'} not count.",
         ),
@@ -204,14 +210,18 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "Speedup",
-            "Decode tokens/s over those of plain decoding for the same prompt, turn and repeat: the ratio of each"
+            "Throughput of a group of requests over that of plain decoding with the same prompts, batch and repeat,"
+            " averaged within a group, then as a geometric mean over groups. By category: each request's tokens/s from"
+            " its arrival to its end."
+            if side_by_side
+            else "Decode tokens/s over those of plain decoding for the same prompt, turn and repeat: the ratio of each"
             " pair, averaged within a prompt, then as a geometric mean over prompts. The time to first token is apart;"
             " 'with TTFT' includes it. 'Pooled' is all tokens over all seconds.",
         ),
         (
             "Intervals",
-            f"{stats.CONFIDENCE:.0%}, over prompts: they say what other prompts of this kind would give. Repeats"
-            " sharpen a prompt and never count as prompts. Faster or slower: it lies wholly above or below 1.",
+            f"{stats.CONFIDENCE:.0%}, over {together}: they say what other {together} of this kind would give. Repeats"
+            f" sharpen one of them and never count as {together}. Faster or slower: it lies wholly above or below 1.",
         ),
         (
             "Acceptance",
@@ -229,17 +239,54 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _method_of_batches(done: pd.DataFrame) -> list[tuple[str, str]]:
+    batches = ", ".join(f"{batch:g}" for batch in sorted(done["batch"].dropna().unique()))
+    arrivals = sorted({one_line(each) for each in done["arrivals"].dropna()})
+    return [
+        (
+            "Side by side",
+            f"So many requests at a time: {batches}. Requests came as {', '.join(arrivals)}: closed:N is a closed loop"
+            " of N clients, each of which sends its next request when the last has been answered, so that the batch is"
+            " full until the last measured request has ended; poisson:RATE are so many per second at random times, the"
+            " same for all configurations, with idle time skipped.",
+        )
+    ]
+
+
 def _costs(run: Mapping[str, Any]) -> list[list[str]]:
     """Lines of a table of single passes: what, milliseconds, in target passes with one token."""
     costs = PassCosts.from_json(run.get("costs") or {})
+    shared = list(_shared_costs(SharedCosts.from_json(run.get("shared_costs") or {})))
     if 1 not in costs.target_s:
-        return []
+        return shared
     lines = [(f"target, {counted(n, 'token')}", s, f"v({n})") for n, s in costs.target_s.items()]
     for name, seconds in costs.drafter_s.items():
         lines.append((f"drafter {one_line(name)}, 1 token", seconds, "c"))
         rows = costs.rows_s.get(name, {})
         lines += [(f"drafter {one_line(name)}, behind {n} nodes", s, f"c({n})") for n, s in rows.items()]
-    return [[what, f"{1000 * s:.2f}", f"{sign} = {_share(s / costs.target_s[1])}"] for what, s, sign in lines]
+    return [
+        [what, f"{1000 * s:.2f}", f"{sign} = {_share(s / costs.target_s[1])}"] for what, s, sign in lines
+    ] + shared
+
+
+def _shared_costs(costs: SharedCosts) -> Iterator[list[str]]:
+    """Of passes that requests share, in target passes with one token of each of them."""
+    for requests, times in costs.target_s.items():
+        if 1 not in times:
+            continue
+        of_all = counted(requests, "request")
+        for n, s in times.items():
+            sign = f"v({n}) at {requests}"
+            yield [
+                f"target, {of_all}, {counted(n, 'token')} each",
+                f"{1000 * s:.2f}",
+                f"{sign} = {_share(s / times[1])}",
+            ]
+        for name, drafts in costs.drafter_s.items():
+            if requests in drafts:
+                what = f"drafter {one_line(name)}, {of_all}, 1 token each"
+                s = drafts[requests]
+                yield [what, f"{1000 * s:.2f}", f"c at {requests} = {_share(s / times[1])}"]
 
 
 _MACHINE = {

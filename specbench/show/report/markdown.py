@@ -13,7 +13,8 @@ __all__ = ["to_markdown"]
 
 _TABLES = {
     "speedup": "Summary", "tokens-per-second": "Summary", "prediction": "Summary", "acceptance": "Summary",
-    "time": "Summary", "positions": "Acceptance by position", "categories": "By category",
+    "time": "Summary", "positions": "Acceptance by position", "categories": "By category", "batches": "Summary",
+    "latency": "Requests side by side",
 }  # fmt: skip
 
 
@@ -26,6 +27,8 @@ def to_markdown(report: Report) -> str:
         warnings = [f"{each.severity}: {each.message} {each.advice}" for each in report.warnings]
         parts += ["## Warnings", *_items(warnings)]
     parts += ["## Summary", tables.to_markdown(report.summary).rstrip()]
+    if len(report.requests):
+        parts += ["## Requests side by side", tables.to_markdown(report.requests).rstrip()]
     if len(report.categories):
         parts += ["## By category", tables.to_markdown(report.categories).rstrip()]
     if report.pictures:

@@ -46,6 +46,7 @@ _NO_INTERVAL = "[too few to say]"  # of tables.ratio_text
 _TABLES = {
     "speedup": "Speed", "tokens-per-second": "Speed", "prediction": "Speed", "acceptance": "Acceptance and time",
     "time": "Acceptance and time", "positions": "Acceptance by position", "categories": "By category",
+    "batches": "Speed", "latency": "Requests side by side",
 }  # fmt: skip
 
 
@@ -55,6 +56,7 @@ def to_html(report: Report) -> str:
     summary = tables.sheet_of(report.summary)
     steps = [i for i, heading in enumerate(summary.headings) if heading in _STEP_HEADINGS]
     shown = [
+        *([_request_table("Requests side by side", report.requests)] if len(report.requests) else []),
         *([_category_table("By category", report.categories)] if len(report.categories) else []),
         *([_table("Acceptance and time", summary, [0, *steps])] if steps else []),
         *(
@@ -248,6 +250,13 @@ class _Scale:
             "interval": ends and [self.x(end) for end in ends],
             "value": self.x(row["speedup"]),
         }
+
+
+def _request_table(title: str, frame: pd.DataFrame) -> _Table:
+    sheet = tables.sheet_of(frame)
+    table = _table(title, sheet)
+    table.notes = sheet.notes
+    return table
 
 
 def _category_table(title: str, frame: pd.DataFrame) -> _Table:

@@ -1,0 +1,722 @@
+"""Sweeps over batches: groups, arrivals, what is stored and shown of them, and the command on tiny models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted import Ticking
+from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
+from tiny import tiny_llama, tiny_tokenizer
+
+from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
+from specbench.bench.grid import (
+    Config,
+    Sweep,
+    SweepOptions,
+    build_configs,
+    check_batches,
+    groups_of,
+    parse_batches,
+)
+from specbench.bench.manifest import changes
+from specbench.bench.passes import SharedTimes, time_shared_passes
+from specbench.bench.prompts import Prompt
+from specbench.bench.runner import run_sweep
+from specbench.bench.serving import Asked, Load, Served, SkippingClock, serve
+from specbench.cli import run
+from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio
+from specbench.errors import UsageError
+from specbench.generate_many import GenerationRuns
+from specbench.results import frames, stats
+from specbench.results.batches import Line, lines_of
+from specbench.results.compare import compare_configs
+from specbench.results.load import LoadSnapshot
+from specbench.results.store import RunStore, load_results, read_run
+from specbench.show import tables
+from specbench.show.answer import find_answers, where_it_stops
+from specbench.show.plots import draw_figures, save_figure
+from specbench.show.report import write_report
+from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+def test_ways_for_requests_to_come() -> None:
+    assert parse_arrivals("closed:8") == Closed(8)
+    assert parse_arrivals(" poisson:0.5") == Poisson(0.5)
+    assert parse_arrivals("poisson:2.") == Poisson(2.0)
+    assert [str(parse_arrivals(text)) for text in ("closed:8", "poisson:.25")] == ["closed:8", "poisson:0.25"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("closed", "no way for requests to come"),
+        ("closed:-1", "no way for requests to come"),
+        ("closed:1.5", "no way for requests to come"),
+        ("poisson:nan", "no way for requests to come"),
+        ("poisson:1e3", "no way for requests to come"),
+        ("uniform:3", "no way for requests to come"),
+        ("closed:0", "0 clients"),
+        ("closed:100000", "100000 clients"),
+        ("poisson:0", "0 requests per second"),
+        ("poisson:99999", "99999 requests per second"),
+    ],
+)
+def test_bad_ways_for_requests_to_come(text: str, fragment: str) -> None:
+    with pytest.raises(UsageError, match=fragment):
+        parse_arrivals(text)
+
+
+def test_batches_are_spelled_as_draft_lengths_are() -> None:
+    assert parse_batches("1,2,4..16..4") == [1, 2, 4, 8, 12, 16]
+    for text, fragment in (("0", "--batch is 0"), ("300", "--batch is 300"), ("x", "no range of --batch")):
+        with pytest.raises(UsageError, match=fragment):
+            parse_batches(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        ({"arrivals": ("closed:2",)}, "requests side by side"),
+        ({"batches": (2,), "turns": 2}, "first turns"),
+        ({"batches": (2,), "turns": 1, "transformers": True}, "one prompt after the other"),
+        ({"batches": (2,), "turns": 1, "keep_policy_state": True}, "one prompt after the other"),
+        ({"batches": (2,), "turns": 1, "arrivals": ("poisson:2", "poisson:2.0")}, "given twice"),
+    ],
+)
+def test_what_a_batch_cannot_do(options: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(UsageError, match=fragment):
+        SweepOptions(**options)
+
+
+def test_more_clients_than_prompts_are_refused() -> None:
+    options = SweepOptions(batches=(2, 8), turns=1)
+    check_batches(options, 8)
+    with pytest.raises(UsageError, match="8 requests at a time are more than the 7 prompts"):
+        check_batches(options, 7)
+    check_batches(SweepOptions(batches=(8,), turns=1, arrivals=("poisson:1",)), 3)
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+def batched(count: int = 4, **options: Any) -> Sweep:
+    defaults: dict[str, Any] = {"batches": (1, 2), "turns": 1, "gammas": (2,)}
+    return make_sweep(prompts(count), **{**defaults, **options})
+
+
+def test_every_batch_has_its_own_baseline() -> None:
+    configs = batched(temperatures=(0.0, 0.5), arrivals=("closed:2", "poisson:3")).configs
+    assert len(configs) == 2 * 2 * 2 * 2
+    ids = {config.id for config in configs}
+    assert len(ids) == len(configs)
+    assert "plain,b=1,closed:2" in ids
+    assert "d@2,t=0.5,b=2,poisson:3" in ids
+    assert "d@2,b=2" in {config.id for config in batched().configs}
+    for config in configs:
+        (baseline,) = (each for each in configs if each.id == config.baseline)
+        assert (baseline.kind, baseline.load, baseline.temperature) == (
+            "plain",
+            config.load,
+            config.temperature,
+        )
+
+
+def test_groups_take_categories_in_turn_and_hold_every_prompt_once() -> None:
+    mixed = [Prompt(f"{name}-{i}", name, ("Hello",)) for name in ("a", "b", "c") for i in range(3)]
+    groups = groups_of(mixed, Closed(4))
+    assert [len(group.prompts) for group in groups] == [4, 4, 1]
+    assert groups[0].prompts == ("a-0", "b-0", "c-0", "a-1")
+    assert Counter(name for group in groups for name in group.prompts) == Counter(p.id for p in mixed)
+    assert groups[0].beside[:5] == (*groups[1].prompts, *groups[2].prompts)
+    assert all(sorted(group.beside) == sorted(p.id for p in mixed) for group in groups)
+    assert [group.prompts for group in groups_of(mixed, Poisson(1.0))] == [
+        tuple(p.id for p in (mixed[i] for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)))
+    ]
+    # A group that holds other prompts is another one.
+    more = groups_of([*mixed, Prompt("d-0", "d", ("Hello",))], Closed(4))
+    assert {group.id for group in groups}.isdisjoint(group.id for group in more)
+
+
+def test_the_plan_of_batches() -> None:
+    sweep = batched(5, repeats=3)
+    cells = sweep.plan()
+    assert cells == sweep.plan()
+    measured = [cell for cell in cells if not cell.warmup]
+    assert len(measured) == 3 * (5 + 3) * 2  # repeats × groups of both batches × configurations
+    assert len(cells) - len(measured) == 4
+    assert len({cell.key for cell in cells}) == len(cells)
+    configs = {config.id: config for config in sweep.configs}
+    for start in range(0, len(measured), 2):
+        block = measured[start : start + 2]
+        assert [cell.order for cell in block] == [0, 1]
+        assert len({(cell.prompt, cell.repeat, cell.seed, configs[cell.config].load) for cell in block}) == 1
+    orders = [[cell.prompt for cell in measured if cell.repeat == repeat] for repeat in range(3)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+# -- requests as they come -------------------------------------------------------------------------
+
+
+class ByHand:
+    """A clock that somebody moves."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+class Passes(GenerationRuns):
+    """Runs over a tiny model, each of whose passes takes a second."""
+
+    def __init__(
+        self, later: Sequence[GenerationRun], clock: SkippingClock, hand: ByHand, batch: int
+    ) -> None:
+        super().__init__((), later=later, max_batch=batch, clock=clock)
+        self.hand = hand
+        self.under_way: list[int] = []
+
+    def step(self) -> Any:
+        self.under_way.append(len(self))
+        self.hand.time += 1.0
+        return super().step()
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return wrap_target(tiny_llama(), tiny_tokenizer())
+
+
+def served(target: Any, load: Load, batch: int, new: int = 4) -> tuple[Served, Passes]:
+    hand = ByHand()
+    clock = SkippingClock(hand)
+
+    def start(asked: Asked) -> GenerationRun:
+        return GenerationRun(asked.prompt, target, max_new_tokens=new, ignore_eos=True, seed=asked.seed)
+
+    runs = Passes([start(asked) for asked in load.different], clock, hand, batch)
+    return serve(load, runs, start, clock), runs
+
+
+ASKED = [Asked([i + 1, 2, 3], seed=i) for i in range(5)]
+
+
+def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target: Any) -> None:
+    found, runs = served(target, Load(ASKED[:3], 2, ASKED[3:]), batch=2)
+    # A pass reads the prompts of two, three more give them a token each; then the third comes with one beside it.
+    assert [each.arrived_s for each in found.requests] == [0.0, 0.0, 4.0]
+    assert [each.first_s for each in found.requests] == [1.0, 1.0, 5.0]
+    assert [each.last_s for each in found.requests] == [4.0, 4.0, 8.0]
+    assert [each.tokens for each in found.requests] == [4, 4, 4]
+    assert (found.seconds, found.tokens) == (8.0, 16)
+    assert runs.under_way == [2] * 8
+    assert len(runs) == 0
+    for asked, each in zip(ASKED, found.requests, strict=False):
+        alone = speculative_generate(asked.prompt, target, None, max_new_tokens=4, ignore_eos=True)
+        assert each.run.result().token_ids == alone.token_ids
+
+
+def test_more_clients_than_places_wait(target: Any) -> None:
+    found, _ = served(target, Load(ASKED[:3], 3, ASKED[3:]), batch=2)
+    assert [each.arrived_s for each in found.requests] == [0.0, 0.0, 0.0]
+    assert [each.queued_s for each in found.requests] == [1.0, 1.0, 5.0]  # told behind the pass that it joins
+    assert found.requests[2].first_s == 5.0
+
+
+def test_requests_that_come_by_the_clock(target: Any) -> None:
+    found, runs = served(target, Load(ASKED[:4], None, (), [10.0, 10.5, 30.0, 31.5]), batch=1)
+    assert [each.arrived_s for each in found.requests] == [10.0, 10.5, 30.0, 31.5]
+    # Nobody waits for the first to come; the second waits for the first to end.
+    assert [each.first_s for each in found.requests] == [11.0, 15.0, 31.0, 35.0]
+    assert [each.last_s for each in found.requests] == [14.0, 18.0, 34.0, 38.0]
+    assert found.seconds == 38.0
+    assert found.tokens == 16
+    assert len(runs.under_way) == 16  # no pass without anybody
+
+
+def test_times_are_those_of_the_seed_and_of_the_rate() -> None:
+    times = Poisson(4.0).times(4000, Random(1))
+    assert times == Poisson(4.0).times(4000, Random(1)) != Poisson(4.0).times(4000, Random(2))
+    gaps = np.diff([0.0, *times])
+    assert (gaps > 0).all()
+    assert gaps.mean() == pytest.approx(0.25, rel=0.06)  # ± 1.6% is one standard deviation
+    assert gaps.std() == pytest.approx(0.25, rel=0.1)
+
+
+def test_what_a_request_raises_ends_the_group(target: Any) -> None:
+    wrong = Load([Asked([1] * 5000, 0), ASKED[0]], 2, ASKED)
+    with pytest.raises(UsageError, match="context"):
+        served(target, wrong, batch=2)
+
+
+def test_a_clock_that_is_put_forward() -> None:
+    clock = SkippingClock(Ticking(1.0))
+    assert clock.now() == 1.0
+    clock.skip_to(10.0)
+    assert clock.now() == 11.0  # a reading took a second, too
+    clock.skip_to(5.0)
+    assert clock.now() == 13.0
+
+
+# -- carrying it out -------------------------------------------------------------------------------
+
+
+def falling(config: Config, prompt: Sequence[int]) -> float:
+    """Everything takes longer with more requests, speculation all the more; prompts differ a little."""
+    batch = config.batch or 1
+    own = 1.0 + 0.002 * (prompt[0] % 10) * (config.kind == "speculative")
+    return (1.0 + (2.0 if config.kind == "speculative" else 0.2) * (batch - 1)) * own
+
+
+def write_batches(folder: Path, **options: Any) -> Path:
+    sweep = batched(
+        **{
+            "count": 16,
+            "batches": (1, 2, 4, 8),
+            "gammas": (1, 3),
+            "max_new_tokens": 9,
+            "warmup": 0,
+            **options,
+        }
+    )
+    with new_store(folder, sweep) as store:
+        run_sweep(sweep, store, ScriptedEngine(slower=falling), snapshot=quiet)
+    return folder
+
+
+def quiet() -> LoadSnapshot:
+    return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, None, 100, 90, 0)
+
+
+@pytest.fixture(scope="module")
+def falls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_batches(tmp_path_factory.mktemp("runs") / "falls")
+
+
+def lines_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
+
+
+def test_a_group_is_a_line_with_its_requests(falls: Path) -> None:
+    lines = [line for line in lines_in(falls) if line["config"] == "d@3,b=4"]
+    assert len(lines) == 2 * 4
+    assert all([*(each["prompt"] for each in line["requests"])] for line in lines)
+    assert {len(line["requests"]) for line in lines} == {4}
+    assert all("category" not in line and line["clients"] == 4 for line in lines)
+    frame = load_results(falls)
+    assert frame.attrs["problems"] == []
+    counts = frame.groupby(["config", "repeat"])["prompt"].nunique()
+    assert (counts == 16).all()
+    row = frame[frame["config"] == "d@3,b=4"].iloc[0]
+    assert (row["batch"], row["arrivals"], row["queued_s"], row["pool_peak_blocks"]) == (
+        4,
+        "closed:4",
+        0.025,
+        40,
+    )
+    assert row["pool_peak_bytes"] == pytest.approx(400)
+    mine = frame[(frame["config"] == row["config"]) & (frame["group"] == row["group"])]
+    mine = mine[mine["repeat"] == row["repeat"]]
+    assert row["throughput"] == pytest.approx(4 * 36 / mine["total_s"].sum())
+
+
+def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path: Path) -> None:
+    sweep = batched(6, arrivals=("poisson:2",), batches=(2,), repeats=2, warmup=0)
+    engine = ScriptedEngine()
+    with new_store(tmp_path, sweep) as store:
+        run_sweep(sweep, store, engine)
+    assert len(engine.loads) == 4
+    for (_, first), (_, second) in (engine.loads[:2], engine.loads[2:]):
+        assert first == second
+        assert first.clients is None
+        assert len(first.times) == 6
+    assert engine.loads[0][1].times != engine.loads[2][1].times
+    for line in lines_in(tmp_path):
+        last = max(each["arrived_s"] + each["total_s"] for each in line["requests"])
+        assert line["seconds"] == pytest.approx(last)
+    row = load_results(tmp_path).iloc[0]
+    line = lines_in(tmp_path)[0]
+    assert row["throughput"] == pytest.approx(6 * 5 / line["seconds"])
+
+
+def test_going_on_in_the_middle_of_a_batch(tmp_path: Path) -> None:
+    class Stopped(ScriptedEngine):
+        def serve(self, *args: Any, **named: Any) -> Any:
+            if len(self.loads) == 17:
+                raise KeyboardInterrupt
+            return super().serve(*args, **named)
+
+    sweep = batched(5, repeats=2)
+    with new_store(tmp_path, sweep) as store, pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, store, Stopped())
+    begun = (tmp_path / "generations.jsonl").read_text()
+    assert len(begun.splitlines()) == 17
+    with (tmp_path / "generations.jsonl").open("a") as file:  # and a line that was cut short
+        file.write(begun.splitlines()[-1][:400])
+    with RunStore.open(tmp_path) as store:
+        result = run_sweep(sweep, store, ScriptedEngine())
+    assert result.found == 17 - 4
+    assert result.measured == 2 * 8 * 2 - result.found
+    lines = lines_in(tmp_path)
+    assert (tmp_path / "generations.jsonl").read_text().startswith(begun)
+    assert len({(line["config"], line["prompt"], line["repeat"], line["warmup"]) for line in lines}) == len(
+        lines
+    )
+    assert Counter(load_results(tmp_path)["config"]) == dict.fromkeys((c.id for c in sweep.configs), 10)
+
+
+def test_a_group_with_a_request_that_fails_has_failed(tmp_path: Path) -> None:
+    sweep = batched(4, batches=(2,), repeats=1, warmup=0)
+    errors = iter([None, RuntimeError("no room")])
+
+    def fails(config: Config, prompt: Sequence[int]) -> Exception | None:
+        return next(errors, None) if config.kind == "speculative" else None
+
+    with new_store(tmp_path, sweep) as store:
+        assert run_sweep(sweep, store, ScriptedEngine(fails=fails)).failed == 1
+    summary = frames.summary_frame(load_results(tmp_path))
+    assert list(summary["failures"]) == [0, 1]
+    assert list(summary["generations"]) == [4, 2]
+    with RunStore.open(tmp_path) as store:
+        assert run_sweep(sweep, store, ScriptedEngine(), retry_failed=True).measured == 1
+    assert list(frames.summary_frame(load_results(tmp_path))["generations"]) == [4, 4]
+
+
+def test_outputs_that_differ_are_found_within_groups(tmp_path: Path) -> None:
+    sweep = batched(4, batches=(2,), repeats=1, warmup=0)
+    engine = ScriptedEngine(spoils=lambda config: config.kind == "speculative", tie=True)
+    with new_store(tmp_path, sweep) as store:
+        run_sweep(sweep, store, engine)
+    differences = read_run(tmp_path)["differences"]
+    assert [each["prompt"] for each in differences] == ["one-0", "one-1", "one-2", "one-3"]
+    summary = frames.summary_frame(load_results(tmp_path))
+    assert summary["identical_share"].iloc[1] == 0
+
+
+def test_a_run_from_before_batches_goes_on(tmp_path: Path) -> None:
+    sweep = make_sweep()
+    old = describe(sweep)
+    for name in ("batches", "arrivals"):
+        del old["options"][name]
+    for config in old["configs"]:
+        del config["batch"], config["arrivals"]
+    assert changes(old, describe(sweep)) == []
+
+
+# -- what theory says ------------------------------------------------------------------------------
+
+
+def test_the_prediction_from_shared_passes_is_what_was_measured(falls: Path) -> None:
+    """Times of passes are the script's; what is left are the prompts that take up to 2% longer than they say."""
+    run_json = read_run(falls)
+    assert run_json["costs"] is None
+    costs = SharedCosts.from_json(run_json["shared_costs"])
+    assert costs.to_json() == run_json["shared_costs"]
+    assert list(costs.target_s) == [1, 2, 4, 8]
+    assert list(costs.target_s[4]) == [1, 2, 4]
+    assert costs.target_pass_s(4, 3) == pytest.approx(0.07)
+    summary = frames.summary_frame(load_results(falls))
+    compared = summary[summary["kind"] == "speculative"]
+    assert len(compared) == 8
+    for row in frames.records(compared):
+        assert row["predicted_speedup"] == pytest.approx(row["speedup"], rel=0.02)
+        assert row["predicted_speedup_iid"] == pytest.approx(row["predicted_speedup"])
+    lines = [json.loads(line) for line in (falls / "costs.jsonl").read_text().splitlines()]
+    assert {each["kind"] for each in lines} == {"shared-target", "shared-drafter"}
+    assert len(lines) == 4 * 4 * (3 + 1)  # times, batches, widths and the drafter
+
+
+def test_the_formula_of_the_ratio_of_throughputs() -> None:
+    assert predicted_throughput_ratio(1.0, 0.1, 0.1, 0.5, 10) == 1.0
+    assert predicted_throughput_ratio(2.0, 0.1, 0.1, 0.0, 10) == pytest.approx(2.0)
+    assert predicted_throughput_ratio(2.0, 0.1, 0.1, 1.0, 10, 0.5) == pytest.approx(2.0 / 2.0)
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("kind", ["lookup", "self:layers=1", "self:int8", "recycle"])
+def test_shared_passes_are_timed_on_models(target: Any, kind: str, requests: int) -> None:
+    times = time_shared_passes(
+        target, {kind: load_drafter(kind, target)}, [1, 2, 3], requests, [1, 4], Ticking(0.5), 2, Random(0)
+    )
+    assert set(times.target) == {(requests, 1), (requests, 4)}
+    assert set(times.drafters) == {(kind, requests)}
+    assert all(each == [0.5, 0.5] for each in (*times.target.values(), *times.drafters.values()))
+    again = SharedTimes.of_rows(times.rows())
+    assert again == times
+    # Nothing is left over: the target decodes as before.
+    assert len(speculative_generate([1, 2, 3], target, None, max_new_tokens=3).token_ids) == 3
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def test_speedups_are_ratios_of_throughputs_over_groups(falls: Path) -> None:
+    frame = load_results(falls)
+    summary = frames.summary_frame(frame)
+    row = summary[summary["config"] == "d@3,b=4"].iloc[0]
+    groups = frame.drop_duplicates(["config", "group", "repeat"])
+    fast, plain = (
+        groups[groups["config"] == config].sort_values(["group", "repeat"])
+        for config in ("d@3,b=4", "plain,b=4")
+    )
+    ratios = fast["throughput"].to_numpy() / plain["throughput"].to_numpy()
+    expected = stats.geometric_mean(ratios, fast["group"].to_numpy(), fast["repeat"].to_numpy())
+    assert expected.prompts == 4
+    assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == pytest.approx(
+        (expected.value, expected.low, expected.high)
+    )
+    assert row["prompts"] == 16
+    assert math.isnan(row["speedup_total"])
+    assert row["tokens_per_second"] == pytest.approx(
+        stats.geometric_mean(fast["throughput"], fast["group"].to_numpy()).value
+    )
+    assert row["pooled_speedup"] == pytest.approx(
+        (1 / plain["throughput"]).sum() / (1 / fast["throughput"]).sum()
+    )
+    assert frames.winners(summary) == {"d@3,b=1", "d@3,b=2"}
+    (compared,) = compare_configs(frame, "d@3,b=1", "plain,b=1").overall
+    assert compared.verdict == "faster"
+
+
+def test_percentiles_are_those_of_all_requests(tmp_path: Path) -> None:
+    folder = write_batches(tmp_path / "run", batches=(4,), repeats=3)
+    frame = load_results(folder)
+    requests = frames.request_frame(frame)
+    assert list(requests["requests"]) == [48, 48, 48]
+    for _, row in requests.iterrows():
+        mine = frame[frame["config"] == row["config"]]
+        for name, values in {
+            "ttft_s": mine["ttft_s"],
+            "latency_s": mine["total_s"],
+            "queued_s": mine["queued_s"],
+            "token_s": mine["decode_s"] / (mine["new_tokens"] - 1),
+        }.items():
+            for percent in (50, 95, 99):
+                ordered = sorted(values)
+                place = (len(ordered) - 1) * percent / 100
+                below = math.floor(place)
+                above = min(below + 1, len(ordered) - 1)
+                expected = ordered[below] + (place - below) * (ordered[above] - ordered[below])
+                assert row[f"{name}_p{percent}"] == pytest.approx(expected)
+                assert row[f"{name}_p{percent}"] == pytest.approx(np.percentile(values, percent))
+    text = tables.to_markdown(requests)
+    assert "ms/token p99" in text
+    assert "99th percentile of fewer than 100 requests" in text
+    assert frames.request_frame(load_results(write_batches(tmp_path / "none", batches=(), turns=None))).empty
+
+
+def line(*points: tuple[int, str]) -> Line:
+    values = {"faster": (1.5, 1.2), "cannot tell": (1.05, 0.95), "slower": (0.8, 0.7), "": (1.3, math.nan)}
+    return Line(
+        [
+            {
+                "batch": float(batch),
+                "verdict": verdict or "cannot tell",
+                "speedup": values[verdict][0],
+                "speedup_low": values[verdict][1],
+                "speedup_high": values[verdict][0] * 1.1 if verdict else math.nan,
+                "speedup_basis": "prompts" if verdict else None,
+                "prompts": 9,
+            }
+            for batch, verdict in points
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        (
+            [(1, "faster"), (2, "faster"), (4, "cannot tell"), (8, "slower")],
+            "pays up to batch 2, 1.50× [1.20, 1.65] over plain decoding at the same batch; at batch 4 the interval"
+            " reaches below 1, 1.05× [0.95, 1.16] over plain decoding at the same batch.",
+        ),
+        ([(1, "faster"), (2, "slower")], "at batch 2 the interval lies below 1, 0.80×"),
+        ([(1, "faster"), (8, "faster")], "pays at all batches from 1 to 8, at the last 1.50×"),
+        ([(8, "faster")], "pays at batch 8, the only one measured, 1.50×"),
+        ([(1, "faster"), (8, "faster")], "where it stops was not seen"),
+        (
+            [(2, "slower"), (4, "slower")],
+            "surely pays at no batch from 2 to 4: at batch 2 the interval lies below 1, 0.80×",
+        ),
+        (
+            [(4, "cannot tell")],
+            "does not surely pay at batch 4, the only one measured: the interval reaches below 1, 1.05×",
+        ),
+        (
+            [(1, "cannot tell"), (2, "faster"), (4, "slower")],
+            "the largest batch at which it surely pays is 2, 1.50× [1.20, 1.65] over plain decoding at the same"
+            " batch; yet at batch 1 the interval reaches below 1",
+        ),
+        ([(1, ""), (2, "")], "it cannot be told where it stops paying; at batch 2 it measured 1.30×"),
+        (
+            [(1, "faster"), (2, "slower"), (4, "")],
+            "at batch 2 the interval lies below 1, 0.80× [0.70, 0.88] over plain decoding at the same batch. Too few"
+            " groups of prompts for an interval at batch 4.",
+        ),
+    ],
+)
+def test_where_it_stops_paying_in_words(points: list[tuple[int, str]], words: str) -> None:
+    assert words in where_it_stops(line(*points))
+
+
+def test_a_disturbed_run_gives_no_verdict_in_words() -> None:
+    said = where_it_stops(line((1, "cannot tell")), "No verdicts: others used the processor.")
+    assert said.startswith("No verdicts: others used the processor. At batch 1 it measured 1.05×")
+
+
+def test_the_answer_of_batches(falls: Path) -> None:
+    frame = load_results(falls)
+    summary = frames.summary_frame(frame)
+    lines = lines_of(summary)
+    assert [each.rows[0]["gamma"] for each in lines] == [3, 1]
+    assert lines[0].batches == [1, 2, 4, 8]
+    (answer,) = find_answers(frame, summary, frames.category_frame(frame), ["sweep", "--drafter", "d"])
+    assert answer.headline.startswith("d with γ = 3: pays up to batch 2, ")
+    assert answer.verdict == "faster"
+    assert answer.command.endswith("--gamma 3 --prompts PROMPTS.jsonl --batch 2")
+    assert answer.details[0].startswith("d with γ = 1: ")
+    assert any(part.startswith("Plain decoding gives ") for part in answer.details)
+
+
+def test_the_answer_of_requests_by_the_clock(tmp_path: Path) -> None:
+    folder = write_batches(tmp_path / "run", batches=(2,), arrivals=("closed:2", "poisson:3"))
+    frame = load_results(folder)
+    (answer,) = find_answers(frame, frames.summary_frame(frame), frames.category_frame(frame))
+    (said,) = (part for part in answer.details if part.startswith("poisson:3 at batch 2: "))
+    assert "with d with γ = 3" in said
+    only = load_results(write_batches(tmp_path / "only", batches=(2,), arrivals=("poisson:3",)))
+    (answer,) = find_answers(only, frames.summary_frame(only), frames.category_frame(only))
+    assert answer.verdict is None
+    assert "closed loop" in answer.headline
+
+
+def test_figures_of_batches(falls: Path, tmp_path: Path) -> None:
+    drawn = draw_figures(load_results(falls), ["batches", "latency", "speedup"])
+    assert {"batches", "latency", "speedup"} <= set(drawn.figures)
+    (axes,) = drawn.figures["batches"].axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "4", "8"]
+    first, second = drawn.figures["latency"].axes
+    assert len(first.lines) == len(second.lines) == 2  # plain, and the drafter with its best γ
+    for name in ("batches", "latency"):
+        save_figure(drawn.figures[name], tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    both = load_results(write_batches(tmp_path / "run", batches=(2,), arrivals=("closed:2", "poisson:3")))
+    assert len(draw_figures(both, ["latency"]).figures["latency"].axes[0].lines) == 4
+
+
+def test_figures_of_one_prompt_after_the_other_have_no_batches(tmp_path: Path) -> None:
+    frame = load_results(write_batches(tmp_path / "run", batches=(), turns=None))
+    drawn = draw_figures(frame, ["speedup", "batches", "latency"])
+    assert drawn.skipped["batches"] == drawn.skipped["latency"] == "requests were decoded one after the other"
+
+
+def test_the_report_tells_of_batches(falls: Path, tmp_path: Path) -> None:
+    _, paths = write_report(falls, tmp_path)
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert "pays up to batch 2" in text
+        assert "Requests side by side" in text
+        assert "groups of prompts" in text
+    assert "plots/batches.png" in paths[1].read_text(encoding="utf-8")
+
+
+# -- on tiny models --------------------------------------------------------------------------------
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def sweep(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
+    """The command over batches 1 and 2 with four short prompts, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        {"id": f"p-{i}", "category": "chat" if i % 2 else "code", "turns": [f"Say {i} " * (i + 1), "More"]}
+        for i in range(4)
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        words = ["sweep", "--target", models / "target", "--dtype", "float32", "--prompts", "./mine.jsonl"]
+        words += ["-n", 6, "--length-policy", "fixed", "--gamma", 2, "--repeats", 1, "--drafter", "lookup"]
+        code = run([str(word) for word in (*words, "--out", "run", *arguments)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_a_sweep_over_batches_from_beginning_to_end(sweep: Call, tmp_path: Path) -> None:
+    arguments = ("--batch", "1,2", "--arrivals", "closed:2", "--arrivals", "poisson:50", "--ignore-eos")
+    code, out, err = sweep(*arguments)
+    assert code == 0, err
+    frame = load_results("run")
+    assert Counter(frame["config"]) == dict.fromkeys(
+        [
+            f"{name},b={batch}{how}"
+            for name in ("plain", "lookup@2")
+            for batch, how in ((1, ",closed:2"), (1, ",poisson:50"), (2, ""), (2, ",poisson:50"))
+        ],
+        4,
+    )
+    assert (frame["status"] == "ok").all()
+    assert (frame["turn"] == 0).all()
+    assert (frame["total_s"] >= frame["queued_s"]).all()
+    waiting = frame[frame["config"] == "plain,b=1,closed:2"]
+    assert (waiting["queued_s"] > 0).any()
+    summary = frames.summary_frame(frame)
+    assert (summary["identical_share"].dropna() == 1).all()
+    assert "speedup" in out
+    assert "TTFT" in (tmp_path / "run" / "summary.md").read_text(encoding="utf-8")
+    code, _, err = sweep(*arguments, "--resume")
+    assert code == 0, err
+    assert "12 of 12 groups of requests are there" in " ".join(err.split())
+
+
+def test_a_dry_run_counts_groups_and_requests(sweep: Call) -> None:
+    code, out, err = sweep("--batch", "1,2,4", "--dry-run")
+    assert code == 0, err
+    assert "14 groups of requests side by side, 24 generations" in " ".join(out.split())
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (("--batch", "8"), "8 requests at a time are more than the 4 prompts"),
+        (("--batch", "0"), "--batch is 0"),
+        (("--batch", "2", "--turns", "2"), "first turns"),
+        (("--batch", "2", "--baseline", "transformers"), "one prompt after the other"),
+        (("--batch", "2", "--cache", "static"), "one prompt at a time"),
+        (("--arrivals", "closed:2"), "Add --batch"),
+        (("--batch", "2", "--arrivals", "closed"), "poisson:RATE"),
+    ],
+)
+def test_what_cannot_be_measured_side_by_side(sweep: Call, arguments: Sequence[str], fragment: str) -> None:
+    code, out, err = sweep(*arguments)
+    assert (code, out) == (2, "")
+    assert fragment in " ".join(err.split())
+
+
+def test_a_drafter_gets_the_configurations_it_is_asked_for() -> None:
+    options = SweepOptions(gammas=(1,), batches=(4,), turns=1, policies=("fixed", "auto"))
+    configs = build_configs(options, specs_of("lookup"))
+    assert [config.label for config in configs] == [
+        "plain, batch 4",
+        "lookup γ=1, batch 4",
+        "lookup auto, batch 4",
+    ]
