@@ -230,20 +230,20 @@ def test_texts_are_the_targets_own_and_written_once(target: Target, monkeypatch:
     prompts = [[5, 9, 14], [30, 2], [1] * 600, [7, 7, 8, 1]]
     store = store_for(target, prompts, 6, 0)
     options: dict[str, Any] = {"answer_tokens": 6, "seed": 0}
-    write_texts(target, prompts, store, enough=lambda written: written >= 18, **options)
+    write_texts(target, prompts, store, enough=lambda written, _: written >= 18, **options)
     texts = store.read()
     assert list(texts) == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert texts.pop((0, 2)).written == 0  # it does not fit
     for (_, place), text in texts.items():
         alone = autoregressive_generate(prompts[place], target, max_new_tokens=6)
         assert text.tokens == (*prompts[place], *alone.token_ids)
-    write_texts(target, prompts, store, enough=lambda written: written >= 36, **options)
+    write_texts(target, prompts, store, enough=lambda written, _: written >= 36, **options)
     assert set(store.read()) == {(number, place) for number in (0, 1) for place in range(4)}
     long = store_for(target, prompts[2:3], 6, 0)
     with pytest.raises(UsageError, match="None of the prompts fits"):
-        write_texts(target, prompts[2:3], long, enough=lambda _: False, **options)
+        write_texts(target, prompts[2:3], long, enough=lambda *_: False, **options)
     monkeypatch.setattr(texts_module, "GenerationRuns", None)
-    write_texts(target, prompts, store, enough=lambda written: written >= 36, **options)
+    write_texts(target, prompts, store, enough=lambda written, _: written >= 36, **options)
     assert store_for(target, prompts, 7, 0).folder != store.folder
 
 

@@ -292,15 +292,15 @@ class Training:
             )
         return texts
 
-    def _enough_written(self) -> Callable[[int], bool]:
+    def _enough_written(self) -> Callable[[int, int], bool]:
         """Says when the target has written enough, and tells the watch."""
         settings, others = self._settings, int(self._group.num_processes)
         first: tuple[int, float] | None = None
         noted = self._seconds
 
-        def enough(written: int) -> bool:
+        def enough(written: int, everything: int) -> bool:
             nonlocal first, noted
-            now, total = self._seconds, written * others
+            now, total = self._seconds, everything * others
             first = first or (total, now)
             if self._main and now - noted > _NOTED_EVERY_S:
                 noted = now
@@ -308,11 +308,11 @@ class Training:
             if settings.minutes is not None:
                 limit = _WRITING * 60 * settings.minutes
                 self._watch.wrote(total, None, max(0.0, limit - now))
-                return total > 0 and now >= limit
+                return written > 0 and now >= limit
             wanted = settings.tokens or 0
             pace = (total - first[0]) / (now - first[1]) if now > first[1] else 0
             self._watch.wrote(total, wanted, max(0, wanted - total) / pace if pace else None)
-            return total >= wanted
+            return written * others >= wanted
 
         return enough
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.records import Prefill
+from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial
 from specbench.errors import RunError, UsageError
 from specbench.files import explained, refuse_link
@@ -173,7 +173,7 @@ def write_texts(
     *,
     answer_tokens: int,
     seed: int,
-    enough: Callable[[int], bool],
+    enough: Callable[[int, int], bool],
     share: slice = slice(None),
 ) -> None:
     """Let a target answer the prompts, greedily and then at temperatures above 0, until there is enough.
@@ -184,7 +184,8 @@ def write_texts(
         store: Texts that it holds are not written again.
         answer_tokens: Length of an answer at most.
         seed: Of the draws.
-        enough: Asked all along, with the tokens of the answers that are there without a gap.
+        enough: Asked all along, with the tokens of the answers that are there without a gap, and all that were ever
+            written, those under way among them.
         share: Which of a round's prompts are for this process.
 
     Raises:
@@ -192,18 +193,19 @@ def write_texts(
         RunError: See ``TextStore.add``.
     """
     known, places = store.read(), range(len(prompts))[share]
-    written = without_a_gap(known, places)
+    written, everything = without_a_gap(known, places), sum(text.written for text in known.values())
     number = 0
-    while places and not enough(written):
+    while places and not enough(written, everything):
         missing = [place for place in places if (number, place) not in known]
         for first in range(0, len(missing), BATCH * _GROUP):
             group = missing[first : first + BATCH * _GROUP]
-            for text in _answered(target, prompts, number, group, answer_tokens, seed):
+            for tokens, text in _answered(target, prompts, number, group, answer_tokens, seed):
+                everything += tokens
                 if text is not None:
                     store.add([text])
                     known[text.key] = text
                     written = without_a_gap(known, places)
-                if enough(written):
+                if enough(written, everything):
                     return
         if not any(known[number, place].written for place in places):
             raise UsageError(
@@ -230,8 +232,8 @@ def _answered(
     places: Sequence[int],
     answer_tokens: int,
     seed: int,
-) -> Iterator[Text | None]:
-    """Texts of a round as they end, an empty one for a prompt that does not fit; ``None`` between them."""
+) -> Iterator[tuple[int, Text | None]]:
+    """How many more tokens there are, and a text where one has ended; an empty one of a prompt that does not fit."""
     sampling: Sampling = Multinomial(_WARMER[(number - 1) % len(_WARMER)]) if number else Greedy()
     runs = []
     for place in places:
@@ -246,16 +248,21 @@ def _answered(
     for i, event in GenerationRuns(runs, max_batch=BATCH):
         place, prompt, answer = places[i], prompts[places[i]], answers[i]
         if isinstance(event, UsageError):
-            yield Text(number, place, 0, ())
+            yield 0, Text(number, place, 0, ())
             continue
         if isinstance(event, Exception):
             raise event
-        if isinstance(event, Prefill):
-            answer += [] if event.token is None else [event.token]
-        else:
-            answer += event.tokens
+        fresh = _tokens_of(event)
+        answer += fresh
+        text = None
         if event.finish_reason is not None:
-            yield (
+            text = (
                 Text(number, place, len(prompt), (*prompt, *answer)) if answer else Text(number, place, 0, ())
             )
-        yield None
+        yield len(fresh), text
+
+
+def _tokens_of(event: Prefill | Step) -> Sequence[int]:
+    if isinstance(event, Prefill):
+        return () if event.token is None else (event.token,)
+    return event.tokens
