@@ -56,6 +56,36 @@ def eagle_tensors(
     return tensors
 
 
+def eagle_one_tensors(
+    seed: int = 0, *, vocab: int = VOCAB, biased: bool = True, spread: float = 0.3
+) -> dict[str, torch.Tensor]:
+    """Of an EAGLE-1 head, as its authors call them; the head itself is the target's."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * spread
+
+    layer = "layers.0."
+    tensors = {
+        "embed_tokens.weight": random(vocab, WIDTH),
+        "fc.weight": random(WIDTH, 2 * WIDTH),
+        layer + "self_attn.q_proj.weight": random(HEADS * SIZE, WIDTH),
+        layer + "self_attn.k_proj.weight": random(SHARED * SIZE, WIDTH),
+        layer + "self_attn.v_proj.weight": random(SHARED * SIZE, WIDTH),
+        layer + "self_attn.o_proj.weight": random(WIDTH, HEADS * SIZE),
+        layer + "mlp.gate_proj.weight": random(INNER, WIDTH),
+        layer + "mlp.up_proj.weight": random(INNER, WIDTH),
+        layer + "mlp.down_proj.weight": random(WIDTH, INNER),
+        layer + "post_attention_layernorm.weight": 0.5 + torch.rand(WIDTH, generator=generator),
+    }
+    return {**tensors, "fc.bias": random(WIDTH)} if biased else tensors
+
+
+def eagle_one_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` of EAGLE-1's authors: that of a Llama with one layer."""
+    return {"architectures": ["LlamaForCausalLM"], **LAYER, "vocab_size": vocab, **more}
+
+
 def write_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
     """A folder with a head in it."""
     folder.mkdir(parents=True, exist_ok=True)

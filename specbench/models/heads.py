@@ -1,7 +1,8 @@
 """Trained heads on disk: which kind a folder holds, whether it fits a target, and its weights, named in one way.
 
 Read are EAGLE-3 as its authors, AngelSlim and SpecForge write it (``midlayer.*``) and as ``speculators`` and vLLM do
-(``layers.0.*``), Medusa as vLLM and its authors write it, and PaSS in a form of our own: a ``config.json`` with the
+(``layers.0.*``), EAGLE-1, whose weights EAGLE-2 takes too, as its authors, vLLM and ``speculators`` write it, Medusa as
+vLLM and its authors do, and PaSS in a form of our own: a ``config.json`` with the
 model_type ``pass``, ``look_ahead``, ``hidden_size`` and ``vocab_size``, and the tensor ``ahead``. Which tensors a head
 has to have follows from its configuration; more, fewer, or others of another shape are refused.
 """
@@ -11,19 +12,28 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specbench.backends.torch.heads import EagleHead, EagleShape, LookAheadEmbedding, MedusaHeads
+from specbench.backends.torch.heads import (
+    EagleHead,
+    EagleOneHead,
+    EagleShape,
+    LookAheadEmbedding,
+    MedusaHeads,
+)
 from specbench.errors import RunError, UsageError
 from specbench.models.checkpoints import (
+    MAX_HEADER,
     check_memory,
     read_settings,
     safetensors_elements,
@@ -38,7 +48,6 @@ from specbench.textsafe import excerpt
 __all__ = ["HeadFiles", "TrainedHead", "find_head", "load_head"]
 
 _NOT_READ = {
-    "eagle": "EAGLE-1 or EAGLE-2",
     "peagle": "P-EAGLE",
     "dflash": "DFlash",
     "dspark": "DSpark",
@@ -59,7 +68,7 @@ class HeadFiles:
     """A head as far as its configuration tells.
 
     Attributes:
-        kind: ``eagle3``, ``medusa`` or ``pass``.
+        kind: ``eagle3``, ``eagle`` (EAGLE-1 and 2), ``medusa`` or ``pass``.
         name: What results call it.
         folder: Where its files are.
         settings: Its configuration.
@@ -75,8 +84,14 @@ class HeadFiles:
     @property
     def layer_settings(self) -> Mapping[str, Any]:
         """The part of its configuration that is about its decoder layer."""
-        given = self.settings.get("transformer_layer_config", self.settings)
+        nested = self.settings.get("model") if self.settings.get("model_type") == "eagle" else None
+        given = self.settings.get("transformer_layer_config", nested or self.settings)
         return given if isinstance(given, dict) else {}
+
+    @property
+    def is_eagle(self) -> bool:
+        """Whether it is one of EAGLE's kinds."""
+        return self.kind in ("eagle", "eagle3")
 
     @property
     def layer(self) -> LlamaConfig:
@@ -112,7 +127,7 @@ class HeadFiles:
         if self.kind == "pass":
             return self.number("look_ahead") * self.number("hidden_size")
         with torch.device("meta"):
-            module = EagleHead(self.eagle_shape()) if self.kind == "eagle3" else self.medusa({})
+            module: nn.Module = self.eagle_head(self.eagle_shape()) if self.is_eagle else self.medusa({})
         return sum(parameter.numel() for parameter in module.parameters())
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -139,7 +154,7 @@ class HeadFiles:
         """
         total = text_config(target).num_hidden_layers
         if self.kind != "eagle3":
-            return (total,) if self.kind == "medusa" else ()
+            return () if self.kind == "pass" else (total,)
         ids = self.settings.get("eagle_aux_hidden_state_layer_ids")
         nested = self.settings.get("eagle_config") or {}
         if (
@@ -182,7 +197,7 @@ class HeadFiles:
             RunError: Its configuration is damaged.
         """
         text = text_config(target)
-        if self.kind == "eagle3":
+        if self.is_eagle:
             self._check_layer()
         self.layers(target)
         for what, own, others in (
@@ -218,13 +233,18 @@ class HeadFiles:
             odd = f"its activation is {given['hidden_act']!r}"
         elif given.get("sliding_window") and given.get("use_sliding_window", True):
             odd = f"it sees {given['sliding_window']} tokens only"
-        elif (self.settings.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        elif (
+            self.kind == "eagle3"
+            and (self.settings.get("eagle_config") or {}).get("use_aux_hidden_state") is False
+        ):
             odd = "it takes the last hidden state alone"
+        elif self.settings.get("layernorms") or self.settings.get("add_para_norm"):
+            odd = "it normalises what it reads, as HASS does"
         if odd is not None:
             raise UsageError(f"The head {self.name} is of a kind that is not read: {odd}.", _READ)
 
     def eagle_shape(self, names: Sequence[str] = (), states: int = _STATES) -> EagleShape:
-        """What an EAGLE-3 head is made of.
+        """What an EAGLE head is made of.
 
         Args:
             names: Of its tensors.
@@ -249,6 +269,11 @@ class HeadFiles:
             norm_output=bool(settings.get("norm_output")),
         )
 
+    def eagle_head(self, shape: EagleShape) -> EagleHead | EagleOneHead:
+        """An EAGLE head of its kind without weights."""
+        with torch.device("meta"):
+            return EagleHead(shape) if self.kind == "eagle3" else EagleOneHead(shape)
+
     def medusa(self, tensors: Mapping[str, torch.Tensor]) -> MedusaHeads:
         """Medusa heads without weights, as many as there are tensors for, or as it says without tensors."""
         told = self.number("num_heads", self.number("medusa_num_heads", 1))
@@ -268,7 +293,7 @@ class HeadFiles:
 
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_READ = "Read are EAGLE-3 heads of one layer with full attention, Medusa heads, and PaSS."
+_READ = "Read are EAGLE heads of one layer with full attention, Medusa heads, and PaSS."
 _LAYER = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
     "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
@@ -297,9 +322,11 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
     folder = Path(spec.source) if hub is None else hub.folder
     settings = read_settings(folder, spec.name)
     kind = _kind(settings)
+    if kind is None and _may_be_eagle_one(settings) and _is_eagle_one(settings, folder, hub):
+        kind = "eagle"
     if kind is None:
         return None
-    if kind not in ("eagle3", "medusa", "pass"):
+    if kind not in ("eagle3", "eagle", "medusa", "pass"):
         raise UsageError(
             f"The head {spec.name} is of a kind that is not read: {_NOT_READ.get(kind, kind)}.", _READ
         )
@@ -325,6 +352,34 @@ def _kind(settings: Mapping[str, Any]) -> str | None:
     return "eagle3" if "draft_vocab_size" in settings else None
 
 
+def _may_be_eagle_one(settings: Mapping[str, Any]) -> bool:
+    """Whether it is the configuration of a Llama with one layer, which the authors of EAGLE-1 write for their heads."""
+    return settings.get("model_type") == "llama" and settings.get("num_hidden_layers") == 1
+
+
+def _is_eagle_one(settings: Mapping[str, Any], folder: Path, hub: HubModel | None) -> bool:
+    """Whether what has such a configuration is a head: by an option that only heads have, or by the weights' names, or,
+    where these would have to be fetched first, by the lack of a tokenizer."""
+    if "bias" in settings:
+        return True
+    if hub is not None:
+        return not hub.has_tokenizer()
+    try:
+        if (folder / "model.safetensors").is_file():
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                return "fc.weight" in file.keys()  # noqa: SIM118 - it is no dict
+        if (folder / "pytorch_model.bin").is_file():
+            # The names stand in the pickle as they are; nothing of it is run.
+            with ZipFile(folder / "pytorch_model.bin") as archive:
+                pickled = (each for each in archive.infolist() if each.filename.endswith("data.pkl"))
+                return any(
+                    b"fc.weight" in archive.read(each) for each in pickled if each.file_size <= MAX_HEADER
+                )
+    except Exception:  # what parsers raise; whoever loads it says so
+        return False
+    return False
+
+
 @dataclass(frozen=True, eq=False)
 class TrainedHead:
     """A head's weights.
@@ -345,8 +400,14 @@ class TrainedHead:
     def name(self) -> str:
         return self.files.name
 
-    def eagle(self, target: PreTrainedConfig, own_head: Callable[[], torch.Tensor]) -> EagleHead:
-        """The module of an EAGLE-3 head.
+    def without_weights(self) -> TrainedHead:
+        """What it was, when its weights are a drafter's and need not lie in memory twice."""
+        return replace(self, tensors={})
+
+    def eagle(
+        self, target: PreTrainedConfig, own_head: Callable[[], torch.Tensor]
+    ) -> EagleHead | EagleOneHead:
+        """The module of an EAGLE head.
 
         Args:
             target: The target's configuration.
@@ -357,8 +418,7 @@ class TrainedHead:
         """
         tensors = dict(self.tensors)
         shape = self.files.eagle_shape([*tensors], len(self.files.layers(target)))
-        with torch.device("meta"):
-            head = EagleHead(shape)
+        head = self.files.eagle_head(shape)
         head.rotary_emb = LlamaRotaryEmbedding(shape.layer)
         if "lm_head.weight" not in tensors:
             weight = own_head()[: shape.layer.vocab_size]
@@ -455,7 +515,7 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
             tensors[own] = tensor
     places = None
     if files.kind != "pass":
-        places = (_eagle_places if files.kind == "eagle3" else _medusa_places)(files, tensors)
+        places = (_eagle_places if files.is_eagle else _medusa_places)(files, tensors)
     return TrainedHead(files, tensors, places, _fingerprint(files, tensors))
 
 
@@ -500,8 +560,9 @@ def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def _eagle_name(name: str) -> str:
-    name = name.removeprefix("model.")
-    return re.sub(r"^(midlayer|layers\.0)\.", "layer.", name)
+    """One name for what tools call otherwise."""
+    name = re.sub(r"^fusion_fc\.", "fc.", name.removeprefix("model."))
+    return re.sub(r"^(midlayer|layers\.0|transformer)\.", "layer.", name)
 
 
 def _medusa_name(name: str) -> str:

@@ -90,6 +90,10 @@ class HubModel:
             "Pickled weights are not loaded; a GGUF file can be fetched by hand and named.",
         )
 
+    def has_tokenizer(self) -> bool:
+        """Whether there is one beside the configuration, or in the cache if the hub is out of reach."""
+        return any(self._optional_file(file) for file in ("tokenizer.json", "tokenizer_config.json"))
+
     def _fetch_shards(self, index: Path, check_size: Callable[[int], None]) -> None:
         shards = shard_names(index, self.name)
         metadata = json.loads(index.read_text(encoding="utf-8")).get("metadata")

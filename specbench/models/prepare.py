@@ -412,7 +412,7 @@ def wrap_head(
         head.files.check_weights(target.language_model.identity, target.name)
     if head.files.kind == "pass":
         return _look_ahead(head, target)
-    eagle = head.files.kind == "eagle3"
+    eagle = head.files.is_eagle
     own_head = partial(_head_of, target)
     module: Any = head.eagle(config, own_head) if eagle else head.medusa(own_head)
     quantised = options.dtype in ("auto", "int8")
@@ -670,6 +670,7 @@ def prepare(
             wrapped.add(part.own_model)
             own = loaded[part.own_model]
             if isinstance(own, TrainedHead):
+                loaded[part.own_model] = own.without_weights()
                 return wrap_head(own, ready, options.drafter)
             return wrap_drafter(
                 own,

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.caches import PreallocatedLayer
-from specbench.backends.torch.heads import EagleHead, MedusaHeads, causal_attention
+from specbench.backends.torch.heads import MedusaHeads, RecurrentHead, causal_attention
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Pass, Rows
@@ -54,7 +54,7 @@ class HeadScorer:
         self.device, self.context_limit, self.embeddings = device, context_limit, embeddings
         self.places, self.vocab_size = fitted.places, fitted.vocab_size
         self.epoch = 0
-        self._fitted = fitted
+        self.fitted = fitted
         self._known = 0  # positions at which the target's states are known, or were read
 
     @property
@@ -74,7 +74,7 @@ class HeadScorer:
         """Start on a new context."""
         self.epoch += 1
         self._known = 0
-        self._fitted.release()
+        self.fitted.release()
 
     def take_states(self, length: int, states: torch.Tensor) -> None:
         """Take in the target's states.
@@ -95,7 +95,7 @@ class HeadScorer:
     def score(self, asked: Pass) -> Rows:
         """The rows behind the context and a draft, of whose first nodes some may have been read before."""
         rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
-        return Rows(self._fitted(self._logits(asked, rows)))
+        return Rows(self.fitted(self._logits(asked, rows)))
 
     def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
         """The last rows over the tokens that it drafts, [rows, vocab]."""
@@ -103,11 +103,11 @@ class HeadScorer:
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         """Drop what was read of drafts: what was kept of them is read again, with the target's states."""
-        self._fitted.release()
+        self.fitted.release()
 
 
 class EagleScorer(HeadScorer):
-    """EAGLE-3 with keys and values of its own.
+    """An EAGLE head with keys and values of its own.
 
     It holds an entry for every token of the context but the first one: token t + 1 with the target's state at t. Drafts
     stand behind these, with its own outputs in place of the states.
@@ -120,16 +120,16 @@ class EagleScorer(HeadScorer):
 
     def __init__(
         self,
-        head: EagleHead,
+        head: RecurrentHead,
         embed: Embed,
         layers: Sequence[int],
         fitted: FittedLogits,
         context_limit: int | None,
     ) -> None:
         config: Any = head.shape.layer
-        device = head.norm.weight.device
-        super().__init__(layers, device, fitted, context_limit, config.vocab_size)
-        self.head, self._embed, self._dtype = head, head.embed_tokens or embed, head.norm.weight.dtype
+        weight = next(head.parameters())
+        super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
+        self.head, self._embed, self._dtype = head, head.embed_tokens or embed, weight.dtype
         self._groups = config.num_attention_heads // config.num_key_value_heads
         self._cache: Any = PreallocatedLayer()
         self._states: list[torch.Tensor] = []  # that are known and not read
@@ -139,7 +139,7 @@ class EagleScorer(HeadScorer):
         self._outputs: list[torch.Tensor] = []
 
     def twin(self) -> EagleScorer:
-        return EagleScorer(self.head, self._embed, self.layers, self._fitted.fresh(), self.context_limit)
+        return EagleScorer(self.head, self._embed, self.layers, self.fitted.fresh(), self.context_limit)
 
     @property
     def held(self) -> int:
@@ -252,7 +252,7 @@ class MedusaScorer(HeadScorer):
         self._rows: list[torch.Tensor] = []
 
     def twin(self) -> MedusaScorer:
-        fitted = self._fitted.fresh()
+        fitted = self.fitted.fresh()
         return MedusaScorer(self.heads, self.layers[0], self._dtype, self.device, fitted, self.embeddings)
 
     @property

@@ -16,7 +16,16 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-__all__ = ["Attend", "EagleHead", "EagleShape", "LookAheadEmbedding", "MedusaHeads", "causal_attention"]
+__all__ = [
+    "Attend",
+    "EagleHead",
+    "EagleOneHead",
+    "EagleShape",
+    "LookAheadEmbedding",
+    "MedusaHeads",
+    "RecurrentHead",
+    "causal_attention",
+]
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From queries, [batch, heads, tokens, size], keys and values, [batch, key/value heads, tokens, size], of these tokens
@@ -31,7 +40,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 @dataclass(frozen=True)
 class EagleShape:
-    """What an EAGLE-3 head is made of.
+    """What an EAGLE head is made of.
 
     Attributes:
         states: Hidden states of the target at each position.
@@ -68,11 +77,72 @@ class EagleShape:
         return nn.RMSNorm(size, self.layer.rms_norm_eps)
 
 
-class EagleHead(nn.Module):
-    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one decoder layer over tokens and the target's hidden states.
+class RecurrentHead(nn.Module):
+    """One decoder layer over tokens and the target's hidden states.
 
     A token goes with the feature of the position before it, ``fuse(states)``; where the target has not been there yet,
     with what the head itself put out there, ``recurring(out)``. The logits behind the token are ``logits(out)``.
+
+    Attributes:
+        shape: What it is made of.
+        embed_tokens: Its own embeddings; ``None`` where it takes the target's.
+    """
+
+    shape: EagleShape
+    embed_tokens: nn.Embedding | None
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """The features of positions.
+
+        Args:
+            states: Of the target, lower layers first, [..., states, width].
+
+        Returns:
+            [..., hidden].
+        """
+        raise NotImplementedError
+
+    def read(
+        self, embedded: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """The layer's output at tokens.
+
+        Args:
+            embedded: The tokens' embeddings, [batch, tokens, hidden].
+            features: That go with them, [batch, tokens, hidden].
+            positions: Theirs, [batch, tokens].
+            attend: How they attend.
+
+        Returns:
+            [batch, tokens, hidden], before any final norm.
+        """
+        raise NotImplementedError
+
+    def recurring(self, out: torch.Tensor) -> torch.Tensor:
+        """The feature that an output stands for, in the same shape."""
+        raise NotImplementedError
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """Over the tokens it drafts, [..., vocab], behind tokens with these outputs."""
+        raise NotImplementedError
+
+    def forward(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Texts from their beginning on, each token with the target's own states at the position before it.
+
+        Args:
+            embedded: See ``read``.
+            states: [batch, tokens, states, width].
+
+        Returns:
+            Output, see ``read``, and logits.
+        """
+        positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
+        out = self.read(embedded, self.fuse(states), positions, causal_attention)
+        return out, self.logits(out)
+
+
+class EagleHead(RecurrentHead):
+    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): it reads states of several layers, and its layer has 2·hidden inputs.
 
     Parameters are named as in files of ``speculators``, but for ``layer``, which is ``layers.0`` there.
 
@@ -96,14 +166,6 @@ class EagleHead(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """The features of positions.
-
-        Args:
-            states: Of the target, lower layers first, [..., states, width].
-
-        Returns:
-            [..., hidden].
-        """
         if self.fc_norm is not None:
             parts = zip(self.fc_norm, states.unbind(-2), strict=True)
             states = torch.stack([norm(part) for norm, part in parts], dim=-2)
@@ -116,60 +178,63 @@ class EagleHead(nn.Module):
     def read(
         self, embedded: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """The layer's output at tokens.
-
-        Args:
-            embedded: The tokens' embeddings, [batch, tokens, hidden].
-            features: That go with them, [batch, tokens, hidden].
-            positions: Theirs, [batch, tokens].
-            attend: How they attend.
-
-        Returns:
-            [batch, tokens, hidden], before the final norm.
-        """
         out: torch.Tensor = self.layer(embedded, features, self.rotary_emb(embedded, positions), attend)
         return out
 
     def recurring(self, out: torch.Tensor) -> torch.Tensor:
-        """The feature that an output stands for, in the same shape."""
         normed: torch.Tensor = self.norm(out) if self.shape.norm_output else out
         return normed
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """Over the tokens it drafts, [..., vocab], behind tokens with these outputs."""
         logits: torch.Tensor = self.lm_head(self.norm(out))
         return logits
 
-    def forward(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Texts from their beginning on, each token with the target's own states at the position before it.
 
-        Args:
-            embedded: See ``read``.
-            states: [batch, tokens, states, width].
+class EagleOneHead(RecurrentHead):
+    """EAGLE-1 (Li et al. 2024, arXiv 2401.15077): it guesses the target's last hidden state behind the final norm, and
+    the target's head makes logits of the guess. EAGLE-2 (arXiv 2406.16858) drafts trees with the same weights.
 
-        Returns:
-            Output, see ``read``, and logits.
-        """
-        positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
-        out = self.read(embedded, self.fuse(states), positions, causal_attention)
-        return out, self.logits(out)
+    Args:
+        shape: What it is made of; its states are one, and as wide as its layer.
+    """
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        self.shape, config = shape, shape.layer
+        hidden = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if shape.embeds else None
+        self.fc = shape.linear("fc", 2 * hidden, hidden)
+        self.layer = _EagleOneLayer(shape)
+        self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(-2)
+
+    def read(
+        self, embedded: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        x = self.fc(torch.cat((embedded, features), dim=-1))
+        out: torch.Tensor = self.layer(x, self.rotary_emb(embedded, positions), attend)
+        return out
+
+    def recurring(self, out: torch.Tensor) -> torch.Tensor:
+        return out
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(out)
+        return logits
 
 
 class _EagleLayer(nn.Module):
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
-        hidden, inner = shape.layer.hidden_size, shape.layer.intermediate_size
+        hidden = shape.layer.hidden_size
         self._norm_before_residual = shape.norm_before_residual
         self.input_layernorm, self.hidden_norm = shape.norm(hidden), shape.norm(hidden)
-        self.self_attn = _Attention(shape)
+        self.self_attn = _Attention(shape, 2 * hidden)
         self.post_attention_layernorm = shape.norm(hidden)
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": shape.linear("gate_proj", hidden, inner),
-                "up_proj": shape.linear("up_proj", hidden, inner),
-                "down_proj": shape.linear("down_proj", inner, hidden),
-            }
-        )
+        self.mlp = _Gated(shape)
 
     def forward(
         self,
@@ -182,22 +247,50 @@ class _EagleLayer(nn.Module):
         residual = normed if self._norm_before_residual else features
         x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
         residual = residual + self.self_attn(x, rotation, attend)
-        x = self.post_attention_layernorm(residual)
-        out: torch.Tensor = residual + self.mlp["down_proj"](
-            silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x)
-        )
+        out: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+class _EagleOneLayer(nn.Module):
+    """A layer of Llama's, without the norm before attention."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        hidden = shape.layer.hidden_size
+        self.self_attn = _Attention(shape, hidden)
+        self.post_attention_layernorm = shape.norm(hidden)
+        self.mlp = _Gated(shape)
+
+    def forward(
+        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:
+        x = x + self.self_attn(x, rotation, attend)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _Gated(nn.Module):
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        hidden, inner = shape.layer.hidden_size, shape.layer.intermediate_size
+        self.gate_proj = shape.linear("gate_proj", hidden, inner)
+        self.up_proj = shape.linear("up_proj", hidden, inner)
+        self.down_proj = shape.linear("down_proj", inner, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class _Attention(nn.Module):
-    def __init__(self, shape: EagleShape) -> None:
+    def __init__(self, shape: EagleShape, inputs: int) -> None:
         super().__init__()
         config: Any = shape.layer
         hidden, self._size = config.hidden_size, config.head_dim
         queries, keys = config.num_attention_heads * self._size, config.num_key_value_heads * self._size
-        self.q_proj = shape.linear("q_proj", 2 * hidden, queries)
-        self.k_proj = shape.linear("k_proj", 2 * hidden, keys)
-        self.v_proj = shape.linear("v_proj", 2 * hidden, keys)
+        self.q_proj = shape.linear("q_proj", inputs, queries)
+        self.k_proj = shape.linear("k_proj", inputs, keys)
+        self.v_proj = shape.linear("v_proj", inputs, keys)
         self.o_proj = shape.linear("o_proj", queries, hidden)
         self.q_norm = shape.norm(self._size) if shape.head_norms else nn.Identity()
         self.k_norm = shape.norm(self._size) if shape.head_norms else nn.Identity()
