@@ -20,6 +20,8 @@ from head_files import (
     SIZE,
     VOCAB,
     WIDTH,
+    eagle_one_settings,
+    eagle_one_tensors,
     eagle_settings,
     eagle_tensors,
     medusa_settings,
@@ -34,10 +36,10 @@ from told import Result, refusal
 from transformers import LlamaConfig
 
 from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
-from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
+from specbench.backends.torch.heads import EagleHead, EagleOneHead, EagleShape, MedusaHeads
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.bench.passes import time_passes
-from specbench.check.memo import memoised
+from specbench.check.memo import MemoHead, _Rows, memoised
 from specbench.check.observe import DecodingSetup, observe
 from specbench.check.run import Case, DecodingCheck
 from specbench.cli import run
@@ -59,8 +61,11 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
 from specbench.lengths.trees import StaticTree
-from specbench.models.prepare import Target, load_drafter, wrap_target
-from specbench.options import LoadOptions
+from specbench.models.heads import TrainedHead, find_head
+from specbench.models.prepare import Target, load_drafter, prepare, wrap_target
+from specbench.options import LoadOptions, ModelOptions
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
 
 CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
 DRAFT = [44, 8, 61]
@@ -109,6 +114,8 @@ def turned(x: torch.Tensor, position: int) -> torch.Tensor:
 class Formulas:
     """EAGLE-3, entry by entry, each with keys and values that it is told to see."""
 
+    layers: Sequence[int] = (0, 1, 2)
+
     def __init__(self, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
         self.tensors, self.settings = tensors, settings
         self.keys: list[torch.Tensor] = []
@@ -124,13 +131,25 @@ class Formulas:
             wide = rms(wide, self.tensors["input_norm.weight"])
         return self.tensors["fc.weight"] @ wide + self.tensors.get("fc.bias", 0.0)
 
+    @property
+    def part(self) -> dict[str, torch.Tensor]:
+        """The layer's tensors."""
+        return {name[9:]: tensor for name, tensor in self.tensors.items() if name.startswith("layers.0.")}
+
+    def embedded(self, token: int) -> torch.Tensor:
+        embedding = self.tensors.get("embed_tokens.weight")
+        return (target_model().get_input_embeddings().weight if embedding is None else embedding)[token]
+
+    def inputs(self, token: int, feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads, and what it is added to."""
+        normed = rms(feature, self.part["hidden_norm.weight"])
+        both = torch.cat((rms(self.embedded(token), self.part["input_layernorm.weight"]), normed))
+        return both, normed if self.settings.get("norm_before_residual") else feature
+
     def entry(self, token: int, feature: torch.Tensor, position: int, seen: Sequence[int]) -> torch.Tensor:
         """The layer's output at a token; ``seen`` are the entries before it that it attends to."""
-        part = {name[9:]: tensor for name, tensor in self.tensors.items() if name.startswith("layers.0.")}
-        embedding = self.tensors.get("embed_tokens.weight")
-        embedded = (target_model().get_input_embeddings().weight if embedding is None else embedding)[token]
-        normed = rms(feature, part["hidden_norm.weight"])
-        both = torch.cat((rms(embedded, part["input_layernorm.weight"]), normed))
+        part = self.part
+        both, residual = self.inputs(token, feature)
 
         def projected(name: str, heads: int) -> torch.Tensor:
             out = part[f"self_attn.{name}_proj.weight"] @ both + part.get(f"self_attn.{name}_proj.bias", 0.0)
@@ -153,7 +172,6 @@ class Formulas:
             attended.append(
                 sum(weight * self.values[each][group] for weight, each in zip(weights, own, strict=True))
             )
-        residual = normed if self.settings.get("norm_before_residual") else feature
         residual = residual + part["self_attn.o_proj.weight"] @ torch.cat(attended)
         x = rms(residual, part["post_attention_layernorm.weight"])
         gate = part["mlp.gate_proj.weight"] @ x
@@ -175,8 +193,7 @@ class Formulas:
 
     def rows(self, context: Sequence[int], draft: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         """Logits behind a context and behind each node of a draft."""
-        layers = self.settings.get("eagle_aux_hidden_state_layer_ids", (0, 1, 2))
-        states = target_states(context, layers)
+        states = target_states(context, self.settings.get("eagle_aux_hidden_state_layer_ids", self.layers))
         for place in range(len(context) - 1):
             out = self.entry(context[place + 1], self.fuse(states[place]), place, range(place))
         last, outs, branches = len(context) - 1, [out], [list(range(len(context) - 1))]
@@ -189,6 +206,23 @@ class Formulas:
             branches.append([*seen, len(self.keys) - 1])
         assert len(branches[0]) == last
         return torch.stack([self.logits(each) for each in outs])
+
+
+class FirstFormulas(Formulas):
+    """EAGLE-1: the target's state behind its final norm, no norm before attention, and the target's own head."""
+
+    layers = (3,)
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        return states[0]
+
+    def inputs(self, token: int, feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.tensors["fc.weight"] @ torch.cat((self.embedded(token), feature))
+        x = x + self.tensors.get("fc.bias", 0.0)
+        return x, x
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        return self.tensors.get("lm_head.weight", target_model().get_output_embeddings().weight) @ out
 
 
 def biased(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -240,23 +274,47 @@ LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]]]
 }
 
 
+FIRST_LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]]] = {
+    "EAGLE-1": lambda: (eagle_one_settings(), eagle_one_tensors()),
+    "EAGLE-1 without a bias": lambda: (eagle_one_settings(bias=False), eagle_one_tensors(biased=False)),
+    "EAGLE-1 with biases in attention": lambda: (eagle_one_settings(), biased(eagle_one_tensors())),
+    "EAGLE-1 of vLLM": lambda: (
+        {"model_type": "eagle", "architectures": ["EagleLlamaForCausalLM"], "model": eagle_one_settings()},
+        {f"model.{name}": tensor for name, tensor in eagle_one_tensors().items()}
+        | {"lm_head.weight": eagle_tensors(3, drafted=None)["lm_head.weight"]},
+    ),
+    "EAGLE-1 of speculators": lambda: (
+        {"speculators_model_type": "eagle", "transformer_layer_config": LAYER, "fusion_bias": True},
+        {
+            name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): tensor
+            for name, tensor in eagle_one_tensors().items()
+        },
+    ),
+}
+
+
 def plain_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix("model.").replace("midlayer", "layers.0"): each for name, each in tensors.items()
-    }
+    others = {"midlayer": "layers.0", "transformer.": "layers.0.", "fusion_fc": "fc"}
+    plain = {}
+    for name, tensor in tensors.items():
+        for other, own in others.items():
+            name = name.replace(other, own)
+        plain[name.removeprefix("model.")] = tensor
+    return plain
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *FIRST_LAYOUTS])
 def test_rows_of_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) -> None:
-    settings, tensors = LAYOUTS[layout]()
+    settings, tensors = (LAYOUTS | FIRST_LAYOUTS)[layout]()
+    formulas = Formulas if layout in LAYOUTS else FirstFormulas
     drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
     scorer = drafter.scorer
     parents = [-1, 0, -1]
-    expected = Formulas(plain_names(tensors), settings)
+    expected = formulas(plain_names(tensors), settings)
     with torch.inference_mode():
         chain = expected.rows(CONTEXT, DRAFT, [-1, 0, 1])
-        tree = Formulas(expected.tensors, settings).rows(CONTEXT, DRAFT, parents)
-        shorter = Formulas(expected.tensors, settings).rows(CONTEXT[:5], [CONTEXT[5], 70], [-1, 0])
+        tree = formulas(expected.tensors, settings).rows(CONTEXT, DRAFT, parents)
+        shorter = formulas(expected.tensors, settings).rows(CONTEXT[:5], [CONTEXT[5], 70], [-1, 0])
     scorer.begin()
     drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], drafter.layers))
     close: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
@@ -375,7 +433,8 @@ def small_head(kind: str) -> Any:
                 num_attention_heads=2,
                 num_key_value_heads=1,
             )
-            module = EagleHead(EagleShape(3, 8, 2, layer, embeds=True))
+            made = EagleHead if kind == "eagle" else EagleOneHead
+            module = made(EagleShape(3 if kind == "eagle" else 1, 8, 2, layer, embeds=True))
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter)
     return module.eval().requires_grad_(False)
@@ -386,11 +445,12 @@ def small_scorer(kind: str) -> HeadScorer:
     head = small_head(kind)
     if kind == "medusa":
         return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, FEW)
-    return EagleScorer(head, head.embed_tokens, (0, 1, 2), fitted, None)
+    return EagleScorer(head, head.embed_tokens, (0, 1, 2) if kind == "eagle" else (2,), fitted, None)
 
 
 DRAFTERS: dict[str, Callable[[ScriptedScorer], Drafter]] = {
     "eagle": lambda _: HeadDrafter(small_scorer("eagle"), "eagle"),
+    "eagle-1": lambda _: HeadDrafter(small_scorer("eagle-1"), "eagle-1"),
     "medusa": lambda _: HeadDrafter(small_scorer("medusa"), "medusa"),
     "lookup+eagle": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("eagle"), "eagle")),
     "lookup+medusa": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("medusa"), "medusa")),
@@ -460,6 +520,7 @@ def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], f
 
 CELLS = [
     *((drafter, policy, NEW) for drafter, policy in itertools.product(["eagle", "medusa", "pass"], POLICIES)),
+    ("eagle-1", "chain", NEW), ("eagle-1", "traversal", NEW),
     ("lookup+eagle", "chain", NEW), ("lookup+medusa", "chain", NEW), ("lookup+pass", "chain", NEW),
     ("eagle|medusa", "chain", NEW - 1),
 ]  # fmt: skip
@@ -516,13 +577,15 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
         return load_drafter(str(files), target, PLAIN)
     if kind == "medusa":
         files = write_head(folder, medusa_settings(9), medusa_tensors(vocab=9))
+    elif kind == "eagle-1":
+        files = write_head(folder, eagle_one_settings(9), eagle_one_tensors(vocab=9))
     else:
         tensors = eagle_tensors(2, vocab=9, drafted=6)
         files = write_head(folder, speculators_settings((1, 2, 0), 9, draft_vocab_size=6), tensors)
     return drafter_of(files, target)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "pass"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "medusa", "pass"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated", "none", "static"])
 def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) -> None:
     target = wrap_target(few_tokens(), cache=kept, pack=False)
@@ -644,7 +707,7 @@ def check_setup(drafter: str | Drafter) -> DecodingSetup:
     )
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "medusa", "lookup+eagle", "pass"])
+@pytest.mark.parametrize("drafter", ["eagle", "eagle-1", "medusa", "lookup+eagle", "eagle|medusa", "pass"])
 def test_remembered_decoding_is_decoding(drafter: str) -> None:
     for greedy in (True, False):
         setup, other = check_setup(drafter), check_setup(drafter)
@@ -652,6 +715,44 @@ def test_remembered_decoding_is_decoding(drafter: str) -> None:
         for _ in range(2):
             direct = [each.tokens for each in observe(setup, PROMPT, greedy=greedy)]
             assert [each.tokens for each in observe(memo, PROMPT, greedy=greedy)] == direct
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "medusa"])
+def test_a_head_is_not_asked_twice(kind: str) -> None:
+    setup = check_setup(kind)
+    memo, _ = memoised(setup)
+    assert isinstance(memo.drafter, HeadDrafter)
+    head = memo.drafter.scorer
+    assert isinstance(head, MemoHead)
+    observe(memo, PROMPT, greedy=True)
+    passes = head.passes
+    assert passes > 0
+    observe(memo, PROMPT, greedy=True)
+    assert head.passes == passes
+
+
+def test_a_remembering_head_gives_what_the_head_gives_for_what_it_was_fed() -> None:
+    """Whatever is handed to it: drafts that are not taken back stay, and other states are other rows."""
+    states = torch.stack([states_of(PROMPT[: i + 1]) for i in range(len(PROMPT))])
+    for kind in ("eagle", "medusa"):
+        real = small_scorer(kind)
+        memo = MemoHead(small_scorer(kind), _Rows())
+        for scorer in (real, memo):
+            scorer.begin()
+            scorer.take_states(2, states[:2, list(real.layers)] if kind == "eagle" else states[:2, 2:])
+        rows = [scorer.score(Pass(scorer, PROMPT, [1, 2])).logits for scorer in (real, memo)]
+        torch.testing.assert_close(*rows)
+        stale = [scorer.score(Pass(scorer, PROMPT, [2, 2])).logits for scorer in (real, memo)]
+        torch.testing.assert_close(*stale)
+        for scorer in (real, memo):
+            scorer.keep(2)
+        fresh = [scorer.score(Pass(scorer, PROMPT, [2, 2], [-1, -1])).logits for scorer in (real, memo)]
+        torch.testing.assert_close(*fresh)
+        passes = memo.passes
+        memo.begin()
+        memo.take_states(2, 1 + (states[:2, list(real.layers)] if kind == "eagle" else states[:2, 2:]))
+        assert not torch.equal(memo.score(Pass(memo, PROMPT)).logits, rows[1][:1])
+        assert memo.passes == passes + 1
 
 
 class Flattering(HeadDrafter):
@@ -748,7 +849,13 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     ),
     "DFlash": ({"architectures": ["DFlashDraftModel"]}, {}, "of a kind that is not read: DFlash."),
     "P-EAGLE": ({"speculators_model_type": "peagle"}, {}, "not read: P-EAGLE."),
-    "EAGLE-1": ({"architectures": ["EagleLlamaForCausalLM"]}, {}, "not read: EAGLE-1 or EAGLE-2."),
+    "EAGLE-1 with norms": (
+        eagle_one_settings(bias=True, add_para_norm=True), eagle_one_tensors(), "normalises what it reads, as HASS does"
+    ),
+    "EAGLE-1 without its layer": (
+        eagle_one_settings(), without(eagle_one_tensors(), "layers.0.self_attn.q_proj.weight"),
+        "lacks the tensor layer.self_attn.q_proj.weight.",
+    ),
     "Medusa without a map": (
         medusa_settings(truncated_vocab_size=9), medusa_tensors(drafted=9),
         "The tensor token_map of the head head",
@@ -778,6 +885,38 @@ def test_a_head_goes_with_its_target_alone(tmp_path: Path) -> None:
     torch.save(eagle_tensors(), folder / "pytorch_model.bin")
     assert "--allow-pickle" in refusal(load_drafter, str(folder), target, PLAIN, kind=UsageError)
     assert load_drafter(str(folder), target, PLAIN, allow_pickle=True).draftable
+
+
+def test_a_llama_of_one_layer_is_no_head(tmp_path: Path) -> None:
+    """EAGLE-1's authors give their heads its configuration: the weights tell."""
+    head = write_head(tmp_path / "head", eagle_one_settings(), eagle_one_tensors())
+    llama = save_tiny(tmp_path / "llama", layers=1)
+    assert find_head(parse_model(str(llama))) is None
+    found = find_head(parse_model(str(head)))
+    assert found is not None
+    assert (found.kind, found.layers(target_model().config)) == ("eagle", (3,))
+    (head / "model.safetensors").unlink()
+    assert find_head(parse_model(str(head))) is None
+    torch.save(eagle_one_tensors(), head / "pytorch_model.bin")
+    assert find_head(parse_model(str(head))) is not None
+    assert "--allow-pickle" in refusal(load_drafter, str(head), tiny_target(), PLAIN, kind=UsageError)
+    assert load_drafter(str(head), tiny_target(), PLAIN, allow_pickle=True).takes_trees
+    (head / "pytorch_model.bin").write_bytes(b"nonsense")
+    assert find_head(parse_model(str(head))) is None
+
+
+def test_a_drafter_does_not_keep_the_weights_that_it_was_made_of(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "tiny", layers=3)
+    head = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
+    options = ModelOptions(dtype="float32")
+    specs = [parse_drafter(str(head)), parse_drafter(f"lookup+{head}")]
+    _, proposers = prepare(parse_model(str(folder)), specs, options)
+    for proposer in proposers:
+        (kept,) = proposer.models
+        assert isinstance(kept, TrainedHead)
+        assert not kept.tensors
+        assert proposer.weights == kept.fingerprint
+    assert proposers[0].name == "head (int8)"
 
 
 def test_medusa_as_its_authors_write_it(tmp_path: Path) -> None:

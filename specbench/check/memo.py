@@ -10,6 +10,7 @@ it is handed: a decoder that forgets a roll-back or a token gets the logits of t
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from specbench.backends.torch.caches import KVCache, NoKVCache
+from specbench.backends.torch.head_scorers import HeadScorer
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.observe import DecodingSetup
 from specbench.decoding.protocols import Drafter, Pass, Rows
@@ -26,7 +28,7 @@ from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.several import SeveralDrafters
 
-__all__ = ["MemoScorer", "memoised"]
+__all__ = ["MemoHead", "MemoScorer", "memoised"]
 
 _MOST_BYTES = 512 << 20
 
@@ -276,6 +278,85 @@ class MemoScorer:
         return torch.stack([row for row in found if row is not None])
 
 
+class MemoHead(HeadScorer):
+    """Stands in for a trained head: what it has read of a context and a draft, and with whose states, tells its rows.
+
+    Args:
+        inner: The head. For rows that are not remembered it reads everything anew.
+        rows: What is remembered.
+    """
+
+    def __init__(self, inner: HeadScorer, rows: _Rows) -> None:
+        super().__init__(inner.layers, inner.device, inner.fitted, inner.context_limit, inner.embeddings)
+        self.inner, self.longest, self._remembered = inner, inner.longest, rows
+        self.passes = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._states: list[torch.Tensor] = []  # by position, [layers, width]
+        self._tokens: list[int] = []  # that were read, each with the states at the position before it
+        self._read = [b""]  # a digest of what was read, up to each of them
+        self._nodes: list[tuple[int, int]] = []  # of a draft behind them: token, and what it stands behind
+
+    @property
+    def held(self) -> int:
+        return len(self._tokens) + 1 if self._tokens else 0
+
+    def begin(self) -> None:
+        super().begin()
+        self._forget()
+
+    def take_states(self, length: int, states: torch.Tensor) -> None:
+        self._states += states[states.shape[0] + self._known - length :].clone()
+        self._known = length
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        super().keep(length, path)
+        if self._tokens and self.held > length:
+            del self._tokens[-1], self._read[-1]
+        self._nodes = []
+
+    def score(self, asked: Pass) -> Rows:
+        context = asked.context
+        if len(self._tokens) < len(context) - 1:
+            self._nodes = []
+            for token, state in zip(
+                context[len(self._tokens) + 1 :], self._states[len(self._tokens) :], strict=True
+            ):
+                digest = hashlib.sha256(self._read[-1] + token.to_bytes(8, "little"))
+                digest.update(state.contiguous().view(torch.uint8).cpu().numpy())
+                self._tokens.append(token)
+                self._read.append(digest.digest())
+        parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
+        fresh = slice(len(self._nodes), None)
+        self._nodes += zip(list(asked.tokens)[fresh], list(parents)[fresh], strict=True)
+        branches: list[tuple[int, ...]] = [()]
+        for token, parent in self._nodes:
+            branches.append((*branches[parent + 1], token))
+        rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
+        keys = [(id(self.inner), self._read[-1], branch) for branch in branches]
+        known = [self._remembered.get(key) for key in keys[-rows:]]
+        found = [row for row in known if row is not None]
+        if len(found) < rows:
+            found = self._computed(context[0])
+            for key, row in zip(keys, found, strict=True):
+                self._remembered.put(key, row)
+        return Rows(torch.stack(found[-rows:]))
+
+    def _computed(self, first: int) -> list[torch.Tensor]:
+        """The rows behind what was read and behind each node, by a pass over all of it.
+
+        Args:
+            first: The context's first token, which heads do not read.
+        """
+        self.passes += 1
+        self.inner.begin()
+        self.inner.take_states(len(self._tokens), torch.stack(self._states[: len(self._tokens)]))
+        tokens, parents = [token for token, _ in self._nodes], [parent for _, parent in self._nodes]
+        asked = Pass(self.inner, [first, *self._tokens], tokens, parents)  # type: ignore[arg-type]
+        return [row.clone() for row in self.inner.score(asked).logits]
+
+
 def memoised(setup: DecodingSetup) -> tuple[DecodingSetup, MemoScorer]:
     """The same setup over scorers that remember, and its target."""
     caches: dict[int, _TwoCaches] = {}
@@ -288,11 +369,12 @@ def memoised(setup: DecodingSetup) -> tuple[DecodingSetup, MemoScorer]:
     target = remember(setup.target)
 
     def drafter_of(drafter: Drafter) -> Drafter:
-        if isinstance(drafter, HeadDrafter):
-            return drafter  # what it reads is not told by its tokens alone
         if isinstance(drafter, ModelDrafter):
             copied = copy.copy(drafter)
-            copied.scorer = remember(drafter.scorer)  # type: ignore[assignment]
+            if isinstance(drafter, HeadDrafter):
+                copied.scorer = MemoHead(drafter.scorer, rows)  # type: ignore[assignment]
+            else:
+                copied.scorer = remember(drafter.scorer)  # type: ignore[assignment]
             return copied
         if isinstance(drafter, CascadeDrafter):
             cascade = copy.copy(drafter)
