@@ -86,6 +86,62 @@ def eagle_one_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], **LAYER, "vocab_size": vocab, **more}
 
 
+BLOCK, MASK = 4, 7
+
+
+def block_tensors(
+    seed: int = 0, *, vocab: int = VOCAB, drafted: int | None = None, layers: int = 2, spread: float = 0.3
+) -> dict[str, torch.Tensor]:
+    """Of a DFlash head that reads two states; the head itself is the target's, unless it has a draft vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * spread
+
+    def norm(size: int) -> torch.Tensor:
+        return 0.5 + torch.rand(size, generator=generator)
+
+    tensors = {
+        "fc.weight": random(WIDTH, 2 * WIDTH), "hidden_norm.weight": norm(WIDTH), "norm.weight": norm(WIDTH)
+    }  # fmt: skip
+    for layer in range(layers):
+        named = {
+            "self_attn.q_proj": random(HEADS * SIZE, WIDTH),
+            "self_attn.k_proj": random(SHARED * SIZE, WIDTH),
+            "self_attn.v_proj": random(SHARED * SIZE, WIDTH),
+            "self_attn.o_proj": random(WIDTH, HEADS * SIZE),
+            "self_attn.q_norm": norm(SIZE),
+            "self_attn.k_norm": norm(SIZE),
+            "mlp.gate_proj": random(INNER, WIDTH),
+            "mlp.up_proj": random(INNER, WIDTH),
+            "mlp.down_proj": random(WIDTH, INNER),
+            "input_layernorm": norm(WIDTH),
+            "post_attention_layernorm": norm(WIDTH),
+        }
+        tensors |= {f"layers.{layer}.{name}.weight": tensor for name, tensor in named.items()}
+    if drafted is not None:
+        others = eagle_tensors(seed, vocab=vocab, drafted=drafted)
+        tensors |= {name: others[name] for name in ("lm_head.weight", "d2t", "t2d")}
+    return tensors
+
+
+def block_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` of DFlash's authors: what the layers 0 and 2 put out is read."""
+    return {
+        "architectures": ["DFlashDraftModel"], **LAYER, "vocab_size": vocab, "num_hidden_layers": 2,
+        "block_size": BLOCK, "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]}, **more,
+    }  # fmt: skip
+
+
+def speculators_block_settings(**more: Any) -> dict[str, Any]:
+    """A ``config.json`` of ``speculators`` for DFlash: what the layers 1 and 2 read is read."""
+    return {
+        "speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"], "draft_vocab_size": DRAFTED,
+        "transformer_layer_config": {**LAYER, "num_hidden_layers": 2}, "block_size": BLOCK, "mask_token_id": MASK,
+        "aux_hidden_state_layer_ids": [1, 2], "projector_type": "dflash", "sample_from_anchor": False, **more,
+    }  # fmt: skip
+
+
 def write_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
     """A folder with a head in it."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 from head_files import (
+    BLOCK,
     DRAFTED,
     HEADS,
     LAYER,
+    MASK,
     SHARED,
     SIZE,
     VOCAB,
     WIDTH,
+    block_settings,
+    block_tensors,
     eagle_one_settings,
     eagle_one_tensors,
     eagle_settings,
@@ -27,6 +31,7 @@ from head_files import (
     medusa_settings,
     medusa_tensors,
     midlayer,
+    speculators_block_settings,
     speculators_settings,
     write_head,
 )
@@ -35,8 +40,8 @@ from tiny import save_tiny, tiny_language_model, tiny_llama
 from told import Result, refusal
 from transformers import LlamaConfig
 
-from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
-from specbench.backends.torch.heads import EagleHead, EagleOneHead, EagleShape, MedusaHeads
+from specbench.backends.torch.head_scorers import BlockScorer, EagleScorer, HeadScorer, MedusaScorer
+from specbench.backends.torch.heads import BlockHead, EagleHead, EagleOneHead, EagleShape, MedusaHeads
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.bench.passes import time_passes
 from specbench.check.memo import MemoHead, _Rows, memoised
@@ -381,6 +386,77 @@ def test_rows_of_medusa_are_those_of_the_formula(tmp_path: Path, shared: bool) -
     assert not drafter.can_read(CONTEXT, DRAFT)
 
 
+def rows_of_blocks(
+    tensors: Mapping[str, torch.Tensor], layers: Sequence[int], context: Sequence[int]
+) -> torch.Tensor:
+    """DFlash's formulas: logits at the masks behind a context, over the target's vocabulary."""
+    known = len(context) - 1
+    features = [
+        rms(tensors["fc.weight"] @ state.flatten(), tensors["hidden_norm.weight"])
+        for state in target_states(context[:-1], layers)
+    ]
+    embedding = target_model().get_input_embeddings().weight
+    xs = [embedding[token] for token in (context[-1], *[MASK] * (BLOCK - 1))]
+    for layer in range(2):
+        part = {
+            name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"layers.{layer}.")
+        }
+        normed = [rms(x, part["input_layernorm"]) for x in xs]
+        keys, values = [], []
+        for position, read in enumerate([*features, *normed]):
+            key = rms((part["self_attn.k_proj"] @ read).view(SHARED, SIZE), part["self_attn.k_norm"])
+            keys.append(turned(key, position))
+            values.append((part["self_attn.v_proj"] @ read).view(SHARED, SIZE))
+        after = []
+        for place, (x, read) in enumerate(zip(xs, normed, strict=True)):
+            query = rms((part["self_attn.q_proj"] @ read).view(HEADS, SIZE), part["self_attn.q_norm"])
+            query, attended = turned(query, known + place), []
+            for head in range(HEADS):
+                group = head // (HEADS // SHARED)
+                scores = torch.stack([query[head] @ key[group] for key in keys]) / SIZE**0.5
+                pairs = zip(scores.softmax(0), values, strict=True)
+                attended.append(sum(weight * value[group] for weight, value in pairs))
+            x = x + part["self_attn.o_proj"] @ torch.cat(attended)
+            inner = rms(x, part["post_attention_layernorm"])
+            gate = part["mlp.gate_proj"] @ inner
+            after.append(x + part["mlp.down_proj"] @ (gate * gate.sigmoid() * (part["mlp.up_proj"] @ inner)))
+        xs = after
+    outs = torch.stack([rms(x, tensors["norm.weight"]) for x in xs[1:]])
+    if "d2t" not in tensors:
+        return outs @ target_model().get_output_embeddings().weight.T
+    whole = torch.full((len(outs), VOCAB), float("-inf"))
+    whole[:, torch.arange(DRAFTED) + tensors["d2t"]] = outs @ tensors["lm_head.weight"].T
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafted", "layers"),
+    [(block_settings(), None, (1, 3)), (speculators_block_settings(), DRAFTED, (1, 2))],
+)
+def test_rows_of_dflash_are_those_of_the_formulas(
+    tmp_path: Path, settings: dict[str, Any], drafted: int | None, layers: tuple[int, ...]
+) -> None:
+    tensors = block_tensors(drafted=drafted)
+    drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
+    assert drafter.layers == layers
+    scorer = drafter.scorer
+    close: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
+    with torch.inference_mode():
+        first, second = (rows_of_blocks(tensors, layers, context) for context in (CONTEXT[:5], CONTEXT))
+    scorer.begin()
+    drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], layers))
+    torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT[:5], DRAFT[:1])).logits, first[:2], **close)
+    drafter.keep(5, [0])
+    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], layers))
+    torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT, DRAFT[:2])).logits, second, **close)
+    tree = scorer.score(Pass(scorer, CONTEXT, DRAFT, [-1, -1, 1], rows=3)).logits
+    torch.testing.assert_close(tree, second[[1, 1, 2]], **close)
+    assert drafter.can_read(CONTEXT, DRAFT[:2])
+    assert not drafter.can_read(CONTEXT, DRAFT)
+
+
 def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path: Path) -> None:
     ahead = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
     settings = {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": VOCAB}
@@ -433,8 +509,13 @@ def small_head(kind: str) -> Any:
                 num_attention_heads=2,
                 num_key_value_heads=1,
             )
-            made = EagleHead if kind == "eagle" else EagleOneHead
-            module = made(EagleShape(3 if kind == "eagle" else 1, 8, 2, layer, embeds=True))
+            shape = EagleShape(
+                1 if kind == "eagle-1" else 3, 8, 2, layer, embeds=True, head_norms=kind == "dflash"
+            )
+            if kind == "dflash":
+                module = BlockHead(shape, 1, DEPTH + 1, 1)
+            else:
+                module = (EagleHead if kind == "eagle" else EagleOneHead)(shape)
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter)
     return module.eval().requires_grad_(False)
@@ -445,12 +526,14 @@ def small_scorer(kind: str) -> HeadScorer:
     head = small_head(kind)
     if kind == "medusa":
         return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, FEW)
-    return EagleScorer(head, head.embed_tokens, (0, 1, 2) if kind == "eagle" else (2,), fitted, None)
+    layers = (2,) if kind == "eagle-1" else (0, 1, 2)
+    return (BlockScorer if kind == "dflash" else EagleScorer)(head, head.embed_tokens, layers, fitted, None)
 
 
 DRAFTERS: dict[str, Callable[[ScriptedScorer], Drafter]] = {
     "eagle": lambda _: HeadDrafter(small_scorer("eagle"), "eagle"),
     "eagle-1": lambda _: HeadDrafter(small_scorer("eagle-1"), "eagle-1"),
+    "dflash": lambda _: HeadDrafter(small_scorer("dflash"), "dflash"),
     "medusa": lambda _: HeadDrafter(small_scorer("medusa"), "medusa"),
     "lookup+eagle": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("eagle"), "eagle")),
     "lookup+medusa": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("medusa"), "medusa")),
@@ -520,7 +603,7 @@ def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], f
 
 CELLS = [
     *((drafter, policy, NEW) for drafter, policy in itertools.product(["eagle", "medusa", "pass"], POLICIES)),
-    ("eagle-1", "chain", NEW), ("eagle-1", "traversal", NEW),
+    ("eagle-1", "chain", NEW), ("eagle-1", "traversal", NEW), ("dflash", "chain", NEW), ("dflash", "traversal", NEW),
     ("lookup+eagle", "chain", NEW), ("lookup+medusa", "chain", NEW), ("lookup+pass", "chain", NEW),
     ("eagle|medusa", "chain", NEW - 1),
 ]  # fmt: skip
@@ -577,6 +660,8 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
         return load_drafter(str(files), target, PLAIN)
     if kind == "medusa":
         files = write_head(folder, medusa_settings(9), medusa_tensors(vocab=9))
+    elif kind == "dflash":
+        files = write_head(folder, block_settings(9), block_tensors(vocab=9))
     elif kind == "eagle-1":
         files = write_head(folder, eagle_one_settings(9), eagle_one_tensors(vocab=9))
     else:
@@ -585,7 +670,7 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
     return drafter_of(files, target)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "medusa", "pass"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "dflash", "medusa", "pass"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated", "none", "static"])
 def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) -> None:
     target = wrap_target(few_tokens(), cache=kept, pack=False)
@@ -607,7 +692,7 @@ def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) ->
     assert accepted > 20
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "dflash", "medusa"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated"])
 def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any, kind: str) -> None:
     target = wrap_target(few_tokens(), cache=kept, pack=False)
@@ -682,11 +767,10 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
 
 def test_timed_passes_are_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = wrap_target(few_tokens(), pack=False)
-    for kind in ("eagle", "medusa"):
+    for kind, name in {"eagle": "read", "dflash": "guess", "medusa": "logits"}.items():
         head = few_head(tmp_path / kind, kind, target)
         made: list[int] = []
-        module = head.scorer.head if kind == "eagle" else head.scorer.heads
-        name = "read" if kind == "eagle" else "logits"
+        module = head.scorer.heads if kind == "medusa" else head.scorer.head
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, real=real, made=made: made.append(0) or real(*given))
         time_passes(target.scorer, {kind: head}, PROMPT, [1], WallClock(), 3, Random(0))
@@ -707,7 +791,9 @@ def check_setup(drafter: str | Drafter) -> DecodingSetup:
     )
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "eagle-1", "medusa", "lookup+eagle", "eagle|medusa", "pass"])
+@pytest.mark.parametrize(
+    "drafter", ["eagle", "eagle-1", "dflash", "medusa", "lookup+eagle", "eagle|medusa", "pass"]
+)
 def test_remembered_decoding_is_decoding(drafter: str) -> None:
     for greedy in (True, False):
         setup, other = check_setup(drafter), check_setup(drafter)
@@ -717,7 +803,7 @@ def test_remembered_decoding_is_decoding(drafter: str) -> None:
             assert [each.tokens for each in observe(memo, PROMPT, greedy=greedy)] == direct
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "dflash", "medusa"])
 def test_a_head_is_not_asked_twice(kind: str) -> None:
     setup = check_setup(kind)
     memo, _ = memoised(setup)
@@ -765,7 +851,7 @@ class Flattering(HeadDrafter):
         return draft
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "dflash", "medusa"])
 def test_the_check_passes_heads_and_finds_a_wrong_q(kind: str) -> None:
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
         checking = DecodingCheck(
@@ -847,7 +933,17 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     "no list of layers": (
         speculators_settings(eagle_aux_hidden_state_layer_ids="all"), eagle_tensors(), "no list of whole numbers"
     ),
-    "DFlash": ({"architectures": ["DFlashDraftModel"]}, {}, "of a kind that is not read: DFlash."),
+    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, {}, "of a kind that is not read: DFlash 2."),
+    "DFlash with a projector": (
+        speculators_block_settings(projector_type="domino"), block_tensors(), "not read: it has projector_type."
+    ),
+    "DFlash without a mask": (
+        block_settings(dflash_config={"target_layer_ids": [0, 2]}), block_tensors(), "its mask_token_id is no token."
+    ),
+    "DFlash of a larger target": (
+        block_settings(dflash_config={"target_layer_ids": [0, 3], "mask_token_id": 7}), block_tensors(),
+        "takes what the layers 1, 4 read, and the target's are 0 to 3.",
+    ),
     "P-EAGLE": ({"speculators_model_type": "peagle"}, {}, "not read: P-EAGLE."),
     "EAGLE-1 with norms": (
         eagle_one_settings(bias=True, add_para_norm=True), eagle_one_tensors(), "normalises what it reads, as HASS does"

@@ -1,10 +1,10 @@
 """Trained heads on disk: which kind a folder holds, whether it fits a target, and its weights, named in one way.
 
 Read are EAGLE-3 as its authors, AngelSlim and SpecForge write it (``midlayer.*``) and as ``speculators`` and vLLM do
-(``layers.0.*``), EAGLE-1, whose weights EAGLE-2 takes too, as its authors, vLLM and ``speculators`` write it, Medusa as
-vLLM and its authors do, and PaSS in a form of our own: a ``config.json`` with the
-model_type ``pass``, ``look_ahead``, ``hidden_size`` and ``vocab_size``, and the tensor ``ahead``. Which tensors a head
-has to have follows from its configuration; more, fewer, or others of another shape are refused.
+(``layers.0.*``), EAGLE-1, whose weights EAGLE-2 takes too, as its authors, vLLM and ``speculators`` write it, DFlash as
+its authors and ``speculators`` do, Medusa as vLLM and its authors do, and PaSS in a form of our own: a ``config.json``
+with the model_type ``pass``, ``look_ahead``, ``hidden_size`` and ``vocab_size``, and the tensor ``ahead``. Which
+tensors a head has to have follows from its configuration; more, fewer, or others of another shape are refused.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specbench.backends.torch.heads import (
+    BlockHead,
     EagleHead,
     EagleOneHead,
     EagleShape,
     LookAheadEmbedding,
     MedusaHeads,
+    RecurrentHead,
 )
 from specbench.errors import RunError, UsageError
 from specbench.models.checkpoints import (
@@ -49,7 +51,7 @@ __all__ = ["HeadFiles", "TrainedHead", "find_head", "load_head"]
 
 _NOT_READ = {
     "peagle": "P-EAGLE",
-    "dflash": "DFlash",
+    "dflash2": "DFlash 2",
     "dspark": "DSpark",
     "mtp": "MTP",
     "mlp_speculator": "MLP speculator",
@@ -68,7 +70,7 @@ class HeadFiles:
     """A head as far as its configuration tells.
 
     Attributes:
-        kind: ``eagle3``, ``eagle`` (EAGLE-1 and 2), ``medusa`` or ``pass``.
+        kind: ``eagle3``, ``eagle`` (EAGLE-1 and 2), ``dflash``, ``medusa`` or ``pass``.
         name: What results call it.
         folder: Where its files are.
         settings: Its configuration.
@@ -127,7 +129,7 @@ class HeadFiles:
         if self.kind == "pass":
             return self.number("look_ahead") * self.number("hidden_size")
         with torch.device("meta"):
-            module: nn.Module = self.eagle_head(self.eagle_shape()) if self.is_eagle else self.medusa({})
+            module: nn.Module = self.medusa({}) if self.kind == "medusa" else self.with_layers()
         return sum(parameter.numel() for parameter in module.parameters())
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -153,6 +155,8 @@ class HeadFiles:
             UsageError: The target has no such layers.
         """
         total = text_config(target).num_hidden_layers
+        if self.kind == "dflash":
+            return self._layers_of_block(total)
         if self.kind != "eagle3":
             return () if self.kind == "pass" else (total,)
         ids = self.settings.get("eagle_aux_hidden_state_layer_ids")
@@ -164,10 +168,26 @@ class HeadFiles:
         ):
             ids = [each + 1 for each in _whole_numbers(nested["eagle_aux_hidden_state_layer_ids"], self.name)]
         ids = [2, total // 2, total - 3] if ids is None else _whole_numbers(ids, self.name)
-        if not ids or not all(0 <= each < total for each in ids):
+        return self._there(ids, total - 1)
+
+    def _layers_of_block(self, total: int) -> tuple[int, ...]:
+        """Of DFlash; its authors name the layer that puts the state out, of the last one the one behind the norm."""
+        ids = self.settings.get("aux_hidden_state_layer_ids")
+        if ids is None:
+            given = self._of_block("target_layer_ids")
+            ids = [each + 1 for each in _whole_numbers(given, self.name)]
+        return self._there(_whole_numbers(ids, self.name), total)
+
+    def _of_block(self, key: str) -> Any:
+        """What DFlash's authors keep in a part of their configuration."""
+        nested = self.settings.get("dflash_config")
+        return (nested if isinstance(nested, dict) else {}).get(key, self.settings.get(key))
+
+    def _there(self, ids: Sequence[int], last: int) -> tuple[int, ...]:
+        if not ids or not all(0 <= each <= last for each in ids):
             raise UsageError(
                 f"The head {self.name} takes what the layers {', '.join(map(str, ids))} read, and the target's are 0 to"
-                f" {total - 1}.",
+                f" {last}.",
                 "Use it with the target it was trained for.",
             )
         return tuple(ids)
@@ -197,7 +217,7 @@ class HeadFiles:
             RunError: Its configuration is damaged.
         """
         text = text_config(target)
-        if self.is_eagle:
+        if self.kind in ("eagle", "eagle3", "dflash"):
             self._check_layer()
         self.layers(target)
         for what, own, others in (
@@ -227,7 +247,7 @@ class HeadFiles:
         """Refuse a layer of another kind."""
         given, odd = {**self.layer_settings}, None
         self.layer  # noqa: B018 - or the refusal
-        if given.get("num_hidden_layers", 1) != 1:
+        if given.get("num_hidden_layers", 1) != 1 and self.is_eagle:
             odd = f"it has {given['num_hidden_layers']} layers"
         elif given.get("hidden_act", "silu") not in ("silu", "swish"):
             odd = f"its activation is {given['hidden_act']!r}"
@@ -240,11 +260,16 @@ class HeadFiles:
             odd = "it takes the last hidden state alone"
         elif self.settings.get("layernorms") or self.settings.get("add_para_norm"):
             odd = "it normalises what it reads, as HASS does"
+        elif self.kind == "dflash":
+            plain = (None, False, 1.0, "dflash")
+            odd = next(
+                (f"it has {key}" for key in _OF_OTHER_BLOCKS if self._of_block(key) not in plain), None
+            )
         if odd is not None:
             raise UsageError(f"The head {self.name} is of a kind that is not read: {odd}.", _READ)
 
     def eagle_shape(self, names: Sequence[str] = (), states: int = _STATES) -> EagleShape:
-        """What an EAGLE head is made of.
+        """What a head of decoder layers is made of.
 
         Args:
             names: Of its tensors.
@@ -269,9 +294,17 @@ class HeadFiles:
             norm_output=bool(settings.get("norm_output")),
         )
 
-    def eagle_head(self, shape: EagleShape) -> EagleHead | EagleOneHead:
-        """An EAGLE head of its kind without weights."""
+    def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> RecurrentHead | BlockHead:
+        """A head of decoder layers without weights; for the arguments see ``eagle_shape``."""
+        shape = self.eagle_shape(names, states)
         with torch.device("meta"):
+            if self.kind == "dflash":
+                mask = self._of_block("mask_token_id")
+                if type(mask) is not int or not 0 <= mask < shape.layer.vocab_size:
+                    raise RunError(
+                        f"The config.json of {self.name} is damaged: its mask_token_id is no token."
+                    )
+                return BlockHead(shape, self.number("num_hidden_layers"), self.number("block_size"), mask)
             return EagleHead(shape) if self.kind == "eagle3" else EagleOneHead(shape)
 
     def medusa(self, tensors: Mapping[str, torch.Tensor]) -> MedusaHeads:
@@ -292,8 +325,13 @@ class HeadFiles:
             )
 
 
+_OF_OTHER_BLOCKS = (
+    "sample_from_anchor", "projector_type", "is_causal", "input_embedding_scale", "final_logit_softcapping",
+)  # fmt: skip
+"""Settings of kinds of DFlash that are not read."""
+
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_READ = "Read are EAGLE heads of one layer with full attention, Medusa heads, and PaSS."
+_READ = "Read are EAGLE heads of one layer and DFlash, both with full attention, Medusa heads, and PaSS."
 _LAYER = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
     "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
@@ -326,7 +364,7 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
         kind = "eagle"
     if kind is None:
         return None
-    if kind not in ("eagle3", "eagle", "medusa", "pass"):
+    if kind not in ("eagle3", "eagle", "dflash", "medusa", "pass"):
         raise UsageError(
             f"The head {spec.name} is of a kind that is not read: {_NOT_READ.get(kind, kind)}.", _READ
         )
@@ -341,7 +379,7 @@ def _kind(settings: Mapping[str, Any]) -> str | None:
     architectures = settings.get("architectures")
     words = [str(settings.get("model_type", ""))]
     words += [str(each) for each in architectures] if isinstance(architectures, list) else []
-    known = ("eagle3", "eagle", "medusa", "dflash", "dspark", "mlp_?speculator")
+    known = ("eagle3", "eagle", "medusa", "dflash2", "dflash", "dspark", "mlp_?speculator")
     for kind in known:
         if any(re.search(kind, word, re.IGNORECASE) for word in words):
             return kind.replace("?", "")
@@ -404,10 +442,8 @@ class TrainedHead:
         """What it was, when its weights are a drafter's and need not lie in memory twice."""
         return replace(self, tensors={})
 
-    def eagle(
-        self, target: PreTrainedConfig, own_head: Callable[[], torch.Tensor]
-    ) -> EagleHead | EagleOneHead:
-        """The module of an EAGLE head.
+    def with_layers(self, target: PreTrainedConfig, own_head: Callable[[], torch.Tensor]) -> Any:
+        """The module of a head of decoder layers.
 
         Args:
             target: The target's configuration.
@@ -417,11 +453,10 @@ class TrainedHead:
             UsageError: Tensors are missing, too many or of another shape.
         """
         tensors = dict(self.tensors)
-        shape = self.files.eagle_shape([*tensors], len(self.files.layers(target)))
-        head = self.files.eagle_head(shape)
-        head.rotary_emb = LlamaRotaryEmbedding(shape.layer)
+        head: Any = self.files.with_layers([*tensors], len(self.files.layers(target)))
+        head.rotary_emb = LlamaRotaryEmbedding(head.shape.layer)
         if "lm_head.weight" not in tensors:
-            weight = own_head()[: shape.layer.vocab_size]
+            weight = own_head()[: head.shape.layer.vocab_size]
             tensors["lm_head.weight"] = (
                 weight if self.places is None else weight[self.places.to(weight.device)]
             )
@@ -510,12 +545,12 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
         found |= _read(path, files.name)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _widened(found, files.name).items():
-        own = (_medusa_name if files.kind == "medusa" else _eagle_name)(name)
+        own = {"medusa": _medusa_name, "dflash": _block_name}.get(files.kind, _eagle_name)(name)
         if own not in _UNUSED:
             tensors[own] = tensor
     places = None
     if files.kind != "pass":
-        places = (_eagle_places if files.is_eagle else _medusa_places)(files, tensors)
+        places = (_medusa_places if files.kind == "medusa" else _eagle_places)(files, tensors)
     return TrainedHead(files, tensors, places, _fingerprint(files, tensors))
 
 
@@ -563,6 +598,10 @@ def _eagle_name(name: str) -> str:
     """One name for what tools call otherwise."""
     name = re.sub(r"^fusion_fc\.", "fc.", name.removeprefix("model."))
     return re.sub(r"^(midlayer|layers\.0|transformer)\.", "layer.", name)
+
+
+def _block_name(name: str) -> str:
+    return name.removeprefix("model.")
 
 
 def _medusa_name(name: str) -> str:

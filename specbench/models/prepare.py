@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.backends.torch.caches import CacheKind, make_cache
-from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
+from specbench.backends.torch.head_scorers import BlockScorer, EagleScorer, HeadScorer, MedusaScorer
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
 from specbench.backends.torch.kernels.surgery import holds, pack_linears, quantise_linears, trim_head
@@ -412,9 +412,9 @@ def wrap_head(
         head.files.check_weights(target.language_model.identity, target.name)
     if head.files.kind == "pass":
         return _look_ahead(head, target)
-    eagle = head.files.is_eagle
     own_head = partial(_head_of, target)
-    module: Any = head.eagle(config, own_head) if eagle else head.medusa(own_head)
+    medusa = head.files.kind == "medusa"
+    module: Any = head.medusa(own_head) if medusa else head.with_layers(config, own_head)
     quantised = options.dtype in ("auto", "int8")
     dtype = embeddings.weight.dtype if quantised else resolve_dtype(options, config, Counter())
     device = target.scorer.device
@@ -428,10 +428,12 @@ def wrap_head(
     layers = head.files.layers(config)
     fitted = FittedLogits(target.vocab_size, None if head.places is None else head.places.to(device))
     scorer: HeadScorer
-    if eagle:
-        scorer = EagleScorer(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
-    else:
+    if medusa:
         scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
+    elif head.files.kind == "dflash":
+        scorer = BlockScorer(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
+    else:
+        scorer = EagleScorer(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
     require_states(target, layers)
     return HeadDrafter(scorer, f"{head.name} ({name})")
 

@@ -9,13 +9,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.caches import PreallocatedLayer
-from specbench.backends.torch.heads import MedusaHeads, RecurrentHead, causal_attention
+from specbench.backends.torch.heads import Attend, BlockHead, MedusaHeads, RecurrentHead, causal_attention
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 
-__all__ = ["EagleScorer", "HeadScorer", "MedusaScorer"]
+__all__ = ["BlockScorer", "EagleScorer", "HeadScorer", "MedusaScorer"]
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 """From token ids to their embeddings."""
@@ -272,10 +272,89 @@ class MedusaScorer(HeadScorer):
         self._rows = []
 
     def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
-        depths = [0]
-        for parent in range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents:
-            depths.append(depths[parent + 1] + 1)
+        depths = _depths(asked)[-rows:]
         assert self._state is not None
-        while len(self._rows) <= max(depths[-rows:]):
+        while len(self._rows) <= max(depths):
             self._rows.append(self.heads.logits(self._state, len(self._rows)))
-        return torch.cat([self._rows[depth] for depth in depths[-rows:]])
+        return torch.cat([self._rows[depth] for depth in depths])
+
+
+def _depths(asked: Pass) -> list[int]:
+    """How many tokens of the draft lead to its rows: to the context's own, and to each node's."""
+    depths = [0]
+    for parent in range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents:
+        depths.append(depths[parent + 1] + 1)
+    return depths
+
+
+class BlockScorer(HeadScorer):
+    """DFlash with keys and values of the context: of a draft it sees how long it is.
+
+    Args:
+        head: The head.
+        embed: The target's embeddings, unless it has its own.
+        layers, fitted, context_limit: See ``HeadScorer``.
+    """
+
+    def __init__(
+        self,
+        head: BlockHead,
+        embed: Embed,
+        layers: Sequence[int],
+        fitted: FittedLogits,
+        context_limit: int | None,
+    ) -> None:
+        config: Any = head.shape.layer
+        weight = head.norm.weight
+        super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
+        self.head, self.longest, self._dtype = head, head.block - 1, weight.dtype
+        self._embed = head.embed_tokens or embed
+        self._caches: list[Any] = [PreallocatedLayer() for _ in head.layers]
+        self._rows: torch.Tensor | None = None
+
+    def twin(self) -> BlockScorer:
+        return BlockScorer(self.head, self._embed, self.layers, self.fitted.fresh(), self.context_limit)
+
+    @property
+    def held(self) -> int:
+        return self._known
+
+    def begin(self) -> None:
+        super().begin()
+        self._rows = None
+        for cache in self._caches:
+            cache.reset()
+
+    @torch.inference_mode()
+    def take_states(self, length: int, states: torch.Tensor) -> None:
+        fresh = states[states.shape[0] + self._known - length :].to(self.device, self._dtype)
+        positions = torch.arange(self._known, length, device=self.device)
+        for cache, added in zip(
+            self._caches, self.head.remembered(fresh[None], positions[None]), strict=True
+        ):
+            cache.update(*added)
+        self._known, self._rows = length, None
+
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
+        super().keep(length, path)
+        self._rows = None
+
+    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
+        if self._rows is None:
+            block = self.head.block
+            ids = torch.tensor([asked.context[-1], *[self.head.mask] * (block - 1)], device=self.device)
+            positions = torch.arange(self._known, self._known + block, device=self.device)
+            attends = [_beside(cache) for cache in self._caches]
+            self._rows = self.head.guess(self._embed(ids)[None].to(self._dtype), positions[None], attends)[0]
+        return self._rows[_depths(asked)[-rows:]]
+
+
+def _beside(cache: Any) -> Attend:
+    """All tokens attend to what a cache holds and to each other."""
+
+    def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys = torch.cat((cache.keys[:, :, : cache.used], key), dim=2)
+        values = torch.cat((cache.values[:, :, : cache.used], value), dim=2)
+        return scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(1, 2)
+
+    return attended

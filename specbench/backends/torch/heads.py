@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 __all__ = [
     "Attend",
+    "BlockHead",
     "EagleHead",
     "EagleOneHead",
     "EagleShape",
@@ -298,13 +299,19 @@ class _Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
     ) -> torch.Tensor:
-        query, key, value = (
-            projected.unflatten(-1, (-1, self._size)).transpose(1, 2)
-            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        )
-        query, key = _rotated(self.q_norm(query), rotation), _rotated(self.k_norm(key), rotation)
-        out: torch.Tensor = self.o_proj(attend(query, key, value).flatten(-2))
+        query = _rotated(self.q_norm(self._by_head(self.q_proj(x))), rotation)
+        out: torch.Tensor = self.o_proj(attend(query, *self.remembered(x, rotation)).flatten(-2))
         return out
+
+    def remembered(
+        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens, see ``Attend``."""
+        key = _rotated(self.k_norm(self._by_head(self.k_proj(x))), rotation)
+        return key, self._by_head(self.v_proj(x))
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self._size)).transpose(1, 2)
 
 
 def _rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -312,6 +319,79 @@ def _rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> to
     cosines, sines = (each.unsqueeze(1) for each in rotation)
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+class BlockHead(nn.Module):
+    """DFlash (Chen et al. 2026, arXiv 2602.06036): a few decoder layers guess a block of tokens in one pass.
+
+    The block is the last token and masks behind it. All of it sees all of it, and in every layer the features of the
+    context as further keys and values. What comes out at a mask tells the token there.
+
+    Args:
+        shape: What its layers are made of, and how many states of the target a feature is.
+        layers: How many there are.
+        block: Tokens of a block, the last one of the context among them.
+        mask: The token that stands where one is to be guessed.
+    """
+
+    def __init__(self, shape: EagleShape, layers: int, block: int, mask: int) -> None:
+        super().__init__()
+        self.shape, self.block, self.mask, config = shape, block, mask, shape.layer
+        hidden = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if shape.embeds else None
+        self.fc = shape.linear("fc", shape.states * shape.width, hidden)
+        self.hidden_norm, self.norm = shape.norm(hidden), shape.norm(hidden)
+        self.layers = nn.ModuleList(_BlockLayer(shape) for _ in range(layers))
+        self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def remembered(
+        self, states: torch.Tensor, positions: torch.Tensor
+    ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """By layer, keys and values of positions of a context, see ``Attend``.
+
+        Args:
+            states: Of the target, lower layers first, [batch, positions, states, width].
+            positions: [batch, positions].
+        """
+        features = self.hidden_norm(self.fc(states.flatten(-2)))
+        rotation = self.rotary_emb(features, positions)
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        return [attention.remembered(features, rotation) for attention in attentions]
+
+    def guess(
+        self, embedded: torch.Tensor, positions: torch.Tensor, attends: Sequence[Attend]
+    ) -> torch.Tensor:
+        """Logits at the masks, [batch, block - 1, vocab].
+
+        Args:
+            embedded: Embeddings of the block, [batch, block, hidden].
+            positions: [batch, block].
+            attends: How it attends, by layer.
+        """
+        x, rotation = embedded, self.rotary_emb(embedded, positions)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x, rotation, attend)
+        logits: torch.Tensor = self.lm_head(self.norm(x[:, 1:]))
+        return logits
+
+
+class _BlockLayer(nn.Module):
+    """A layer of Qwen3's."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        hidden = shape.layer.hidden_size
+        self.input_layernorm, self.post_attention_layernorm = shape.norm(hidden), shape.norm(hidden)
+        self.self_attn = _Attention(shape, hidden)
+        self.mlp = _Gated(shape)
+
+    def forward(
+        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class MedusaHeads(nn.Module):
