@@ -57,7 +57,7 @@ def eagle_tensors(
 
 
 def eagle_one_tensors(
-    seed: int = 0, *, vocab: int = VOCAB, biased: bool = True, spread: float = 0.3
+    seed: int = 0, *, vocab: int = VOCAB, biased: bool = True, spread: float = 0.15
 ) -> dict[str, torch.Tensor]:
     """Of an EAGLE-1 head, as its authors call them; the head itself is the target's."""
     generator = torch.Generator().manual_seed(seed)

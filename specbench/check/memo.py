@@ -324,7 +324,7 @@ class MemoHead(HeadScorer):
                 context[len(self._tokens) + 1 :], self._states[len(self._tokens) :], strict=True
             ):
                 digest = hashlib.sha256(self._read[-1] + token.to_bytes(8, "little"))
-                digest.update(state.contiguous().view(torch.uint8).cpu().numpy())
+                digest.update(state.contiguous().view(torch.uint8).cpu().numpy().tobytes())
                 self._tokens.append(token)
                 self._read.append(digest.digest())
         parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
@@ -353,7 +353,7 @@ class MemoHead(HeadScorer):
         self.inner.begin()
         self.inner.take_states(len(self._tokens), torch.stack(self._states[: len(self._tokens)]))
         tokens, parents = [token for token, _ in self._nodes], [parent for _, parent in self._nodes]
-        asked = Pass(self.inner, [first, *self._tokens], tokens, parents)  # type: ignore[arg-type]
+        asked = Pass(self.inner, [first, *self._tokens], tokens, parents)
         return [row.clone() for row in self.inner.score(asked).logits]
 
 

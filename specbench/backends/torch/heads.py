@@ -311,7 +311,8 @@ class _Attention(nn.Module):
         return key, self._by_head(self.v_proj(x))
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, self._size)).transpose(1, 2)
+        by_head: torch.Tensor = x.unflatten(-1, (-1, self._size)).transpose(1, 2)
+        return by_head
 
 
 def _rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
