@@ -76,6 +76,10 @@ class HeadScorer:
         self._known = 0
         self.fitted.release()
 
+    def resume(self, kept: int) -> None:  # noqa: ARG002
+        """Start anew: the target's states at what was kept are gone."""
+        self.begin()
+
     def take_states(self, length: int, states: torch.Tensor) -> None:
         """Take in the target's states.
 
