@@ -2,6 +2,7 @@
 
     python benchmarks/lossless.py                       # the built-in model, 12 prompts × 128 tokens
     python benchmarks/lossless.py --target FOLDER --drafters self:int8 FOLDER2 --prompts 4 --gammas 2 5
+    python benchmarks/lossless.py --batch 8 --pool paged           # all prompts side by side, eight at a time
 
 Prints a line per combination as it goes, every difference with the gap of the two best logits there, and closes
 with one JSON line. Exit code 1 if anything differs.
@@ -13,14 +14,17 @@ import argparse
 import json
 import sys
 import time
+from typing import Literal
 
 import torch
 from transformers import GenerationConfig
 
 from specbench.backends.torch.parity import find_difference
 from specbench.bench.prompts import load_prompts
+from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
+from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
 from specbench.models.load import load_model
 from specbench.models.prepare import load_drafter, load_target
@@ -36,6 +40,22 @@ def applies(rule: str, drafter: str) -> bool:
     return parse_rule(rule).applies(parse_drafter(drafter))
 
 
+def decoded(
+    runs: list[GenerationRun], batch: int | None, pool: Literal["slotted", "paged"]
+) -> list[Generation]:
+    """What comes of them, one after the other or so many side by side."""
+    if batch is None:
+        for run in runs:
+            for _ in run:
+                pass
+        return [run.result() for run in runs]
+    found = GenerationRuns(runs, max_batch=batch, pool=pool).results()
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return [each for each in found if isinstance(each, Generation)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -48,6 +68,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, help="side by side; otherwise one after the other")
+    parser.add_argument("--pool", choices=("slotted", "paged"), default="slotted", help="of --batch")
     arguments = parser.parse_args()
 
     options = LoadOptions(dtype=arguments.dtype, device="cpu")
@@ -79,13 +101,16 @@ def main() -> int:
             rules = [f"fixed:gamma={gamma}" for gamma in ([1] if spec == "none" else arguments.gammas)]
             for rule in [*rules, *(rule for rule in arguments.rules if applies(rule, spec))]:
                 began, same, accepted, drafted = time.perf_counter(), 0, 0, 0
-                for prompt, ids, tokens in zip(prompts, encoded, expected, strict=True):
-                    run = GenerationRun(
+                runs = [
+                    GenerationRun(
                         ids, target, drafter, policy=build_policy(rule), max_new_tokens=arguments.tokens
                     )
-                    for _ in run:
-                        pass
-                    result = run.result()
+                    for ids in encoded
+                ]
+                results_of_rule = decoded(runs, arguments.batch, arguments.pool)
+                for prompt, ids, tokens, result in zip(
+                    prompts, encoded, expected, results_of_rule, strict=True
+                ):
                     accepted += sum(step.accepted for step in result.steps)
                     drafted += sum(step.gamma for step in result.steps)
                     part = find_difference(target.scorer, ids, result.token_ids, tokens, Greedy())
@@ -107,6 +132,7 @@ def main() -> int:
                 "dtype": arguments.dtype,
                 "prompts": len(prompts),
                 "tokens": arguments.tokens,
+                "batch": arguments.batch,
                 "combinations": len(results),
                 "runs": len(results) * len(prompts),
                 "differences": differences,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from specbench.decoding.protocols import Drafter, LengthPolicy
 from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
+from specbench.decoding.schedule import model_of
 from specbench.decoding.stops import LabelledText, StopRules
 from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
@@ -20,6 +22,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
+from specbench.lengths.load import Load, share_costs
 from specbench.specs.rules import default_rule
 
 if TYPE_CHECKING:
@@ -227,17 +230,24 @@ class GenerationRun:
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(held, prompt[:-1], strict=False))
         return sum(1 for _ in alike)
 
-    def apart(self, seats: Seats) -> Request:
+    def apart(
+        self, seats: Seats, load: Load | None = None, allowed: Callable[[], bool] | None = None
+    ) -> Request:
         """What is decoded, on scorers, a drafter and a rule of its own; whoever does so hands the records to ``take``.
 
         Args:
             seats: Makes them.
+            load: The batch whose passes it shares, for rules that read costs.
+            allowed: Whether a step that begins may have a draft; ``None``: every one may.
 
         Raises:
             UsageError: See ``Request``.
         """
-        self.policy = policy = DraftPolicy.of(self.policy).fork()
+        policy = DraftPolicy.of(self.policy).fork()
+        self.policy = policy = policy if allowed is None else replace(policy, allowed=allowed)
         target, drafter = seats.open(self.drafter)
+        if load is not None:
+            share_costs(policy, load, [model_of(part.scorer) for part in models_of(drafter)])
         return Request(self.prompt, target, drafter, policy, **self._settings)
 
     def __iter__(self) -> Iterator[Prefill | Step]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from specbench.decoding.clocks import clock_for
-from specbench.decoding.records import Generation
+from specbench.decoding.records import Generation, SharedPass, Step
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun, as_tokens
 from specbench.lengths import FixedLength
+from specbench.lengths.load import Load
 from specbench.models.seats import Seats
 
 if TYPE_CHECKING:
+    from specbench.backends.torch.pools import PoolKind
     from specbench.decoding.clocks import Clock
     from specbench.decoding.protocols import Drafter, LengthPolicy
     from specbench.decoding.request import DraftPolicy, Request
@@ -42,8 +44,16 @@ class GenerationRuns:
         max_tokens_per_pass: Tokens that a pass reads at most; longer prompts are read in parts.
         pool_tokens: Tokens whose keys and values are held at a time, in all; ``None`` for enough for all that are under
             way. When it is too little, requests wait, and some are read again.
+        pool: The kind of pool they lie in; ``None`` for slots where there is enough for all, which are read a little
+            faster, and pages otherwise, which leave nothing unused.
+        disable_by_batch_size: With more requests under way than this, no drafts are made; ``None`` for no such limit.
         later: Runs that may be added later: there is room for such ones.
         clock: Tells the time; ``None`` for the right one.
+        watch: Is told every pass as soon as it has been made.
+
+    Attributes:
+        load: What passes cost, and what they give, as rules that read costs see it.
+        seats: Where the requests sit; ``None`` without any.
 
     Raises:
         UsageError: A limit is below 1, or the targets are not one.
@@ -56,9 +66,17 @@ class GenerationRuns:
         max_batch: int = 8,
         max_tokens_per_pass: int = 512,
         pool_tokens: int | None = None,
+        pool: PoolKind | None = None,
+        disable_by_batch_size: int | None = None,
         later: Sequence[GenerationRun] = (),
         clock: Clock | None = None,
+        watch: Callable[[SharedPass], None] | None = None,
     ) -> None:
+        if disable_by_batch_size is not None and disable_by_batch_size < 1:
+            raise UsageError(
+                f"Drafts are to be made up to a batch of {disable_by_batch_size} requests.",
+                "Give at least 1, or the drafter 'none' for plain decoding.",
+            )
         self.runs: list[GenerationRun | Exception] = []
         self.max_batch = max_batch
         self._errors: dict[int, Exception] = {}
@@ -69,13 +87,17 @@ class GenerationRuns:
             )
         if clock is None and begun:
             clock = clock_for(str(begun[0].target.scorer.device))
-        self._scheduler = Scheduler(max_batch=max_batch, max_tokens_per_pass=max_tokens_per_pass, clock=clock)
+        self.load, self._most_drafting, self._watch = Load(), disable_by_batch_size, watch
+        self._scheduler = Scheduler(
+            max_batch=max_batch, max_tokens_per_pass=max_tokens_per_pass, clock=clock, watch=self._made
+        )
         self.seats: Seats | None = None
         if begun:
             limit = begun[0].target.scorer.context_limit
             longest = max(min(run.most_tokens, limit or run.most_tokens) for run in begun) + BESIDE
             tokens = pool_tokens or (longest * max_batch if max_batch > 1 else None)
-            self.seats = Seats(begun[0].target, tokens, max_batch)
+            kind: PoolKind = pool or ("slotted" if pool_tokens is None else "paged")
+            self.seats = Seats(begun[0].target, tokens, max_batch, kind)
             for drafter in {id(run.drafter): run.drafter for run in begun}.values():
                 self.seats.open(drafter)  # models are tried out now, and not while somebody waits
         for run in runs:
@@ -86,12 +108,16 @@ class GenerationRuns:
         """Runs that have not ended."""
         return len(self._scheduler)
 
+    def now(self) -> float:
+        """The time by its clock, which stands still while the consumer of an iteration has a record."""
+        return self._scheduler.now()
+
     def add(self, run: GenerationRun | Exception, arrived: float | None = None) -> int:
         """Take in another one, behind those that wait.
 
         Args:
             run: Of the same target; no longer than those that there is room for.
-            arrived: Since when it has waited, by the clock; ``None`` for now.
+            arrived: When it arrives, by ``now()``, see ``Scheduler.add``; ``None`` for now.
 
         Returns:
             Its place in ``runs``.
@@ -113,7 +139,17 @@ class GenerationRuns:
         if isinstance(run, Exception):
             raise run
         assert self.seats is not None
-        return run.apart(self.seats)
+        load = None if self.max_batch == 1 else self.load
+        return run.apart(self.seats, load, self._may_draft)
+
+    def _may_draft(self) -> bool:
+        return self._most_drafting is None or self._scheduler.active <= self._most_drafting
+
+    def _made(self, made: SharedPass) -> None:
+        if self.max_batch > 1:
+            self.load.took(made)
+        if self._watch is not None:
+            self._watch(made)
 
     def _taken(self) -> Iterator[tuple[int, Event]]:
         for i, event in self._scheduler:
@@ -123,6 +159,8 @@ class GenerationRuns:
         if isinstance(event, Exception):
             self._errors[i] = event
         else:
+            if isinstance(event, Step):
+                self.load.gave(event)
             cast("GenerationRun", self.runs[i]).take(event)
         return event
 
@@ -169,6 +207,8 @@ def speculative_generate_many(
     max_batch: int = 8,
     max_tokens_per_pass: int = 512,
     pool_tokens: int | None = None,
+    pool: PoolKind | None = None,
+    disable_by_batch_size: int | None = None,
     gamma: int | None = None,
     policy: LengthPolicy | DraftPolicy | None = None,
     sampling: Sampling | None = None,
@@ -185,7 +225,7 @@ def speculative_generate_many(
         prompts: Texts, token ids, or ``GenerationRun``s of the same target with settings of their own.
         target, drafter, gamma, policy, sampling, chat, system: See ``speculative_generate``. Every request gets a
             drafter and a rule like these, with nothing that was learnt from others.
-        max_batch, max_tokens_per_pass, pool_tokens: See ``GenerationRuns``.
+        max_batch, max_tokens_per_pass, pool_tokens, pool, disable_by_batch_size: See ``GenerationRuns``.
         seed: Of every request: it draws what it would alone.
         settings: The others of ``speculative_generate``.
 
@@ -214,4 +254,6 @@ def speculative_generate_many(
         max_batch=max_batch,
         max_tokens_per_pass=max_tokens_per_pass,
         pool_tokens=pool_tokens,
+        pool=pool,
+        disable_by_batch_size=disable_by_batch_size,
     )

@@ -14,10 +14,12 @@ from typing import Any
 
 import aa
 import batch
+import many
 import overhead
 import parts
 import passes
 import pytest
+import soak
 import torch
 import verdicts
 import vs_transformers
@@ -66,6 +68,40 @@ def test_passes_over_several_requests_are_timed_beside_one_over_each(
     assert [(row["requests"], row["rows"]) for row in rows] == [(1, 1), (1, 5), (3, 1), (3, 5)]
     for row in rows:
         assert row["slotted_ratio"] == pytest.approx(row["separate_ms"] / row["slotted_ms"], rel=0.1)
+
+
+def test_ways_to_decode_many_prompts_are_timed_in_turn(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--target",
+        str(models / "target"),
+        "--dtype",
+        "float32",
+        "--drafter",
+        "ngram",
+        "--sets",
+        "chat",
+    ]
+    sizes = ["--prompts", "4", "--tokens", "6", "--batch", "3", "--group", "2", "--rounds", "1"]
+    assert many.main([*arguments, *sizes, "--rules", "auto", "fixed:gamma=2"]) == 0
+    found = last_json(capsys)
+    assert found["parted"] == 0
+    assert found["tokens_per_second"].keys() == {*many.WAYS, "auto", "fixed:gamma=2"}
+    assert found["ratios"].keys() == {
+        "one / alone", "plain / one", "plain / transformers", "auto / plain", "fixed:gamma=2 / plain",
+    }  # fmt: skip
+    assert found["requests"]["auto"].keys() == {"all", "chat"}
+
+
+def test_a_soak_accounts_for_every_request(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--target", str(models / "target"), "--drafters", "none", "lookup", "self:layers=1"]
+    sizes = ["--minutes", "0", "--requests", "25", "--rate", "500", "--sigterm", "0", "--cancel", "0.02"]
+    assert soak.main([*arguments, *sizes, "--prompts", "6"]) == 0
+    found = last_json(capsys)
+    assert found["rounds"] == 1
+    assert sum(found["ends"][kind] for kind in ("done", "cancelled", "failed")) == 25
+    assert found["ends"]["compared"] > 5
 
 
 def test_passes_are_measured_against_memory(

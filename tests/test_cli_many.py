@@ -86,6 +86,18 @@ def test_memory_is_bounded_and_reported(many: Cli, folder: Path) -> None:
     assert "with room for 4096 tokens" in found.err
 
 
+def test_the_pool_and_when_drafts_are_made_can_be_chosen(many: Cli, folder: Path) -> None:
+    prompts = ("--prompts", folder / "prompts.jsonl", "--json", "--drafter", "ngram", "--gamma", 2)
+    usual = lines(many(*prompts))
+    for options in (("--kv-pool", "slotted"), ("--kv-pool", "paged")):
+        assert [line.get("token_ids") for line in lines(many(*prompts, *options))] == [
+            line.get("token_ids") for line in usual
+        ]
+    fewer = lines(many(*prompts, "--disable-by-batch-size", 1))
+    assert [line.get("token_ids") for line in fewer] == [line.get("token_ids") for line in usual]
+    assert sum(line.get("drafted", 0) for line in fewer) < sum(line.get("drafted", 0) for line in usual)
+
+
 def test_ctrl_c_prints_what_has_come_to_its_end(
     many: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +126,8 @@ def test_ctrl_c_prints_what_has_come_to_its_end(
         (("--prompts", "P", "--drafter", "ngram:keep"), "Leave keep out"),
         (("hi", "--batch", "2"), "--batch is given without --prompts"),
         (("hi", "--kv-memory", "2"), "--kv-memory is given without --prompts"),
+        (("hi", "--kv-pool", "paged"), "--kv-pool is given without --prompts"),
+        (("hi", "--disable-by-batch-size", "2"), "--disable-by-batch-size is given without --prompts"),
         (("--prompts", "nothing.jsonl"), "no prompt file"),
     ],
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random as standard_random
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
+from accelerate import dispatch_model
 from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 
-import specbench.generate_many
 from specbench import (
     GenerationRun,
     Multinomial,
@@ -23,11 +23,10 @@ from specbench import (
 )
 from specbench.backends.torch.pools import PoolKind
 from specbench.decoding.protocols import Drafter
-from specbench.decoding.records import Generation, Prefill
+from specbench.decoding.records import Generation, Prefill, SharedPass
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
 from specbench.models.prepare import Target, _prepare_target, join_cascade
-from specbench.models.seats import Seats
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 KINDS = ("none", "lookup", "ngram", "suffix", "recycle", "model", "self:int8", "self:layers=1", "lookup+model",
@@ -88,12 +87,13 @@ def told(generation: Generation | Exception) -> Any:
     ("batch", "most", "tokens", "kind"),
     [(1, 512, None, "paged"), (3, 16, None, "slotted"), (8, 512, 150, "paged"), (16, 64, None, "paged")],
 )
-def test_outputs_are_those_alone(
-    batch: int, most: int, tokens: int | None, kind: PoolKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(specbench.generate_many, "Seats", partial(Seats, kind=kind))
+def test_outputs_are_those_alone(batch: int, most: int, tokens: int | None, kind: PoolKind) -> None:
     many = GenerationRuns(
-        [run(number) for number in range(48)], max_batch=batch, max_tokens_per_pass=most, pool_tokens=tokens
+        [run(number) for number in range(48)],
+        max_batch=batch,
+        max_tokens_per_pass=most,
+        pool_tokens=tokens,
+        pool=kind,
     )
     found = many.results()
     assert [told(each) for each in found] == [told(alone(number)) for number in range(48)]
@@ -161,6 +161,7 @@ def test_settings_that_are_wrong_for_all_are_refused_at_once() -> None:
         ({"stop": [""]}, "stop string"),
         ({"gamma": 0}, "gamma"),
         ({"max_batch": 0}, "batch"),
+        ({"disable_by_batch_size": 0}, "batch of 0"),
     ):
         with pytest.raises(UsageError, match=reason):
             speculative_generate_many([[1]], target(), None, **settings)
@@ -209,3 +210,75 @@ def test_async_iteration_gives_the_same_and_can_be_left() -> None:
     many, count = asyncio.run(gathered(5))
     assert count == 5
     assert len(list(many)) == 0
+
+
+@pytest.mark.parametrize("rule", ["auto", "auto-tree"])
+@pytest.mark.parametrize("kind", ["lookup", "model", "self:layers=1", "lookup+model"])
+def test_rules_that_read_costs_change_no_greedy_token(kind: str, rule: str) -> None:
+    if "lookup" in kind and rule == "auto-tree":
+        kind = "suffix"
+    many = speculative_generate_many(
+        prompts()[:10], target(), drafter(kind), policy=build_policy(rule), max_new_tokens=NEW, max_batch=5
+    )
+    plain = [speculative_generate(prompt, target(), None, max_new_tokens=NEW) for prompt in prompts()[:10]]
+    results = many.results()
+    for found, expected in zip(results, plain, strict=True):
+        assert told(found)[:3] == told(expected)[:3]
+    assert many.load.target_s.seen
+    assert any(step.gamma for each in results if isinstance(each, Generation) for step in each.steps)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "model", "self:layers=1", "lookup+model", "lookup|self:layers=1"])
+def test_no_drafts_are_made_with_more_requests_than_that(kind: str) -> None:
+    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": NEW, "max_batch": 4}
+    lengths = []
+    for most in (None, 4, 3):
+        many = speculative_generate_many(
+            prompts()[4:8], target(), drafter(kind), disable_by_batch_size=most, **settings
+        )
+        found = many.results()
+        assert [told(each)[:3] for each in found] == [told(alone(number))[:3] for number in range(4, 8)]
+        lengths.append([step.gamma for each in found if isinstance(each, Generation) for step in each.steps])
+    assert lengths[0] == lengths[1] != lengths[2]
+    assert 0 in lengths[2]
+
+
+def test_requests_arrive_one_after_the_other_and_every_pass_is_told() -> None:
+    passes: list[SharedPass] = []
+    runs = [run(number) for number in range(4)]
+    many = GenerationRuns(runs[:3], max_batch=2, later=runs[3:], watch=passes.append)
+    assert many.add(runs[3], many.now() + 0.05) == 3
+    found = many.results()
+    assert [told(each) for each in found] == [told(alone(number)) for number in range(4)]
+    assert {number for each in passes for number in each.requests} == set(range(4))
+    assert max(len(each.requests) for each in passes) == 2
+    assert passes[0].waiting == 1
+    late = next(each for each in passes if 3 in each.requests)
+    assert late.began_s - passes[0].began_s >= 0.04
+    starts = [each.began_s + each.seconds for each in passes]
+    assert starts == sorted(starts)
+
+
+def test_a_target_that_a_device_map_has_spread_serves_batches() -> None:
+    """Every module on a device of the map, which all are the processor: accelerate's hooks are on all of them."""
+    places = dict.fromkeys(
+        (
+            "model.embed_tokens",
+            "model.layers.0",
+            "model.layers.1",
+            "model.norm",
+            "model.rotary_emb",
+            "lm_head",
+        ),
+        "cpu",
+    )
+    spread = wrap_target(dispatch_model(tiny_llama(), places, force_hooks=True), tiny_tokenizer())
+    assert hasattr(spread.language_model.model.model.layers[1], "_hf_hook")
+    own = load_drafter("lookup", spread)
+    many = speculative_generate_many(prompts()[:6], spread, own, gamma=3, max_new_tokens=NEW, max_batch=3)
+    assert many.seats is not None
+    assert many.seats.why_apart is None
+    for found, prompt in zip(many.results(), prompts(), strict=False):
+        assert told(found) == told(
+            speculative_generate(prompt, target(), drafter("lookup"), gamma=3, max_new_tokens=NEW)
+        )

@@ -14,8 +14,10 @@ import torch
 from transformers import GenerationConfig
 
 from specbench.bench.prompts import load_prompts
+from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Multinomial
 from specbench.generate import GenerationRun, encode_prompt, speculative_generate
+from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
 from specbench.models.load import load_model
 from specbench.models.prepare import Target, load_drafter, load_target
@@ -90,6 +92,23 @@ def test_greedy_tokens_are_those_of_transformers(target: Target, spec: str, rule
         assert list(result.token_ids) == tokens
         if spec in ("self:int8", MODEL):
             assert sum(step.accepted for step in result.steps) > 0
+
+
+@pytest.mark.parametrize("batch", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", ["dynamic"], indirect=True)
+def test_tokens_in_a_batch_are_those_of_transformers(target: Target, batch: int) -> None:
+    """Three requests that step beside each other, each with a drafter and a rule of its own."""
+    settings = [("none", "fixed"), ("lookup", "auto"), ("self:layers=10", "auto-tree")]
+    runs = [
+        GenerationRun(ids, target, load_drafter(spec, target), policy=build_policy(rule), max_new_tokens=NEW)
+        for ids, (spec, rule) in zip(expected(NEW), settings, strict=True)
+    ]
+    many = GenerationRuns(runs, max_batch=batch)
+    assert many.seats is not None
+    assert many.seats.why_apart is None
+    for found, tokens in zip(many.results(), expected(NEW).values(), strict=True):
+        assert isinstance(found, Generation)
+        assert list(found.token_ids) == tokens
 
 
 def test_sampling_repeats_with_its_seed(target: Target) -> None:

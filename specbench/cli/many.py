@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -59,10 +59,36 @@ class ManyOptions:
         ),
     ] = None
 
+    kv_pool: Annotated[
+        Literal["slotted", "paged"] | None,
+        typer.Option(
+            "--kv-pool",
+            metavar="KIND",
+            rich_help_panel=PROMPT,
+            help="--prompts: how that memory is shared: slotted, a stretch for each prompt (the default), or paged, in"
+            " short blocks (with --kv-memory).",
+        ),
+    ] = None
+    disable_by_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--disable-by-batch-size",
+            min=1,
+            metavar="N",
+            rich_help_panel=PROMPT,
+            help="--prompts: draft nothing while more than N prompts are being decoded.",
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
         from specbench.errors import UsageError
 
-        for name, value in (("--batch", self.batch), ("--kv-memory", self.kv_memory)):
+        for name, value in (
+            ("--batch", self.batch),
+            ("--kv-memory", self.kv_memory),
+            ("--kv-pool", self.kv_pool),
+            ("--disable-by-batch-size", self.disable_by_batch_size),
+        ):
             if value is not None and not self.prompts:
                 raise UsageError(
                     f"{name} is given without --prompts.", "Add --prompts FILE, or leave it out."
@@ -146,7 +172,11 @@ def decode_prompts(
     if many.kv_memory is not None:
         tokens = max(1, many.kv_memory * 2**20 // bytes_per_token(target.language_model.model))
     runs = GenerationRuns(
-        [begun(prompt) for prompt in prompts], max_batch=many.batch or _BATCH, pool_tokens=tokens
+        [begun(prompt) for prompt in prompts],
+        max_batch=many.batch or _BATCH,
+        pool_tokens=tokens,
+        pool=many.kv_pool,
+        disable_by_batch_size=many.disable_by_batch_size,
     )
     output = _InOrder(prompts, runs, more, as_json=as_json)
     began = time.perf_counter()

@@ -23,6 +23,7 @@ __all__ = [
     "FinishReason",
     "Generation",
     "Prefill",
+    "SharedPass",
     "Step",
     "StepTimes",
     "depth_of",
@@ -220,6 +221,32 @@ class Step:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict with every field."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPass:
+    """A pass of a model that a scheduler has made, for one request or several.
+
+    Attributes:
+        model: Who made it: the same object for the same model.
+        target: Whether it was the requests' target.
+        requests: Their numbers.
+        fed: Tokens that each of them brought to it.
+        drafted: How many of these were drafts.
+        began_s: When it began, by the scheduler's clock.
+        seconds: How long it took.
+        active, waiting: Requests under way, and those whose turn had not come.
+    """
+
+    model: object
+    target: bool
+    requests: tuple[int, ...]
+    fed: tuple[int, ...]
+    drafted: tuple[int, ...]
+    began_s: float
+    seconds: float
+    active: int
+    waiting: int
 
 
 @dataclass(frozen=True, slots=True, repr=False)

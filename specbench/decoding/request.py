@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,10 @@ from specbench.specs.verification import VerificationName
 __all__ = ["DraftPolicy", "Request"]
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class DraftPolicy:
     """What a step drafts.
@@ -32,6 +36,7 @@ class DraftPolicy:
         kept: Whether the rule carries what it learns from one prompt to the next.
         tree: Decides the shape of trees, in place of the rule and its siblings; ``None`` for chains.
         verification: How drafts are verified above temperature 0; ``None`` for what fits.
+        allowed: Whether there is any draft in the step that begins.
     """
 
     rule: LengthPolicy
@@ -40,6 +45,7 @@ class DraftPolicy:
     kept: bool = False
     tree: TreePolicy | None = None
     verification: VerificationName | None = None
+    allowed: Callable[[], bool] = _always
 
     @classmethod
     def of(cls, policy: LengthPolicy | DraftPolicy) -> DraftPolicy:
@@ -89,6 +95,7 @@ class DraftPolicy:
         random: Randomness,
     ) -> Asking[Draft]:
         """What a drafter drafts by this policy; for the arguments see ``Drafter``."""
+        room = room if self.allowed() else 0
         if self.tree is None:
             return drafter.propose(context, room, self.rule, sampling, random)
         return drafter.propose_tree(context, room, self.tree, drawing, sampling, random)

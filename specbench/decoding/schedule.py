@@ -9,6 +9,7 @@ not count as drafting, so that nobody waits for more than a part of it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,11 +21,14 @@ import torch
 from specbench.decoding.clocks import Clock, PausedClock, Stopwatch
 from specbench.decoding.loop import Decoding, decode
 from specbench.decoding.protocols import Pass, Rows, Scorer
-from specbench.decoding.records import Prefill, Step
+from specbench.decoding.records import Prefill, SharedPass, Step
 from specbench.decoding.request import Request
 from specbench.errors import UsageError
 
-__all__ = ["Event", "Scheduler"]
+__all__ = ["Event", "Scheduler", "model_of"]
+
+_NAP = 0.001
+"""Seconds between two looks at the clock where nobody is there yet."""
 
 Event: TypeAlias = Prefill | Step | Exception
 """What comes of a request: its records, or why it has ended without the last one."""
@@ -37,7 +41,7 @@ class _Job:
     Attributes:
         number: The place of its arrival.
         start: Makes the request, when its turn has come.
-        arrived: When it was added, by the scheduler's clock.
+        arrived: When it arrives, by the scheduler's clock.
         request, decoding: ``None`` before its turn has come.
         asked: The pass it waits for.
         since: At which of the scheduler's passes it began to wait for it.
@@ -118,13 +122,19 @@ class Scheduler:
         max_tokens_per_pass: Tokens that a pass may read, at least 1; a longer context is read in parts, with what the
             drafts of others leave. A single draft may be longer.
         clock: Tells the time; ``None`` for the machine's.
+        watch: Is told every pass as soon as it has been made, before its requests go on.
 
     Raises:
         UsageError: A limit is below 1.
     """
 
     def __init__(
-        self, *, max_batch: int = 8, max_tokens_per_pass: int = 512, clock: Clock | None = None
+        self,
+        *,
+        max_batch: int = 8,
+        max_tokens_per_pass: int = 512,
+        clock: Clock | None = None,
+        watch: Callable[[SharedPass], None] | None = None,
     ) -> None:
         if max_batch < 1:
             raise UsageError(f"The batch is of {max_batch} requests.", "Give at least 1.")
@@ -132,6 +142,7 @@ class Scheduler:
             raise UsageError(f"A pass may read {max_tokens_per_pass} tokens.", "Give at least 1.")
         self.max_batch, self.max_tokens_per_pass = max_batch, max_tokens_per_pass
         self._clock = PausedClock(clock)
+        self._watch = watch
         self._waiting: deque[_Job] = deque()
         self._active: list[_Job] = []  # by arrival
         self._coming: deque[tuple[int, Event]] = deque()  # what an iteration has still to hand out
@@ -156,7 +167,8 @@ class Scheduler:
 
         Args:
             start: Makes it when its turn has come; what it raises is what the request ends with.
-            arrived: Since when it has waited, by ``now()``; ``None`` for now.
+            arrived: When it arrives, by ``now()``, or has arrived: never before those added earlier, perhaps in the
+                future. ``None``: now.
 
         Returns:
             Its number, from 0 on, in the order in which they were added.
@@ -193,7 +205,9 @@ class Scheduler:
             self.close()
 
     def step(self) -> list[tuple[int, Event]]:
-        """Let requests in, make one pass, and hand out what comes of it."""
+        """Let requests in, make one pass, and hand out what comes of it; where none is there, wait for the next."""
+        while self._waiting and not self._active and self._waiting[0].arrived > self.now():
+            time.sleep(_NAP)
         events: list[tuple[int, Event]] = []
         self._admit(events)
         parts = self._chosen(events)
@@ -205,6 +219,8 @@ class Scheduler:
 
     def _make(self, parts: Sequence[tuple[_Job, Pass]], events: list[tuple[int, Event]]) -> None:
         """Make one pass, and let everybody go on from it."""
+        fed = tuple(_lack(part) for _, part in parts)
+        began = 0.0 if self._watch is None else self._clock.now()
         try:
             answers = _answers([part for _, part in parts])
         except Exception as error:
@@ -215,6 +231,7 @@ class Scheduler:
             for job, _ in parts:
                 self._fail(job, error, events)
             return
+        self._tell(parts, fed, began)
         for (job, part), rows in zip(parts, answers, strict=True):
             job.passed_over = False
             if part is job.asked:
@@ -225,11 +242,32 @@ class Scheduler:
                     job.states.append(rows.hidden)
                 job.since, job.reading = self._passes, True
 
+    def _tell(self, parts: Sequence[tuple[_Job, Pass]], fed: tuple[int, ...], began: float) -> None:
+        if self._watch is None:
+            return
+        job, part = parts[0]
+        assert job.request is not None
+        self._watch(
+            SharedPass(
+                model=model_of(part.scorer),
+                target=part.scorer is job.request.target,
+                requests=tuple(job.number for job, _ in parts),
+                fed=fed,
+                drafted=tuple(len(part.tokens) for _, part in parts),
+                began_s=began,
+                seconds=self._clock.now() - began,
+                active=len(self._active),
+                waiting=sum(job.arrived <= began for job in self._waiting),
+            )
+        )
+
     # -- who takes part in the next pass -----------------------------------------------------------------
 
     def _admit(self, events: list[tuple[int, Event]]) -> None:
         while self._waiting and len(self._active) < self.max_batch and not (self._full and self._active):
             job = self._waiting[0]
+            if job.arrived > self.now():
+                return
             if job.request is None and not self._begin(job, events):
                 continue
             try:
@@ -262,14 +300,14 @@ class Scheduler:
             candidates = self._active
             if len(candidates) > 1:
                 candidates = [job for job in self._active if job.drafts] or candidates
-            model = _model(min(candidates, key=_waited).due.scorer)
+            model = model_of(min(candidates, key=_waited).due.scorer)
             self._make_room(self._waiting_for(model), events)
             if group := self._waiting_for(model):
                 return self._shares(group)
         return []
 
     def _waiting_for(self, model: object) -> list[_Job]:
-        return [job for job in self._active if _model(job.due.scorer) is model]
+        return [job for job in self._active if model_of(job.due.scorer) is model]
 
     def _make_room(self, group: Sequence[_Job], events: list[tuple[int, Event]]) -> None:
         """Reserve what a pass of these takes, for those that came first if not for all; the others are put back."""
@@ -355,8 +393,8 @@ def _waited(job: _Job) -> tuple[int, int]:
     return job.since, job.number
 
 
-def _model(scorer: Scorer) -> object:
-    """Whose passes can be one."""
+def model_of(scorer: Scorer) -> object:
+    """Who makes its passes: the same for scorers whose passes can be one."""
     return scorer if scorer.batch is None else scorer.batch
 
 

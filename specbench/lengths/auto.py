@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.theory import best_length, expected_tokens_by_position
@@ -86,6 +86,10 @@ class AutoLength(Rule):
         self._start_step()
         self._weigh()
 
+    def go_by(self, costs: Callable[[CostSource], CostSource]) -> None:
+        """Go by other costs from the next prompt on, made of those it goes by."""
+        self._costs = costs(self._costs)
+
     def _start_step(self) -> None:
         self._draft: Draft | None = None
         self._log_odds: list[float] = []
@@ -106,7 +110,7 @@ class AutoLength(Rule):
         ):
             self._probing = (
                 self._costs.timings < _TIMINGS
-                or self._credit >= self._probe_s
+                or self._costs.may_look(self._credit >= self._probe_s)
                 or self._worth(0, self._upcoming.hoped_for(self._last), self._draft_s)
             )
             self._paused = not self._probing  # but for tokens that come without a pass
@@ -138,10 +142,11 @@ class AutoLength(Rule):
             chance = self._upcoming.chance(self._log_odds[-1])
         if free:
             return self._worth(k, chance, 0.0)
+        passes = k if draft.passes is None else draft.passes
         if self._probing:
-            return (k if draft.passes is None else draft.passes) == 0
+            return passes == 0
         forced = self._exactly is not None or self._costs.timings == 0
-        return not self._paused and (forced or self._worth(k, chance, self._draft_s))
+        return not self._paused and (forced or self._worth(k, chance, self._costs.next_draft_s(passes)))
 
     def prefers_pass(self, draft: Draft) -> bool:
         if self._paused or self._probing or self._costs.timings == 0:
@@ -232,7 +237,9 @@ class AutoLength(Rule):
         gamma = best_length(tokens, d, v)
         spent = self._passes * d + sum(count * v[n] for n, count in self._widths.items())
         seconds = gamma * d + v[gamma + 1]
-        reached = (self._tokens + _PRIOR_STEPS * tokens[gamma]) / (spent + _PRIOR_STEPS * seconds)
+        reached = self._costs.rate(
+            self._tokens + _PRIOR_STEPS * tokens[gamma], spent + _PRIOR_STEPS * seconds
+        )
         self._rate = max(_ASKED * reached, 1.0 / v[1])  # plain decoding is always there
 
     def notes(self) -> Mapping[str, float]:

@@ -118,7 +118,8 @@ class AutoTree(AutoLength):
             return []
         self._survival = sum(self._reached[node] for node in chosen)
         chance = sum(promised[node] for node in chosen) / self._survival
-        return sorted(chosen) if self._worth(nodes, chance, self._draft_s) else []
+        pass_s = self._costs.next_draft_s(tree.depths[fresh[0]])
+        return sorted(chosen) if self._worth(nodes, chance, pass_s) else []
 
     def kept(self, tree: GrowingTree) -> Sequence[int] | None:  # noqa: ARG002
         return None

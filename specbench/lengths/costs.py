@@ -17,10 +17,15 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
 __all__ = [
+    "ASSUMED_C",
+    "FIRST_REACH",
+    "LATEST_PASSES",
     "CostSource",
     "GivenCosts",
     "MeasuredCosts",
+    "WidthTimes",
     "check_costs",
+    "costs_to_dict",
     "load_costs",
     "parse_costs",
     "read_costs",
@@ -29,19 +34,19 @@ __all__ = [
 COST_NOTES = ("drafter_pass_s", "rest_s")
 """Under these names the results of a sweep keep, step by step, the two samples that ``MeasuredCosts`` takes from it."""
 
-_PASSES = 15
+LATEST_PASSES = 15
 """Of the drafter's passes, the latest so many are kept."""
 
 _STEPS = 9
 """Of the steps with one number of tokens to verify, likewise."""
 
-_C = 0.2
+ASSUMED_C = 0.2
 """Cost ratio assumed before a drafter's pass was measured."""
 
 _FAR = 4
 """The assumption about the slope counts as much as one step with one token and one with so many more."""
 
-_FEW = 3
+FIRST_REACH = 3
 """The longest draft before anything was timed."""
 
 _INSTANT = 1e-9
@@ -78,6 +83,27 @@ class CostSource(Protocol):
         """Forget what was measured."""
         ...
 
+    def next_draft_s(self, passes: int) -> float:
+        """One pass of the drafter in a step in which it has made so many before; ``draft_s`` is the first one's."""
+        ...
+
+    def rate(self, tokens: float, seconds: float) -> float:
+        """Tokens per second that time is worth.
+
+        Args:
+            tokens: What this request's steps have given.
+            seconds: What they took by these costs.
+        """
+        ...
+
+    def may_look(self, due: bool) -> bool:
+        """Whether a step may spend time on finding out if drafting pays again.
+
+        Args:
+            due: This request has saved it up.
+        """
+        ...
+
     def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
         """Measure a finished step.
 
@@ -94,7 +120,17 @@ class CostSource(Protocol):
         ...
 
 
-class GivenCosts:
+class _Alone:
+    """Costs of a request whose passes are no others'."""
+
+    def rate(self, tokens: float, seconds: float) -> float:
+        return tokens / seconds
+
+    def may_look(self, due: bool) -> bool:
+        return due
+
+
+class GivenCosts(_Alone):
     """Costs that stay as they are; no clock has a say.
 
     Args:
@@ -106,6 +142,14 @@ class GivenCosts:
 
     def __init__(self, draft_s: float, passes: PassCosts) -> None:
         self.draft_s, self._passes = draft_s, passes
+
+    @property
+    def passes(self) -> PassCosts:
+        """The target's."""
+        return self._passes
+
+    def next_draft_s(self, passes: int) -> float:  # noqa: ARG002
+        return self.draft_s
 
     def samples(self, n: int) -> float:  # noqa: ARG002
         return math.inf
@@ -120,16 +164,90 @@ class GivenCosts:
         """Nothing is measured."""
 
     def to_dict(self) -> dict[str, Any]:
-        return _to_dict(self.draft_s, self._passes.target_s)
+        return costs_to_dict(self.draft_s, self._passes.target_s)
 
 
-class MeasuredCosts:
-    """Costs from the times in the records of the steps.
+class WidthTimes:
+    """Seconds by a number of tokens, from samples.
 
-    A cost is the (lower) median of its latest samples, and no pass may take longer than one with more tokens: single
-    disturbed steps, and first ones with their first-time work, do not count. Numbers of tokens that were seen rarely or
-    never are drawn towards a straight line through the others, and that one towards a gentle slope. The first steps of
-    later prompts are left out, for they may read the prompt.
+    A time is the (lower) median of its latest samples, and none is longer than one with more tokens: single disturbed
+    samples do not count. Numbers of tokens that were seen rarely or never are drawn towards a straight line through the
+    others, and that one towards a gentle slope.
+
+    Args:
+        first: Where the gentle slope begins to be assumed; ``None``: at the fewest tokens seen.
+    """
+
+    def __init__(self, first: int | None = 1) -> None:
+        self._first = first
+        self._samples: dict[int, deque[float]] = {}
+        self._line = (1.0, SLOPE)
+        self._off_line: dict[int, float] = {}
+        self._least = 1.0
+        self._known: dict[int, float] = {}
+
+    def add(self, n: int, seconds: float) -> None:
+        """Take in a sample."""
+        self._samples.setdefault(n, deque(maxlen=_STEPS)).append(seconds)
+        self._fit()
+
+    def samples(self, n: int) -> int:
+        """How many there are of so many tokens."""
+        return len(self._samples.get(n, ()))
+
+    @property
+    def seen(self) -> Sequence[int]:
+        """The numbers of tokens there are samples of, ascending."""
+        return sorted(self._samples)
+
+    @property
+    def first_s(self) -> float:
+        """Of one token, by the line."""
+        return self._line[0]
+
+    @property
+    def slope_s(self) -> float:
+        """Of another token, by the line; 0 before there is one."""
+        return self._line[1] if self._samples else 0.0
+
+    def __call__(self, n: int) -> float:
+        """Of ``n`` tokens."""
+        if n not in self._known:
+            first, slope = self._line
+            self._known[n] = max(first + slope * (n - 1) + interpolate(self._off_line, n), self._least)
+        return self._known[n]
+
+    def _fit(self) -> None:
+        """Lay a line through the medians, weighted by their samples, and keep what they lie off it."""
+        medians = never_falling({n: median_low(samples) for n, samples in self._samples.items()})
+        weights = {n: float(len(self._samples[n])) for n in medians}
+        level = sum(w * medians[n] / (1 + SLOPE * (n - 1)) for n, w in weights.items()) / sum(
+            weights.values()
+        )
+        points = [(n - 1.0, medians[n], w) for n, w in weights.items()]
+        start = (min(medians) if self._first is None else self._first) - 1.0
+        points += [(x, level * (1 + SLOPE * x), 1.0) for x in (start, start + _FAR)]
+        # n tokens never cost more together than one by one.
+        self._least = max(min(seconds / n for n, seconds in medians.items()), _INSTANT)
+        total = sum(w for _, _, w in points)
+        x_mean = sum(w * x for x, _, w in points) / total
+        y_mean = sum(w * y for _, y, w in points) / total
+        spread = sum(w * (x - x_mean) ** 2 for x, _, w in points)
+        slope = max(0.0, sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread)
+        first = y_mean - slope * x_mean
+        self._line = (first, slope)
+        self._off_line = {
+            n: (seconds - first - slope * (n - 1)) * weights[n] / (weights[n] + 1)
+            for n, seconds in medians.items()
+        }
+        self._known.clear()
+
+
+class MeasuredCosts(_Alone):
+    """Costs from the times in the records of the steps, see ``WidthTimes``.
+
+    That of a drafter's pass is the median of its latest samples. The first steps of later prompts are left out, for
+    they may read the prompt.
 
     Args:
         history: What was measured step by step in an earlier run (``to_dict()["steps"]``), to be used again in place of
@@ -142,15 +260,15 @@ class MeasuredCosts:
 
     def reset(self) -> None:
         self._samples: list[tuple[float | None, float | None]] = []
-        self._drafts: deque[float] = deque(maxlen=_PASSES)
-        self._steps: dict[int, deque[float]] = {}
-        self._line = (1.0, SLOPE)
-        self._off_line: dict[int, float] = {}
-        self._least = 1.0
+        self._drafts: deque[float] = deque(maxlen=LATEST_PASSES)
+        self._steps = WidthTimes()
 
     @property
     def draft_s(self) -> float:
-        return median_low(self._drafts) if self._drafts else _C * self._line[0]
+        return median_low(self._drafts) if self._drafts else ASSUMED_C * self._steps.first_s
+
+    def next_draft_s(self, passes: int) -> float:  # noqa: ARG002
+        return self.draft_s
 
     @property
     def timings(self) -> float:
@@ -158,17 +276,13 @@ class MeasuredCosts:
 
     @property
     def reach(self) -> float:
-        return max(_FEW, 2 * (max(self._steps, default=1) - 1)) if self._drafts else _FEW
+        return max(FIRST_REACH, 2 * (max(self._steps.seen, default=1) - 1)) if self._drafts else FIRST_REACH
 
     def samples(self, n: int) -> float:
-        return len(self._steps.get(n, ()))
+        return self._steps.samples(n)
 
     def verify_s(self, widest: int) -> Sequence[float]:
-        first, slope = self._line
-        return [
-            max(first + slope * (n - 1) + interpolate(self._off_line, n), self._least)
-            for n in range(widest + 1)
-        ]
+        return [self._steps(n) for n in range(widest + 1)]
 
     def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
         draft_s, verify_s = self._sample(step, caught_up, step.gamma if passes is None else passes)
@@ -176,8 +290,7 @@ class MeasuredCosts:
         if draft_s is not None:
             self._drafts.append(draft_s)
         if verify_s is not None:
-            self._steps.setdefault(step.verified, deque(maxlen=_STEPS)).append(verify_s)
-            self._fit()
+            self._steps.add(step.verified, verify_s)
 
     def _sample(self, step: Step, caught_up: bool, passes: int) -> tuple[float | None, float | None]:
         """Seconds per drafter's pass, and seconds of the rest of the step; ``None`` for what the step does not tell."""
@@ -195,39 +308,16 @@ class MeasuredCosts:
         draft_s = max(0.0, times.draft_s - times.draft_prefill_s) / passes
         return draft_s if caught_up or draft_s < self.draft_s else None, verify_s
 
-    def _fit(self) -> None:
-        """Lay a line through the medians, weighted by their samples, and keep what they lie off it."""
-        medians = never_falling({n: median_low(samples) for n, samples in self._steps.items()})
-        weights = {n: float(len(self._steps[n])) for n in medians}
-        level = sum(w * medians[n] / (1 + SLOPE * (n - 1)) for n, w in weights.items()) / sum(
-            weights.values()
-        )
-        points = [(n - 1.0, medians[n], w) for n, w in weights.items()]
-        points += [(0.0, level, 1.0), (float(_FAR), level * (1 + SLOPE * _FAR), 1.0)]
-        # n tokens never cost more together than one by one.
-        self._least = max(min(seconds / n for n, seconds in medians.items()), _INSTANT)
-        total = sum(w for _, _, w in points)
-        x_mean = sum(w * x for x, _, w in points) / total
-        y_mean = sum(w * y for _, y, w in points) / total
-        spread = sum(w * (x - x_mean) ** 2 for x, _, w in points)
-        slope = max(0.0, sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread)
-        first = y_mean - slope * x_mean
-        self._line = (first, slope)
-        self._off_line = {
-            n: (seconds - first - slope * (n - 1)) * weights[n] / (weights[n] + 1)
-            for n, seconds in medians.items()
-        }
-
     def to_dict(self) -> dict[str, Any]:
-        seconds = self.verify_s(max(self._steps, default=0))
         draft_s = self.draft_s if self._drafts else None
         return {
-            **_to_dict(draft_s, {n: seconds[n] for n in sorted(self._steps)}),
+            **costs_to_dict(draft_s, {n: self._steps(n) for n in self._steps.seen}),
             "steps": [list(sample) for sample in self._samples],
         }
 
 
-def _to_dict(draft_s: float | None, target_s: Mapping[int, float]) -> dict[str, Any]:
+def costs_to_dict(draft_s: float | None, target_s: Mapping[int, float]) -> dict[str, Any]:
+    """What ``parse_costs`` takes, of a drafter's pass and the target's by number of tokens, in seconds."""
     return {
         "drafter_pass_s": draft_s,
         "target_pass_s": {str(n): seconds for n, seconds in target_s.items()},

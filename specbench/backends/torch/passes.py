@@ -205,7 +205,8 @@ class RaggedPass:
 
     def __init__(self, model: Any, *, short: bool) -> None:
         self._model = model
-        self._keeps_logits = _keeps_logits(model)
+        # Which logits are wanted is told where the pass begins, and a spread model ends on another device.
+        self._keeps_logits = _keeps_logits(model) and len({each.device for each in model.parameters()}) == 1
         self._layers = _FoundLayers(model) if short else None
 
     def __call__(
@@ -229,7 +230,11 @@ class RaggedPass:
             arguments["output_hidden_states"] = [*layers]
         output = self._model(input_ids=ids, **arguments)
         found = _rows_of(output, 0, layers)
-        return found if self._keeps_logits else found._replace(logits=found.logits[wanted])
+        return (
+            found
+            if self._keeps_logits
+            else found._replace(logits=found.logits[wanted.to(found.logits.device)])
+        )
 
 
 def _no_masks(kept: Any) -> None:

@@ -245,6 +245,7 @@ class _Store:
                 # Zeros are given memory when something else is written there.
                 shape = (1, like.shape[1], self._positions, like.shape[3])
                 setattr(self, name, like.new_zeros(shape))
+        places = places.to(keys.device)  # of a model that is spread over several, each layer has its own
         self.keys.index_copy_(2, places, keys)
         self.values.index_copy_(2, places, values)
 
@@ -672,7 +673,7 @@ class _Reach:
     def __call__(self, entries: torch.Tensor) -> torch.Tensor:
         """[1, heads, positions in the pool, size] -> [requests, heads, count, size]."""
         if self._places is not None:
-            return entries.index_select(2, self._places)
+            return entries.index_select(2, self._places.to(entries.device))
         _, heads, _, size = entries.shape
         _, of_heads, of_positions, of_size = entries.stride()
         shape = (self._requests, heads, self._count, size)

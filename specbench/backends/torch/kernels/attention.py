@@ -139,7 +139,7 @@ class Span:
         self, rows: slice, requests: int, mask: torch.Tensor | None, places: torch.Tensor | None = None
     ) -> None:
         self._rows, self._requests, self._mask, self._places = rows, requests, mask, places
-        self._folded: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._folded: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
@@ -166,14 +166,14 @@ class Span:
             )
         if self._places is not None:
             padded = query.new_zeros(1, heads, self._requests * self._mask.shape[2], size)
-            query = padded.index_copy_(2, self._places, query)
+            query = padded.index_copy_(2, self._places.to(query.device), query)
         query = query.view(heads, self._requests, -1, size).transpose(0, 1)
-        kind = (groups, query.dtype)
+        kind = (groups, query.dtype, query.device)
         if kind not in self._folded:
-            self._folded[kind] = fold_mask(self._mask, *kind)
+            self._folded[kind] = fold_mask(self._mask.to(query.device), groups, query.dtype)
         out = attend(query, key, value, self._folded[kind], scale)
         out = out.view(1, -1, heads, out.shape[-1])
-        return out if self._places is None else out[:, self._places]
+        return out if self._places is None else out[:, self._places.to(out.device)]
 
 
 class Ragged:

@@ -1,0 +1,278 @@
+"""How fast are many requests side by side? Tokens per second of every way to decode the same prompts, in turn.
+
+    python benchmarks/many.py                                    # the built-in model, 48 prompts, 64 tokens, batch 8
+    python benchmarks/many.py --target FOLDER --drafter FOLDER2 --rules auto fixed:gamma=4 --ways plain
+    python benchmarks/many.py --ways alone one --prompts 24      # the scheduler's own share, at batch 1
+
+Ways: *alone* is plain decoding by the driver of one request, prompt by prompt; *one* the same through the scheduler, at
+batch 1; *plain* the same at --batch; *transformers* its `generate`, with batches padded on the left; besides these
+each of --rules at --batch. Groups of prompts are decoded by all ways in a fresh random order, every output as long as
+asked for, and timed from the first pass to the last, prompts included. Prints tokens per second, the ratios with 95%
+intervals over groups, and of every rule over *plain* the speed that each request saw, by category with intervals over
+prompts. Ends with one line of JSON; exit code 1 if a rule has changed an output in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import parts  # noqa: F401 - before torch
+import torch
+from transformers import GenerationConfig
+
+from specbench.bench.prompts import Prompt, load_prompts
+from specbench.decoding.metrics import tokens_per_second
+from specbench.decoding.protocols import Drafter
+from specbench.decoding.records import Generation
+from specbench.generate import GenerationRun, encode_prompt
+from specbench.generate_many import GenerationRuns
+from specbench.lengths import build_policy
+from specbench.models.load import load_model
+from specbench.models.prepare import Target, load_drafter, load_target
+from specbench.options import LoadOptions
+from specbench.progress import quiet_transformers
+from specbench.results.stats import Estimate, geometric_mean, ratio_text
+
+WAYS = ("alone", "one", "plain", "transformers")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a way made of a group of prompts.
+
+    Attributes:
+        seconds: From the first pass to the last.
+        outputs: Token ids of each.
+        speeds: Tokens per second that each saw behind its prompt; NaN where nobody says.
+    """
+
+    seconds: float
+    outputs: list[tuple[int, ...]]
+    speeds: list[float]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all together."""
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+Way = Callable[[Sequence[list[int]]], Taken]
+"""Decodes prompts, token ids."""
+
+
+class Ours:
+    """specbench, with a rule or plainly.
+
+    Args:
+        given: The options of the benchmark.
+        target, drafter: The models; ``None``: no drafter.
+        rule: Decides draft lengths.
+        batch: Requests at a time; ``None``: the driver of one request.
+    """
+
+    def __init__(
+        self, given: argparse.Namespace, target: Target, drafter: Drafter | None, rule: str, batch: int | None
+    ) -> None:
+        self.given, self.target, self.drafter, self.rule, self.batch = given, target, drafter, rule, batch
+
+    def __call__(self, prompts: Sequence[list[int]]) -> Taken:
+        runs = [self._run(prompt) for prompt in prompts]
+        many = None
+        if self.batch is not None:
+            many = GenerationRuns(runs, max_batch=self.batch, pool=self.given.pool)
+        began = time.perf_counter()
+        if many is None:
+            for run in runs:
+                for _ in run:
+                    pass
+            found: Sequence[Generation | Exception] = [run.result() for run in runs]
+        else:
+            found = many.results()
+        seconds = time.perf_counter() - began
+        done = [each for each in found if isinstance(each, Generation)]
+        if len(done) < len(found):
+            raise next(each for each in found if isinstance(each, Exception))
+        speeds = [tokens_per_second(each.prefill, each.steps) for each in done]
+        return Taken(seconds, [each.token_ids for each in done], [each or float("nan") for each in speeds])
+
+    def _run(self, prompt: Sequence[int]) -> GenerationRun:
+        return GenerationRun(
+            prompt,
+            self.target,
+            self.drafter,
+            policy=build_policy(self.rule),
+            max_new_tokens=self.given.tokens,
+            ignore_eos=True,
+        )
+
+
+class Theirs:
+    """``generate`` of ``transformers``, batch after batch.
+
+    Args:
+        given: The options of the benchmark.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.model = load_model(given.target, LoadOptions(dtype=given.dtype)).model
+
+    def __call__(self, prompts: Sequence[list[int]]) -> Taken:
+        config = GenerationConfig(
+            do_sample=False, max_new_tokens=self.given.tokens, eos_token_id=None, pad_token_id=0
+        )
+        began, outputs = time.perf_counter(), []
+        for first in range(0, len(prompts), self.given.batch):
+            part = prompts[first : first + self.given.batch]
+            longest = max(map(len, part))
+            ids = torch.tensor([[0] * (longest - len(each)) + each for each in part])
+            mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in part])
+            with torch.inference_mode():
+                found = self.model.generate(ids, attention_mask=mask, generation_config=config)
+            outputs += [tuple(row) for row in found[:, longest:].tolist()]
+        return Taken(time.perf_counter() - began, outputs, [float("nan")] * len(prompts))
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Decode the prompts by all ways in turn."""
+    target = load_target(given.target, LoadOptions(dtype=given.dtype))
+    drafter = load_drafter(given.drafter, target) if given.rules else None
+    prompts = load_prompts(given.sets, limit=given.prompts)
+    assert target.tokenizer is not None
+    encoded = [encode_prompt(target.tokenizer, each.turns[0], system=each.system) for each in prompts]
+    ways: dict[str, Way] = {
+        "alone": Ours(given, target, None, "fixed", None),
+        "one": Ours(given, target, None, "fixed", 1),
+        "plain": Ours(given, target, None, "fixed", given.batch),
+    }
+    ways = {name: way for name, way in ways.items() if name in given.ways}
+    if "transformers" in given.ways:
+        ways["transformers"] = Theirs(given)
+    ways |= {rule: Ours(given, target, drafter, rule, given.batch) for rule in given.rules}
+    for way in ways.values():
+        way(encoded[: given.batch])
+    choice = Random(0)
+    taken: list[tuple[list[Prompt], dict[str, Taken]]] = []
+    for _ in range(given.rounds):
+        order = choice.sample(range(len(prompts)), len(prompts))
+        for first in range(0, len(order), given.group):
+            members = order[first : first + given.group]
+            found = {}
+            for name in choice.sample(list(ways), len(ways)):
+                found[name] = ways[name]([encoded[i] for i in members])
+                print(f"{len(taken) + 1:3} {name:14} {found[name].speed:8.1f} tokens/s", flush=True)
+            taken.append(([prompts[i] for i in members], found))
+    return {
+        "benchmark": "many",
+        "target": target.language_model.name,
+        "dtype": target.dtype,
+        "drafter": given.drafter,
+        "threads": torch.get_num_threads(),
+        **{name: getattr(given, name) for name in ("prompts", "tokens", "batch", "group", "rounds", "pool")},
+        "tokens_per_second": {name: _together(taken, name) for name in ways},
+        "ratios": _ratios(taken, given.rules),
+        "requests": _by_category(taken, given.rules),
+        "parted": _parted(taken, given.rules),
+    }
+
+
+def _together(taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], way: str) -> float:
+    tokens = sum(len(output) for _, found in taken for output in found[way].outputs)
+    return round(tokens / sum(found[way].seconds for _, found in taken), 2)
+
+
+def _ratios(
+    taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Throughput over throughput, group by group."""
+    pairs = [
+        ("one", "alone"),
+        ("plain", "one"),
+        ("plain", "transformers"),
+        *((rule, "plain") for rule in rules),
+    ]
+    made = {}
+    for a, b in pairs:
+        if all({a, b} <= found.keys() for _, found in taken):
+            values = [found[a].speed / found[b].speed for _, found in taken]
+            made[f"{a} / {b}"] = _told(geometric_mean(values, range(len(values))))
+    return made
+
+
+def _by_category(
+    taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """The speeds that requests saw with a rule over those without, by category and over all."""
+    made: dict[str, dict[str, Any]] = {}
+    for rule in rules:
+        if any("plain" not in found for _, found in taken):
+            continue
+        ratios: dict[str, list[tuple[str, float]]] = {"all": []}
+        for prompts, found in taken:
+            for prompt, fast, slow in zip(prompts, found[rule].speeds, found["plain"].speeds, strict=True):
+                for name in ("all", prompt.category):
+                    ratios.setdefault(name, []).append((prompt.id, fast / slow))
+        made[rule] = {
+            name: _told(geometric_mean([ratio for _, ratio in each], [prompt for prompt, _ in each]))
+            for name, each in sorted(ratios.items())
+        }
+    return made
+
+
+def _parted(taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Sequence[str]) -> int:
+    """Outputs that a rule, or the scheduler, has changed."""
+    ours = {"alone", "one", "plain", *rules}
+    count = 0
+    for _, found in taken:
+        reference, *others = (found[name].outputs for name in found if name in ours)
+        count += sum(a != b for other in others for a, b in zip(reference, other, strict=True))
+    return count
+
+
+def _told(ratio: Estimate) -> dict[str, Any]:
+    return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "text": ratio_text(ratio)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--drafter", default="lookup")
+    parser.add_argument("--rules", nargs="*", default=["auto"], metavar="RULE")
+    parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
+    parser.add_argument("--sets", nargs="+", default=["all"], help="of prompts, or files")
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument(
+        "--group", type=int, default=24, metavar="N", help="prompts that are decoded at a stretch"
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--pool", choices=("slotted", "paged"), default="slotted")
+    given = parser.parse_args(arguments)
+    with quiet_transformers():
+        found = measure(given)
+    for name, speed in found["tokens_per_second"].items():
+        print(f"{name:24} {speed:8.1f} tokens/s")
+    for name, ratio in found["ratios"].items():
+        print(f"{name:24} {ratio['text']}")
+    for rule, categories in found["requests"].items():
+        print(f"{rule} over plain, as requests saw it")
+        for name, ratio in categories.items():
+            print(f"  {name:22} {ratio['text']}")
+    print(json.dumps(found))
+    return int(found["parted"] > 0 and found["dtype"] == "float32")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

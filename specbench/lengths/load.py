@@ -1,0 +1,223 @@
+"""What passes cost while several requests share them, and what they cost one of these. See docs/requests.md."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from specbench.lengths.auto import AutoLength
+from specbench.lengths.costs import (
+    ASSUMED_C,
+    FIRST_REACH,
+    LATEST_PASSES,
+    CostSource,
+    GivenCosts,
+    WidthTimes,
+    costs_to_dict,
+)
+
+if TYPE_CHECKING:
+    from specbench.decoding.records import SharedPass, Step
+    from specbench.decoding.request import DraftPolicy
+
+__all__ = ["Load", "SharedCosts", "share_costs"]
+
+_CATCHING_UP = 8
+"""Who brings more tokens than this besides its drafts reads a prompt, or a context anew."""
+
+_MEMORY = 0.98
+"""How much less a pass counts in what the batch earns than the one behind it."""
+
+_DRAFTS = 4 * LATEST_PASSES
+"""Of each drafter's passes, the latest so many are kept."""
+
+_PLAIN = 64
+"""Every so many rounds nobody drafts, so that what a plain pass takes stays known."""
+
+_INSTANT = 1e-9
+"""No pass takes less."""
+
+
+class _DraftPass(NamedTuple):
+    """A pass of a drafter's model: how long it took, how many drafted in it, and how many such it had made before in
+    this round."""
+
+    seconds: float
+    requests: int
+    before: int
+
+
+class Load:
+    """The passes that the requests of one scheduler share: what they cost, and what they give.
+
+    Attributes:
+        rows: Of the target's last pass: one for each request, and one for each draft.
+        requests: Who took part in it.
+        rounds: Passes of the target so far.
+        target_s: Seconds of such a pass by its rows.
+        tokens, seconds: What the latest steps of all requests have given, and the passes they took; older ones count
+            less and less.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.requests = 1
+        self.rounds = 0
+        self.target_s = WidthTimes(first=None)
+        self.tokens = self.seconds = 0.0
+        self._drafts: WeakKeyDictionary[object, deque[_DraftPass]] = WeakKeyDictionary()
+        self._in_round: Counter[object] = Counter()  # by model
+        self._looking = -1  # the round in which everybody may
+
+    def took(self, made: SharedPass) -> None:
+        """A pass has been made."""
+        requests = len(made.requests)
+        reading = any(
+            fed - drafted > _CATCHING_UP for fed, drafted in zip(made.fed, made.drafted, strict=True)
+        )
+        if made.target:
+            self.rounds += 1
+            self._in_round.clear()
+            self.rows, self.requests = requests + sum(made.drafted) if reading else sum(made.fed), requests
+            if not reading:
+                # A width in rows is hardly ever seen twice: one of the nearest of whole rows for each is told.
+                width = requests * round(self.rows / requests)
+                self.target_s.add(width, made.seconds + (width - self.rows) * self.target_s.slope_s)
+            if self.target_s.seen:
+                self.tokens *= _MEMORY
+                self.seconds = _MEMORY * self.seconds + self.target_s(self.rows)
+        elif not reading:
+            passes = self._drafts.setdefault(made.model, deque(maxlen=_DRAFTS))
+            passes.append(_DraftPass(made.seconds, requests, self._in_round[made.model]))
+            self._in_round[made.model] += 1
+            self.seconds += median_low(each.seconds for each in passes)
+
+    def gave(self, step: Step) -> None:
+        """A step has come of the target's last pass."""
+        if self.target_s.seen:
+            self.tokens += len(step.tokens)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nobody drafts in this round: what rows more cost is only known beside a pass without any."""
+        seen = self.target_s.seen
+        return not seen or seen[0] > self.requests or self.rounds % _PLAIN == 0
+
+    def drafts(self, model: object) -> Sequence[_DraftPass]:
+        """The latest passes of a drafter's model."""
+        return self._drafts.get(model, ())
+
+    def may_look(self, due: bool) -> bool:
+        """Whether those who draft nothing may look in this round whether that pays again: all of them, or none.
+
+        For a pass costs about the same for one as for all, and each of them but a share.
+
+        Args:
+            due: One of them has saved enough; all look in the next round.
+        """
+        now = self._looking == self.rounds
+        if due and not now:
+            self._looking = self.rounds + 1
+        return now
+
+
+class SharedCosts:
+    """What the passes of a batch cost one of its requests: a ``CostSource``.
+
+    With V(N) the time of the target's pass over N rows, B requests in it and o rows of the others, n rows cost
+
+        v(n) = V(B) / B + V(o + n) - V(o + 1)
+
+    its part of a plain pass, and the time by which more rows of its own hold everybody up. A drafter's pass costs each
+    who drafts in it the same part: in the later ones of a round these are fewer. And a second is worth what all
+    requests together gain in one.
+
+    Args:
+        load: The batch.
+        models: Who makes the passes of this request's drafter; none for one without a model.
+        own: What it went by alone. Costs that were given stay, as those of a pass over so many rows.
+    """
+
+    def __init__(self, load: Load, models: Sequence[object], own: CostSource) -> None:
+        self._load, self._models = load, models
+        self._given = own if isinstance(own, GivenCosts) else None
+        self.reset()
+
+    def reset(self) -> None:
+        self._rows, self._longest = 1, 0
+
+    @property
+    def _passes(self) -> list[_DraftPass]:
+        return [each for model in self._models for each in self._load.drafts(model)]
+
+    @property
+    def timings(self) -> float:
+        return math.inf if self._given is not None or not self._models else len(self._passes)
+
+    @property
+    def draft_s(self) -> float:
+        return self.next_draft_s(0)
+
+    def next_draft_s(self, passes: int) -> float:
+        if not self._models:
+            return 0.0
+        latest = self._passes
+        if not latest:
+            return ASSUMED_C * self.verify_s(1)[1] if self._given is None else self._given.draft_s
+        # Behind the longest drafts seen, as many are taken to draft as at their end.
+        longest = max(each.before for each in latest)
+        place = min((each.before for each in latest if each.before >= passes), default=longest)
+        alike = [each for each in latest if each.before == place][-LATEST_PASSES:]
+        if self._given is not None:
+            return self._given.draft_s / median_low(each.requests for each in alike)
+        return median_low(each.seconds / each.requests for each in alike)
+
+    @property
+    def reach(self) -> float:
+        if self._given is not None:
+            return math.inf
+        if self._load.plain:
+            return 0
+        return max(FIRST_REACH, 2 * self._longest) if self.timings else FIRST_REACH
+
+    def samples(self, n: int) -> float:  # noqa: ARG002
+        return math.inf  # the others' rows see to it that widths differ
+
+    def verify_s(self, widest: int) -> Sequence[float]:
+        load = self._load
+        others = max(0, load.rows - self._rows)
+        plain = self._target_s(load.requests) / load.requests - self._target_s(others + 1)
+        return [max(plain + self._target_s(others + n), _INSTANT) for n in range(widest + 1)]
+
+    def _target_s(self, rows: int) -> float:
+        return self._load.target_s(rows) if self._given is None else self._given.passes.target_pass_s(rows)
+
+    def rate(self, tokens: float, seconds: float) -> float:
+        if self._given is not None:
+            return tokens / seconds
+        return (tokens + self._load.tokens) / (seconds + self._load.seconds)
+
+    def may_look(self, due: bool) -> bool:
+        return self._load.may_look(due)
+
+    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:  # noqa: ARG002
+        self._rows = step.verified
+        self._longest = max(self._longest, step.verified - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        seconds = self.verify_s(self._longest + 1)
+        return costs_to_dict(self.draft_s if self.timings else None, dict(enumerate(seconds[1:], 1)))
+
+
+def share_costs(policy: DraftPolicy, load: Load, models: Sequence[object]) -> None:
+    """Let a policy go by what passes cost a batch, if it reads costs at all.
+
+    Args:
+        policy: That of one request.
+        load, models: See ``SharedCosts``.
+    """
+    if isinstance(policy.learner, AutoLength):
+        policy.learner.go_by(lambda own: SharedCosts(load, models, own))

@@ -1,0 +1,371 @@
+"""Rules that read costs, with many requests: what a batch's passes cost one of them, and what they make of it."""
+
+from __future__ import annotations
+
+import itertools
+import random as standard_random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from scripted import Logits, ScriptedScorer, enumerate_outcomes, random_table
+
+from specbench.decoding.clocks import Clock
+from specbench.decoding.protocols import Pass, Rows
+from specbench.decoding.records import SharedPass, Step, StepTimes
+from specbench.decoding.request import Request
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.schedule import Scheduler, model_of
+from specbench.decoding.theory import PassCosts
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.drafters.plain import NoDraft
+from specbench.lengths import build_policy
+from specbench.lengths.costs import GivenCosts, MeasuredCosts
+from specbench.lengths.load import Load, SharedCosts, share_costs
+
+VOCAB = 6
+TARGET = random_table(1, VOCAB, order=5, spread=2.0)
+NOISE, OTHER = random_table(2, VOCAB, order=5, spread=0.8), random_table(3, VOCAB, order=5, spread=2.0)
+
+Seconds = Callable[[int], float]
+
+
+def good(tokens: Sequence[int]) -> Any:
+    """Logits of a model that agrees with the target most of the time."""
+    return TARGET(tokens) + NOISE(tokens)
+
+
+class Told:
+    """A clock that goes on when it is told to."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+class Model:
+    """Reads for several requests at once, and takes as long as it is told for so many rows."""
+
+    def __init__(self, logits: Logits, seconds: Seconds, clock: Told) -> None:
+        self.logits, self.seconds, self.clock = logits, seconds, clock
+
+    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+        rows = sum(len(each.context) + len(each.tokens) - each.scorer.held for each in asked)
+        self.clock.time += self.seconds(rows)
+        return [ScriptedScorer.score(each.scorer, each) for each in asked]  # type: ignore[arg-type]
+
+    def seat(self) -> Seat:
+        return Seat(self)
+
+
+class Seat(ScriptedScorer):
+    """One request's scorer of such a model."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.logits, VOCAB)
+        self.batch = model  # type: ignore[assignment]
+
+    def score(self, asked: Pass) -> Rows:
+        return self.batch.score([asked])[0]  # type: ignore[attr-defined, no-any-return]
+
+
+class House:
+    """A target and a drafter's models, and requests that share them.
+
+    Args:
+        target_s, draft_s: Seconds of a pass by its rows.
+    """
+
+    def __init__(self, target_s: Seconds, draft_s: Seconds) -> None:
+        self.clock, self.load = Told(), Load()
+        self.target = Model(TARGET, target_s, self.clock)
+        self.models = {
+            name: Model(each, draft_s, self.clock) for name, each in (("good", good), ("bad", OTHER))
+        }
+
+    def request(self, number: int, kind: str, rule: str, tokens: int) -> Request:
+        policy = build_policy(rule)
+        drafter: Any = NoDraft()
+        if kind == "lookup":
+            drafter = LookupDrafter(clock=self.clock)
+        elif kind != "none":
+            drafter = ModelDrafter(self.models[kind].seat(), kind, self.clock)  # type: ignore[arg-type]
+        models = [model_of(drafter.scorer)] if kind in self.models else []
+        share_costs(policy, self.load, models)
+        choice = standard_random.Random(number)
+        return Request(
+            prompt=[choice.randrange(VOCAB) for _ in range(4)],
+            target=self.target.seat(),
+            drafter=drafter,
+            policy=policy,
+            sampling=Greedy(),
+            random=Randomness(0),
+            max_new_tokens=tokens,
+        )
+
+    def run(self, kinds: Sequence[str], rule: str, tokens: int = 80) -> tuple[float, float]:
+        """Tokens per second of all together, and the mean draft length."""
+        scheduler = Scheduler(max_batch=len(kinds), clock=self.clock, watch=self.load.took)
+        for number, kind in enumerate(kinds):
+            scheduler.add(partial(self.request, number, kind, rule, tokens))
+        steps: list[Step] = []
+        for _, event in scheduler:
+            if isinstance(event, Step):
+                self.load.gave(event)
+                steps.append(event)
+            else:
+                assert not isinstance(event, Exception), event
+        drafted = sum(step.gamma for step in steps) / len(steps)
+        return sum(len(step.tokens) for step in steps) / self.clock.time, drafted
+
+
+def roofline(rows: int) -> float:
+    """Reading the weights takes as long as computing 12 rows."""
+    return max(12.0, rows) + 0.05 * rows
+
+
+def test_drafts_shrink_and_stop_as_the_batch_grows() -> None:
+    lengths = []
+    for batch in (1, 8, 20):
+        kinds = ["good"] * batch
+        speed, drafted = House(roofline, lambda rows: 0.5).run(kinds, "auto:siblings=0")
+        fixed = [House(roofline, lambda rows: 0.5).run(kinds, f"fixed:gamma={gamma}")[0] for gamma in (1, 4)]
+        plain, _ = House(roofline, lambda rows: 0.5).run(["none"] * batch, "fixed")
+        lengths.append(drafted)
+        assert speed > 0.9 * plain, batch
+        assert speed > 0.8 * max(*fixed, plain), batch
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 2.5
+    assert lengths[-1] < 0.3
+
+
+@pytest.mark.parametrize("rule", ["auto", "auto-tree"])
+def test_what_does_not_pay_in_a_batch_costs_little(rule: str) -> None:
+    kinds = ["bad"] * 12
+    speed, _ = House(roofline, lambda rows: 2.0).run(kinds, rule)
+    plain, _ = House(roofline, lambda rows: 2.0).run(["none"] * 12, "fixed")
+    assert speed > 0.9 * plain
+
+
+def test_one_whose_drafts_are_good_does_not_hold_up_those_who_have_none() -> None:
+    """A pass of the drafter costs as much for one as for all."""
+    kinds = ["good", *["bad"] * 7]
+    speed, _ = House(roofline, lambda rows: 5.0).run(kinds, "auto")
+    plain, _ = House(roofline, lambda rows: 5.0).run(["none"] * 8, "fixed")
+    assert speed > 0.9 * plain
+    speed, _ = House(roofline, lambda rows: 5.0).run(["good"] * 3, "auto")
+    assert speed > 0.9 * House(roofline, lambda rows: 5.0).run(["none"] * 3, "fixed")[0]
+
+
+def test_each_keeps_its_own_acceptance() -> None:
+    house = House(roofline, lambda rows: 0.3)
+    scheduler = Scheduler(max_batch=4, clock=house.clock, watch=house.load.took)
+    for number, kind in enumerate(("good", "bad", "good", "bad")):
+        scheduler.add(partial(house.request, number, kind, "auto:siblings=0", 100))
+    gammas: dict[int, list[int]] = {number: [] for number in range(4)}
+    for number, event in scheduler:
+        if isinstance(event, Step):
+            house.load.gave(event)
+            gammas[number].append(event.gamma)
+    means = {number: sum(each) / len(each) for number, each in gammas.items()}
+    assert min(means[0], means[2]) > 2 * max(means[1], means[3])
+
+
+def test_copies_cost_their_rows_alone() -> None:
+    house = House(roofline, lambda rows: 0.0)
+    request = house.request(0, "lookup", "auto", 5)
+    assert request.policy.costs() == {"drafter_pass_s": 0.0, "target_pass_s": {"1": pytest.approx(1.0)}}
+    speed, _ = house.run(["lookup"] * 8, "auto")
+    assert speed > 0.9 * House(roofline, lambda rows: 0.0).run(["none"] * 8, "fixed")[0]
+
+
+# -- the figures -------------------------------------------------------------------------------------
+
+
+def made(
+    seconds: float, drafted: Sequence[int], *, target: bool = True, read: int = 1, model: object = Load
+) -> SharedPass:
+    numbers = tuple(range(len(drafted)))
+    fed = tuple(read + each for each in drafted)
+    return SharedPass(model, target, numbers, fed, tuple(drafted), 0.0, seconds, len(drafted), 0)
+
+
+def step(verified: int, tokens: int = 1) -> Step:
+    return Step(
+        index=0, position=1, drafted=(0,) * (verified - 1), accepted=tokens - 1, tested=tokens - 1,
+        tokens=(0,) * tokens, closing="target", expected_acceptance=(), times=StepTimes(0, 0, 0, 0, 0, 0),
+        finish_reason=None, policy={},
+    )  # fmt: skip
+
+
+def known(load: Load, seconds: Seconds, batch: int, rounds: int = 20) -> None:
+    """Let it see passes of that batch with 0, 1, 2 and 3 drafts each."""
+    for _, drafts in itertools.product(range(rounds), range(4)):
+        load.took(made(seconds(batch * (1 + drafts)), [drafts] * batch))
+
+
+def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by() -> None:
+    load, batch = Load(), 4
+    known(load, lambda rows: 10.0 + rows, batch)
+    costs = SharedCosts(load, [], MeasuredCosts())
+    load.took(made(20.0, [2, 3, 0, 1]))
+    costs.observe(step(3), True)
+    found = costs.verify_s(5)
+    assert found[1] == pytest.approx((10 + batch) / batch, rel=0.03)
+    assert found[5] - found[1] == pytest.approx(4.0, rel=0.1)
+    assert costs.draft_s == 0.0
+    assert costs.timings == float("inf")
+
+
+def test_a_drafter_s_pass_costs_each_a_part() -> None:
+    load = Load()
+    known(load, lambda rows: 10.0 + rows, 4)
+    costs = SharedCosts(load, [Model], MeasuredCosts())
+    assert costs.timings == 0
+    assert costs.draft_s == pytest.approx(0.2 * costs.verify_s(1)[1])
+    load.took(made(8.0, [1, 1, 1, 1], target=False, model=Model, read=1))
+    load.took(made(80.0, [0, 0], target=False, model=Model, read=30))  # reads prompts
+    load.took(made(1.0, [1, 1], target=False, model=House))  # somebody else's
+    assert costs.timings == 1
+    assert costs.draft_s == 2.0
+
+
+def test_passes_that_read_prompts_are_not_timed() -> None:
+    load = Load()
+    load.took(made(500.0, [0, 0], read=100))
+    assert not load.target_s.seen
+    known(load, lambda rows: 10.0 + rows, 2)
+    before = load.target_s(2)
+    load.took(made(500.0, [0, 0], read=100))
+    assert load.target_s(2) == before
+
+
+def test_time_is_worth_what_all_gain() -> None:
+    load = Load()
+    costs = SharedCosts(load, [], MeasuredCosts())
+    assert costs.rate(3.0, 2.0) == 1.5
+    for _ in range(300):
+        load.took(made(10.0, [1, 1, 1, 1]))
+        for tokens in (2, 2, 1, 1):
+            load.gave(step(2, tokens))
+    assert costs.rate(0.0, 0.0) == pytest.approx(0.6, rel=0.02)
+
+
+def test_given_costs_are_those_of_a_pass_over_so_many_rows() -> None:
+    given = GivenCosts(3.0, PassCosts({1: 11.0, 101: 111.0}))
+    load = Load()
+    costs = SharedCosts(load, [Model], given)
+    load.took(made(0.1, [0, 0, 0]))
+    load.took(made(0.1, [1, 1, 1], target=False, model=Model))
+    assert costs.verify_s(2)[1:] == pytest.approx([13 / 3, 13 / 3 + 1])
+    assert costs.draft_s == 1.0
+    assert costs.rate(3.0, 2.0) == 1.5
+    assert costs.timings == costs.reach == float("inf")
+
+
+def test_all_look_again_in_the_same_round() -> None:
+    load = Load()
+    first, second = (SharedCosts(load, [], MeasuredCosts()) for _ in range(2))
+    assert [first.may_look(False), second.may_look(True), first.may_look(False)] == [False] * 3
+    load.took(made(1.0, [0, 0]))
+    assert [first.may_look(False), second.may_look(True)] == [True, True]
+    load.took(made(1.0, [1, 1]))
+    assert [first.may_look(False), second.may_look(False)] == [False, False]
+
+
+def test_rules_that_read_no_costs_are_left_alone() -> None:
+    policy = build_policy("egag")
+    share_costs(policy, Load(), [])
+    assert policy.costs() is None
+
+
+# -- exactness ---------------------------------------------------------------------------------------
+
+FEW = 2
+SMALL, SMALL_DRAFT = random_table(5, FEW), random_table(6, FEW)
+
+
+class Unsteady:
+    """A clock that moves on by 1 to 9 whenever it is read, in an order of its own."""
+
+    def __init__(self) -> None:
+        self.random, self.time = standard_random.Random(3), 0.0
+
+    def now(self) -> float:
+        self.time += self.random.randint(1, 9)
+        return self.time
+
+
+class Pair:
+    """Scorers of one small model, whose passes are made together."""
+
+    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+        return [each.scorer.score(each) for each in asked]
+
+    def seat(self, logits: Logits) -> ScriptedScorer:
+        scorer = ScriptedScorer(logits, FEW)
+        scorer.batch = self  # type: ignore[assignment]
+        return scorer
+
+
+PROMPTS = ((1, 0, 1), (0, 0, 1, 1))
+
+
+def together(rule: str, new: int, lengths: set[tuple[int, ...]], random: Any) -> tuple[tuple[int, ...], ...]:
+    """What two requests come to, whose every event is one of the same randomness."""
+    clock: Clock = Unsteady()
+    load, target, model = Load(), Pair(), Pair()
+    known(load, lambda rows: 20.0 + rows, 2, rounds=3)
+    for _ in range(3):
+        load.took(made(4.0, [1, 1], target=False, model=model))
+
+    def request(prompt: Sequence[int]) -> Request:
+        policy = build_policy(rule)
+        drafter = ModelDrafter(model.seat(SMALL_DRAFT), "model", clock)  # type: ignore[arg-type]
+        share_costs(policy, load, [model])
+        return Request(
+            prompt, target.seat(SMALL), drafter, policy, Multinomial(), random, new, first_target=False
+        )
+
+    scheduler = Scheduler(max_batch=2, clock=clock, watch=load.took)
+    for prompt in PROMPTS:
+        scheduler.add(partial(request, prompt))
+    tokens: list[list[int]] = [[], []]
+    gammas = []
+    for number, event in scheduler:
+        assert not isinstance(event, Exception), event
+        if isinstance(event, Step):
+            load.gave(event)
+            gammas.append(event.gamma)
+            tokens[number] += event.tokens
+        elif event.token is not None:
+            tokens[number].append(event.token)
+    lengths.add(tuple(gammas))
+    return tuple(map(tuple, tokens))
+
+
+def alone(prompt: Sequence[int], new: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """The target's own distribution, by the chain rule."""
+    grown: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(new):
+        longer = {}
+        for tokens, weight in grown.items():
+            p = sampling.probabilities(SMALL([*prompt, *tokens]).unsqueeze(0), [*prompt, *tokens])[0].double()
+            longer |= {(*tokens, token): weight * float(p[token] / p.sum()) for token in range(FEW)}
+        grown = longer
+    return grown
+
+
+@pytest.mark.parametrize("new", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", ["auto", "auto-tree"])
+def test_two_requests_keep_their_distributions_and_know_nothing_of_each_other(rule: str, new: int) -> None:
+    lengths: set[tuple[int, ...]] = set()
+    found: dict[Any, float] = enumerate_outcomes(lambda replay: together(rule, new, lengths, replay))  # type: ignore[arg-type, return-value]
+    first, second = (alone(prompt, new, Multinomial()) for prompt in PROMPTS)
+    for (a, p), (b, q) in itertools.product(first.items(), second.items()):
+        assert found.get((a, b), 0.0) == pytest.approx(p * q, abs=1e-6)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-6)
+    assert len(lengths) > 1, "a rule that never changes its mind here shows nothing"
