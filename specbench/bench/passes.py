@@ -297,7 +297,7 @@ def time_shared_passes(
     device = str(target.scorer.device)
     places = requests * (1 + len(drafters))  # all contexts stay read
     tokens = places * (length + max(widths) + _BESIDE) if requests > 1 else None
-    seats = Seats(target, tokens, places)
+    seats = Seats(target, tokens, places, "slotted")
 
     def target_pass(scorers: Sequence[Scorer], n: int) -> float:
         passes = [Pass(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)]

@@ -33,7 +33,7 @@ class Seats:
         kind: Of the pools.
     """
 
-    def __init__(self, target: Target, tokens: int | None, requests: int, kind: PoolKind) -> None:
+    def __init__(self, target: Target, tokens: int | None, requests: int, kind: PoolKind = "paged") -> None:
         self._target, self._requests, self._kind = target.scorer, requests, kind
         plain = isinstance(target.scorer.cache, PreallocatedKVCache | NoKVCache)
         self._tokens = None if plain else tokens
