@@ -894,6 +894,28 @@ MUTANTS = (
         '"constant", 0.4',
         ("tests/test_export.py", "-k", "same_tokens and big"),
     ),
+    # -- tuning ------------------------------------------------------------------------------------
+    Mutant(
+        "a race drops whoever is behind, sure or not",
+        "tune/race.py",
+        "            if _is_below(ratio, 1.0):\n                self.running",
+        "            if ratio.value < 1.0:\n                self.running",
+        ("tests/test_race.py", "-k", "no_oftener"),
+    ),
+    Mutant(
+        "all looks of a race spend as much",
+        "tune/race.py",
+        "self._error / (looks * (looks + 1) * self._others)",
+        "self._error / (2 * self._others)",
+        ("tests/test_race.py", "-k", "later_looks"),
+    ),
+    Mutant(
+        "a tuning that goes on measures everything again",
+        "tune/search.py",
+        "        if cell.key not in self._rows:\n",
+        "        if cell.key not in self._rows or not cell.warmup:\n",
+        ("tests/test_tune.py", "-k", "nothing_is_measured_again"),
+    ),
     # -- trained heads ---------------------------------------------------------------------------
     Mutant(
         "states of drafts off the path are handed on",

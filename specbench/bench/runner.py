@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Begun",
     "CellDone",
+    "CellRunner",
     "CellStarted",
     "CostsDone",
     "Event",
     "SweepResult",
     "TimeLeft",
     "find_differences",
+    "finish_run",
     "run_sweep",
 ]
 
@@ -189,8 +191,8 @@ def run_sweep(
     total = sum(not cell.warmup for cell in cells)
     left = [cell for cell in cells if not cell.warmup and cell.key not in done]
     if not left:
-        return SweepResult(0, 0, total, _finish(sweep, store, engine))
-    runner = _Runner(sweep, store, engine, snapshot)
+        return SweepResult(0, 0, total, finish_run(sweep, store, engine))
+    runner = CellRunner(sweep, store, engine, snapshot)
     time_left = TimeLeft(
         left, sweep.options.max_new_tokens / min(WARMUP_TOKENS, sweep.options.max_new_tokens)
     )
@@ -222,11 +224,16 @@ def run_sweep(
             tell(runner.measure_costs())
             rounds += 1
         run(cell, found + number + 1)
-    return SweepResult(len(left), failed, found, _finish(sweep, store, engine))
+    return SweepResult(len(left), failed, found, finish_run(sweep, store, engine))
 
 
-class _Runner:
-    """Measures single cells of a sweep."""
+class CellRunner:
+    """Measures single cells of a sweep; in which order is up to who asks.
+
+    Attributes:
+        configs: By id.
+        costs_work: Whether single passes could be timed so far.
+    """
 
     def __init__(
         self, sweep: Sweep, store: RunStore, engine: Engine, snapshot: Callable[[], LoadSnapshot]
@@ -239,9 +246,11 @@ class _Runner:
         self._fastest_mhz = 0.0
         self.costs_work = True
 
-    def measure(self, cell: Cell) -> dict[str, Any]:
-        """Decode one cell; whatever goes wrong in there becomes a failed row."""
+    def measure(self, cell: Cell, warmup_tokens: int = WARMUP_TOKENS) -> dict[str, Any]:
+        """Decode one cell; whatever goes wrong in there becomes a failed row. Of a warm-up only the first tokens."""
         config = self.configs[cell.config]
+        longest = self._sweep.options.max_new_tokens
+        longest = min(warmup_tokens, longest) if cell.warmup else longest
         before = self._snapshot()
         self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
         row: dict[str, Any] = {
@@ -260,9 +269,9 @@ class _Runner:
         }
         try:
             figures = (
-                self._generated(cell, config)
+                self._generated(cell, config, longest)
                 if cell.group is None
-                else self._served(cell, config, cell.group)
+                else self._served(cell, config, cell.group, longest)
             )
         except Exception as error:  # whatever it is, the other configurations may still work
             figures = {"status": "failed", "error": _message(error)}
@@ -275,7 +284,7 @@ class _Runner:
             "warnings": [warning.id for warning in during(before, after, self._fastest_mhz or None)],
         }
 
-    def _generated(self, cell: Cell, config: Config) -> dict[str, Any]:
+    def _generated(self, cell: Cell, config: Config, longest: int) -> dict[str, Any]:
         """Decode a turn of a prompt."""
         answers = self._answers.setdefault((cell.config, cell.prompt, cell.repeat), {})
         history = [answers.get(turn) for turn in range(cell.turn)]
@@ -285,7 +294,7 @@ class _Runner:
         outcome = self._engine.generate(
             config,
             self._engine.encode(self._prompts[cell.prompt], known),
-            max_new_tokens=self._longest(cell),
+            max_new_tokens=longest,
             ignore_eos=self._sweep.options.ignore_eos,
             seed=cell.seed,
         )
@@ -298,7 +307,7 @@ class _Runner:
             "peak_memory_bytes": outcome.peak_memory_bytes,
         }
 
-    def _served(self, cell: Cell, config: Config, group: Group) -> dict[str, Any]:
+    def _served(self, cell: Cell, config: Config, group: Group, longest: int) -> dict[str, Any]:
         """Decode the prompts of a group side by side."""
         load = config.load
         assert load is not None
@@ -316,7 +325,7 @@ class _Runner:
                 [self._asked(name, cell) for name in group.beside],
                 times,
             ),
-            max_new_tokens=self._longest(cell),
+            max_new_tokens=longest,
             ignore_eos=self._sweep.options.ignore_eos,
         )
         return {"status": "ok", "error": None, "clients": clients, **self._group_figures(group, served)}
@@ -343,10 +352,6 @@ class _Runner:
                 for name, each in zip(group.prompts, served.requests, strict=True)
             ],
         }
-
-    def _longest(self, cell: Cell) -> int:
-        longest = self._sweep.options.max_new_tokens
-        return min(WARMUP_TOKENS, longest) if cell.warmup else longest
 
     def measure_costs(self) -> CostsDone:
         """Time single passes, or those that requests share, unless that fails: the sweep can do without."""
@@ -421,7 +426,7 @@ def _message(error: Exception) -> str:
 # -- the end ---------------------------------------------------------------------------------------
 
 
-def _finish(sweep: Sweep, store: RunStore, engine: Engine) -> tuple[RunWarning, ...]:
+def finish_run(sweep: Sweep, store: RunStore, engine: Engine) -> tuple[RunWarning, ...]:
     """Look at the whole run once more, and mark it finished."""
     store.update(differences=find_differences(sweep, store.rows(), engine))
     warnings = tuple(review(load_results(store.path)))

@@ -32,6 +32,7 @@ from specbench.cli.signals import end_cleanly_on_sigterm, exit_code_of_interrupt
 from specbench.cli.sweep import sweep
 from specbench.cli.trace import trace
 from specbench.cli.train import train
+from specbench.cli.tune import tune
 from specbench.errors import SpecbenchError
 
 __all__ = ["app", "main", "run"]
@@ -77,6 +78,7 @@ for _command in (
     drafters,
     calibrate,
     train,
+    tune,
     sweep,
     plot,
     report,

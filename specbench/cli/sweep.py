@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specbench.results.store import RunStore
     from specbench.specs.rules import RuleSpec
 
-__all__ = ["sweep"]
+__all__ = ["describe_sources", "sweep"]
 
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
 _GROUPS = 3  # of prompts side by side that an interval takes at least
@@ -304,7 +304,7 @@ def sweep(
         bit_exact=decode.bit_exact,
         model_defaults=decode.model_defaults,
     )
-    sources = _sources(engine_options, named, experiment.category, limit)
+    sources = describe_sources(engine_options, named, experiment.category, limit)
     folder = _folder(results, sources, options)
     if results.dry_run:
         grid = build_configs(options, {str(spec): spec for spec in drafters})
@@ -414,7 +414,7 @@ def _checked_temperatures(temperatures: Sequence[float]) -> Sequence[float]:
     return temperatures
 
 
-def _sources(
+def describe_sources(
     options: EngineOptions, prompts: Sequence[str], categories: Sequence[str], limit: int | None
 ) -> dict[str, Any]:
     """Where models and prompts come from, without paths: the rest of what ``run.json`` keeps as options."""

@@ -75,6 +75,7 @@ __all__ = [
     "load_drafter",
     "load_target",
     "prepare",
+    "prepare_drafters",
     "refuse_keep",
     "require_states",
     "self_drafter",
@@ -640,9 +641,6 @@ def prepare(
     """
     check_models(target, drafters, options, progress=progress)
 
-    def load_own(spec: ModelSpec) -> LanguageModel | TrainedHead:
-        return _load_own(spec, options.drafter, progress=progress, allow_pickle=options.allow_pickle)
-
     language_model = load_model(target, options.target, progress=progress, allow_pickle=options.allow_pickle)
     config = language_model.model.config
     kind = cache or default_cache(config, int8=language_model.quantise_int8)
@@ -650,7 +648,9 @@ def prepare(
     if beforehand is not None:
         make_cache(kind, config)  # refuses what it cannot hold
         for own in dict.fromkeys(model for spec in drafters for model in spec.own_models):
-            loaded[own] = model = load_own(own)
+            loaded[own] = model = _load_own(
+                own, options.drafter, progress=progress, allow_pickle=options.allow_pickle
+            )
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
         beforehand(language_model)
@@ -659,6 +659,37 @@ def prepare(
         if progress is not None:
             progress.update("trying passes of several widths", 0, None)
         ready.scorer.require_bit_exact()
+
+    return ready, prepare_drafters(ready, drafters, options, cache=cache, progress=progress, loaded=loaded)
+
+
+def prepare_drafters(
+    ready: Target,
+    drafters: Sequence[DrafterSpec],
+    options: ModelOptions,
+    *,
+    cache: CacheKind | None = None,
+    progress: Progress | None = None,
+    loaded: dict[ModelSpec, LanguageModel | TrainedHead] | None = None,
+) -> list[Proposer]:
+    """Load drafters for a target that is loaded. Every model is loaded once for each vocabulary.
+
+    Args:
+        ready: The target.
+        drafters: What is asked for, checked (``check_models``).
+        options: How their weights are loaded.
+        cache: Kind of the drafter models' caches; ``None`` for dynamic ones.
+        progress: Told how far loading has come.
+        loaded: Models that are loaded already, which are taken; others are added.
+
+    Raises:
+        UsageError: A drafter that does not fit the target, or two of one name. What befalls one later is raised where
+            it is asked for.
+    """
+    loaded = {} if loaded is None else loaded
+
+    def load_own(spec: ModelSpec) -> LanguageModel | TrainedHead:
+        return _load_own(spec, options.drafter, progress=progress, allow_pickle=options.allow_pickle)
 
     wrapped: set[ModelSpec] = set()
 
@@ -705,4 +736,4 @@ def prepare(
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
         models = tuple(loaded[model] for model in spec.own_models if model in loaded)
         proposers.append(Proposer(name, spec, outcome, models))
-    return ready, proposers
+    return proposers

@@ -426,6 +426,7 @@ _RUN_SHAPE = {
     "shared_costs?": (None, {"target_pass_s": _are_shared_times, "drafter_pass_s?": {str: _are_pass_times}}),
     "differences?": (None, [(_DIFFERENCE, _UNEXPLAINED)]),
     "warnings?": [{"id": str, "severity": str, "message": str, "advice": str}],
+    "tuning?": (None, {"predicted": {str: number}, "raced": [str], "left_out": {str: str}}),
     "changes?": [{"differing?": [str], "environment?": _ENVIRONMENT, "options?": dict}],
 }  # fmt: skip
 """Of ``run.json``, as docs/results-format.md describes it; what came later may be missing."""

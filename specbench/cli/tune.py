@@ -1,0 +1,443 @@
+"""`specbench tune`: find the fastest way to decode with a target, here and on these prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specbench.cli import options as opt
+from specbench.options import DECODING, MODELS, OUTPUT, PROMPT, CacheName, DecodeOptions, ModelOptions
+
+if TYPE_CHECKING:
+    from specbench.bench.grid import Sweep
+    from specbench.cli.progress import StageProgress
+    from specbench.results.advice import RunWarning
+    from specbench.results.store import RunStore
+    from specbench.tune.answer import Answer
+    from specbench.tune.loading import Loaded
+    from specbench.tune.race import Race
+    from specbench.tune.search import Found
+
+__all__ = ["tune"]
+
+_FOLDER = Path("results")
+_REPEATS = 3
+"""How often a prompt is decoded at most."""
+
+_MOST = 1_000_000
+"""Prompts: more than there are, for all of them in turn from the categories."""
+
+_ENDING_S, _ENDING_SHARE = 3.0, 0.03
+"""Of the time, for what comes behind the race."""
+
+_OF_SWEEPS = ("few-prompts", "wide-intervals")
+"""Warnings whose advice is for sweeps: how sure an answer is, its intervals say."""
+
+_prompt = partial(typer.Option, rich_help_panel=PROMPT)
+_output = partial(typer.Option, rich_help_panel=OUTPUT)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Where the answer and what was measured go."""
+
+    out: Annotated[
+        Path,
+        _output("--out", "-o", metavar="FILE", help="The configuration that is written: ./specbench.toml."),
+    ] = Path("specbench.toml")
+    overwrite: Annotated[bool, _output("--overwrite", help="Write it also where there is one already.")] = (
+        False
+    )
+    results: Annotated[
+        Path | None,
+        _output(
+            "--results",
+            metavar="FOLDER",
+            help="Where what is measured goes. Default: results/DATE-TARGET-tune.",
+        ),
+    ] = None
+    resume: Annotated[
+        bool,
+        _output(
+            "--resume",
+            help="Go on with the results in --results, or with the newest of `specbench tune` in results/ that left"
+            " something open.",
+        ),
+    ] = False
+
+
+def tune(
+    *,
+    target: opt.TargetOption = opt.DEFAULT_TARGET,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            metavar="DRAFTER",
+            autocompletion=opt.complete_drafters,
+            help="Try this too: a model, a trained head's folder, or a word of `specbench drafters`; repeatable.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
+    models: ModelOptions,
+    prompts: Annotated[list[str] | None, opt.prompt_sets(rich_help_panel=PROMPT)] = None,
+    category: Annotated[
+        list[str] | None, _prompt("--category", metavar="NAME", help="Only these; repeatable.")
+    ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature",
+            "-t",
+            min=0.0,
+            metavar="X",
+            help="0 for greedy decoding.",
+            rich_help_panel=DECODING,
+        ),
+    ] = 0.0,
+    decode: Annotated[
+        DecodeOptions, opt.Fields("max_new_tokens", "ignore_eos", "model_defaults", max_new_tokens=48)
+    ],
+    cache: Annotated[
+        CacheName | None,
+        typer.Option(
+            "--cache",
+            metavar="KIND",
+            help="Key/value cache: dynamic, preallocated, static or none. Default: preallocated where passes are"
+            " quicker with it.",
+            rich_help_panel=DECODING,
+        ),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option("--minutes", metavar="X", help="For all of it; it may end sooner.")
+    ] = 6.0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, metavar="N", help="Of the random order and of sampling.")
+    ] = 0,
+    results: _Results,
+    json_output: opt.JsonOption = False,
+    quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
+    traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
+) -> None:
+    """Find the fastest drafter, draft length, tree and cache for a target here, and write it down.
+
+    Everything that needs no model, forms of the target itself, the models that are named and cascades of them are tried
+    for a few tokens. What is not far behind by that is raced, prompt by prompt and in turn, until nothing is left to
+    tell apart or the time is up. Writes a specbench.toml, which generate, sweep and check read.
+    """
+    from specbench.bench.engines.own import EngineOptions, check_engine
+    from specbench.bench.grid import Sweep, SweepOptions, parse_policies
+    from specbench.bench.prompts import load_prompts
+    from specbench.cli.progress import StageProgress
+    from specbench.cli.sweep import describe_sources
+    from specbench.decoding.clocks import WallClock
+    from specbench.decoding.sampling import Sampling
+    from specbench.errors import UsageError
+    from specbench.results.load import load_snapshot
+    from specbench.results.store import RunStore, read_run
+    from specbench.specs.drafters import parse_drafter
+    from specbench.specs.models import parse_model
+    from specbench.tune.candidates import GAMMAS, rules_to_try
+
+    clock, start = WallClock(), load_snapshot()
+    began = clock.now()
+    if not minutes > 0:
+        raise UsageError(f"The time is {minutes:g} minutes.", "Give more than 0.")
+    Sampling(temperature=temperature)  # raises for what is none
+    if results.out.exists() and not results.overwrite:
+        raise UsageError(f"{str(results.out)!r} is there already.", "Add --overwrite, or give another --out.")
+    given = [spec for spec in map(parse_drafter, dict.fromkeys(drafter or ())) if not spec.is_plain]
+    named = tuple(prompts or ["all"])
+    chosen = load_prompts(named, category or (), _MOST)
+    options_of_engine = EngineOptions(parse_model(target), tuple(given), models)
+    sources = {**describe_sources(options_of_engine, named, category or (), None), "tune": True}
+    folder = _folder(results, sources["target"])
+    stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
+    if RunStore.exists(folder) and stored is None:
+        raise UsageError(
+            f"The folder {str(folder)!r} holds results already.",
+            "Add --resume to go on with them, or give other --results.",
+        )
+    kind: Any = cache if stored is None else stored["configs"][0]["cache"]
+    rules = parse_policies(rules_to_try(chained=models.dtype == "int8"))
+    options = SweepOptions(
+        gammas=GAMMAS,
+        policies=tuple(map(str, rules)),
+        temperatures=(temperature,),
+        max_new_tokens=decode.max_new_tokens,
+        ignore_eos=decode.ignore_eos,
+        repeats=_REPEATS,
+        warmup=0,
+        turns=1,
+        seed=seed,
+    )
+    with StageProgress(quiet) as progress:
+        progress.update("starting", 0, None)
+        from specbench.progress import quiet_transformers
+        from specbench.tune.loading import load_candidates
+
+        with quiet_transformers():
+            check_engine(options_of_engine, progress)
+            RunStore.check_writable(folder)
+            loaded = load_candidates(
+                parse_model(target),
+                given,
+                models,
+                Sweep(options, tuple(chosen), ()),
+                cache=kind,
+                model_defaults=decode.model_defaults,
+                progress=progress,
+            )
+    job = _Job(_sweep(options, chosen, loaded), loaded, folder, quiet)
+    with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
+        job.say_at_start(start, resumed=stored is not None)
+        until = began + 60 * minutes - max(_ENDING_S, _ENDING_SHARE * 60 * minutes)
+        found = job.search(store, clock, 60 * minutes, until, progress)
+    code = job.tell(found, results.out, target, models, cache, json_output=json_output)
+    if code:
+        raise typer.Exit(code)
+
+
+def _sweep(options: Any, prompts: Any, loaded: Loaded) -> Sweep:
+    """The grid of everything that is loaded."""
+    from dataclasses import replace
+
+    from specbench.bench.grid import Sweep, build_configs
+
+    options = replace(options, cache=loaded.cache)
+    engine = loaded.engine
+    return Sweep(options, tuple(prompts), tuple(build_configs(options, engine.specs, engine.fingerprints)))
+
+
+def _folder(results: _Results, target: str) -> Path:
+    """The folder of the run: the given one, with ``--resume`` the newest that left something open, or a new one."""
+    import re
+    from datetime import UTC, datetime
+
+    from specbench.errors import UsageError
+    from specbench.results.store import RunStore, stored_runs
+
+    if results.results is not None:
+        return results.results
+    if results.resume:
+        for path, run in stored_runs(_FOLDER):
+            if run["options"].get("tune") and not run.get("finished"):
+                return path
+        raise UsageError(
+            f"There are no results of `specbench tune` in {_FOLDER}/ that left something open.",
+            "Name some by --results, or leave --resume out to begin.",
+        )
+    name = re.sub(r"[^\w.-]+", "-", target).strip("-.") or "model"
+    name = f"{datetime.now(UTC).astimezone():%Y-%m-%d}-{name}-tune"
+    numbers = ("", *(f"-{number}" for number in range(2, 10_000)))
+    return next(_FOLDER / (name + end) for end in numbers if not RunStore.exists(_FOLDER / (name + end)))
+
+
+class _Job:
+    """A search with its models loaded."""
+
+    def __init__(self, sweep: Sweep, loaded: Loaded, folder: Path, quiet: bool) -> None:
+        from rich.console import Console
+
+        self.sweep, self.loaded, self.folder, self.quiet = sweep, loaded, folder, quiet
+        self.console = Console(stderr=True, highlight=False)
+
+    def open_store(self, sources: dict[str, Any]) -> RunStore:
+        """A new run, or the stored one if it is the same as this."""
+        from specbench.bench.environment import describe_environment
+        from specbench.bench.manifest import changes, command_line, describe_run
+        from specbench.errors import UsageError
+        from specbench.results.store import RunStore
+
+        run = describe_run(
+            self.sweep,
+            target=self.loaded.engine.describe_target(),
+            environment=describe_environment(),
+            sources=sources,
+            command=command_line(sys.argv[1:]),
+        )
+        if not RunStore.exists(self.folder):
+            return RunStore.create(self.folder, run)
+        store = RunStore.open(self.folder)
+        try:
+            if differing := changes(store.run, run):
+                raise UsageError(
+                    f"The run in {str(self.folder)!r} was made otherwise ({'; '.join(differing)}).",
+                    "Restore that, or give other --results.",
+                )
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def say_at_start(self, start: Any, *, resumed: bool) -> None:
+        """What the machine is like, and what there is to say of the models."""
+        from specbench.results.advice import at_start
+
+        for note in self.loaded.notes:
+            self._say(f"note: {note}")
+        for warning in at_start(start):
+            self._warn(warning)
+        if resumed and not self.quiet:
+            self._say(f"Going on with {self.folder}.")
+
+    def search(
+        self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
+    ) -> Found:
+        """Try, choose and race; an interrupt leaves everything measured in its place, and says how to go on."""
+        from specbench.tune.search import Search
+
+        search = Search(
+            self.sweep,
+            store,
+            self.loaded.engine,
+            clock=clock,
+            seconds=seconds,
+            until=until,
+            progress=progress,
+        )
+
+        def show(race: Race) -> None:
+            shown = self._standing(race, until - clock.now())
+            progress.update(f"racing: {shown}", 0, None)
+            if race.due and not self.quiet and not self.console.is_terminal:
+                self._say(shown)
+
+        try:
+            return search.run(show)
+        except KeyboardInterrupt:
+            self._say(
+                f"Interrupted. What is measured is in {self.folder}; to go on, run the same command with --results"
+                f" {self.folder} --resume."
+            )
+            raise
+
+    def _standing(self, race: Race, left_s: float) -> str:
+        """Who is in the race, in a line."""
+        from specbench.cli.sweep_display import duration
+        from specbench.results.stats import decimals
+
+        labels = {config.id: config.label for config in self.sweep.configs}
+        lead = labels[race.leader]
+        if race.leader != race.plain:
+            lead += f" {decimals(race.ratio(race.leader, race.plain).value)} × plain"
+        others = [labels[name] for name in race.running if name not in (race.leader, race.plain)]
+        names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        return (
+            f"{race.blocks} blocks, leading {lead}; {f'with {names}' if others else 'nobody else'} in the race,"
+            f" at most {duration(max(0.0, left_s))} left"
+        )
+
+    def tell(
+        self,
+        found: Found,
+        out: Path,
+        target: str,
+        models: ModelOptions,
+        cache: str | None,
+        *,
+        json_output: bool,
+    ) -> int:
+        """Write and print the answer; the exit code: 1 if there is none."""
+        from specbench.cli.watchers import write_out
+        from specbench.results.store import load_results
+        from specbench.textsafe import terminal_safe
+        from specbench.tune.answer import as_json, as_text, exports, find_answer
+
+        df = load_results(self.folder)
+        answer = find_answer(found, self.sweep.configs, df)
+        self._write_summary(answer, df)
+        written = self._write_configuration(answer, out, target, models, cache)
+        commands = exports(df, self.folder) if found.race.verdict == "faster" else []
+        if json_output:
+            facts = {
+                **as_json(answer, found),
+                "configuration": str(out) if written else None,
+                "results": str(self.folder),
+                "exports": commands,
+            }
+            write_out(json.dumps(facts, allow_nan=False) + "\n")
+        else:
+            text = as_text(answer)
+            if commands:
+                text += "\nDeploy it, or what comes nearest to it there:\n"
+                text += "".join(f"    {command}\n" for command in commands)
+            write_out(terminal_safe(text, sys.stdout.encoding or "utf-8"))
+        for warning in found.warnings:
+            if warning.id not in _OF_SWEEPS:
+                self._warn(warning)
+        if written:
+            self._say(
+                f"{out} is written: generate, sweep and check read it in this folder, or with --config."
+            )
+        self._say(f"What was measured is in {self.folder}: specbench report {self.folder} shows it.")
+        return 0 if answer.winner is not None else 1
+
+    def _write_summary(self, answer: Answer, df: Any) -> None:
+        """The answer and the table of the run, as a sweep has them."""
+        from specbench.errors import RunError
+        from specbench.files import write_text
+        from specbench.results import frames
+        from specbench.results.store import write_csv
+        from specbench.show import tables
+        from specbench.tune.answer import as_markdown
+
+        summary = frames.summary_frame(df)
+        try:
+            write_csv(summary, self.folder / "summary.csv")
+            write_text(self.folder / "summary.md", as_markdown(answer) + "\n" + tables.to_markdown(summary))
+        except OSError as error:
+            raise RunError(
+                f"The summary in {str(self.folder)!r} cannot be written ({error.strerror}).",
+                "What was measured is kept.",
+            ) from error
+
+    def _write_configuration(
+        self, answer: Answer, out: Path, target: str, models: ModelOptions, cache: str | None
+    ) -> bool:
+        """The configuration, if there is an answer that one can say; what it cannot say is told."""
+        from specbench.config import write_config
+        from specbench.errors import RunError, UsageError
+        from specbench.files import reason
+        from specbench.tune.answer import configuration
+
+        winner = answer.winner
+        if winner is None:
+            return False
+        drafter = None if winner.kind == "plain" else self.loaded.engine.specs[winner.drafter]
+        chosen = self.loaded.cache
+        usual = "preallocated" if models.dtype == "int8" else "dynamic"
+        try:
+            config, note = configuration(
+                winner, drafter, target, models, chosen if cache is not None or chosen != usual else None
+            )
+        except UsageError as error:
+            self._say(f"note: {out} is not written: {error}")
+            return False
+        try:
+            write_config(out, config)
+        except OSError as error:
+            raise RunError(
+                f"{str(out)!r} cannot be written ({reason(error)}).",
+                f"What was measured is in {str(self.folder)!r}; give another --out with --resume.",
+            ) from error
+        if note:
+            self._say(f"note: {note}")
+        return True
+
+    def _warn(self, warning: RunWarning) -> None:
+        self._say(f"{warning.severity}: {warning.message} {warning.advice}")
+
+    def _say(self, line: str) -> None:
+        from rich.text import Text
+
+        from specbench.textsafe import terminal_safe
+
+        text = Text(terminal_safe(line, self.console.encoding))
+        self.console.print(text, soft_wrap=not self.console.is_terminal)

@@ -1,0 +1,405 @@
+"""What a search came to: in words, as a table, as a `specbench.toml`, and as commands that export it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbench.bench.grid import Config as GridConfig
+from specbench.config import Config
+from specbench.errors import UsageError
+from specbench.results import frames, stats
+from specbench.show.tables import markdown_text
+from specbench.specs.drafters import Cascade, DrafterSpec, Several, SmallModel, cascade_name
+from specbench.specs.models import ModelSpec
+from specbench.specs.notation import add_option
+from specbench.textsafe import counted, one_line
+from specbench.tune.export.engines import ENGINES
+from specbench.tune.export.setting import Setting, setting_of_run
+from specbench.tune.race import MARGIN, Race
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from specbench.options import ModelOptions
+    from specbench.tune.search import Found
+
+__all__ = ["Answer", "Tried", "as_json", "as_markdown", "as_text", "configuration", "exports", "find_answer"]
+
+_NAMED = 5
+"""How many configurations a sentence names."""
+
+_SETTINGS = 6
+"""How many of the fastest settings are looked through for one that an engine has."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a configuration.
+
+    Attributes:
+        config, label: Its id, and its name in tables.
+        predicted: Speedup, ``None`` if it could not be.
+        blocks: In how many it was measured.
+        speedup: Over plain decoding in these.
+        outcome: In words.
+    """
+
+    config: str
+    label: str
+    predicted: float | None
+    blocks: int
+    speedup: stats.Estimate | None
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Which way to decode.
+
+    Attributes:
+        headline: In a sentence.
+        details: Sentences that qualify it.
+        winner: What to decode with, plain decoding where speculation does not pay; ``None`` if that cannot be told.
+        speedup: Of the leader.
+        categories: Its speedups by category.
+        tried: Everything that was tried, the leader first.
+    """
+
+    headline: str
+    details: tuple[str, ...]
+    winner: GridConfig | None
+    speedup: stats.Estimate
+    categories: Mapping[str, stats.Estimate]
+    tried: tuple[Tried, ...]
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+def find_answer(found: Found, configs: Sequence[GridConfig], df: pd.DataFrame) -> Answer:
+    """The answer of a search.
+
+    Args:
+        found: What it came to.
+        configs: Of its grid.
+        df: The rows of its run.
+    """
+    race, by_id = found.race, {config.id: config for config in configs}
+    leader, verdict = race.leader, race.verdict
+    best = leader if leader != race.plain else _runner_up(race)
+    speedup = stats.Estimate(1.0, None, None, 0, None) if best is None else _speedup(race, best)
+    what = "" if best is None else f"{_described(by_id[best])}, {stats.ratio_text(speedup, ' ×')}"
+    categories = {} if best is None else _categories(df, best)
+    disturbed = frames.disturbance(df).partition(": ")[2]
+    if verdict == "faster":
+        ratio = stats.ratio_text(speedup, " ×")
+        headline = f"{_described(by_id[leader])}: {ratio} over plain decoding{_extremes(categories)}"
+        headline += "." if race.open or _near(race) else "; nothing else is within 5%."
+    elif best is None:
+        headline = "Speculation does not pay here: nothing is predicted to come near plain decoding."
+    elif verdict == "plain":
+        headline = f"Speculation does not pay here: the best that was tried is {what} of plain decoding."
+    elif verdict == "equal":
+        headline = (
+            f"Speculation makes a difference of less than 5% here: the best is {what} over plain decoding."
+        )
+    else:
+        why = f"The machine is too busy to decide: {disturbed} " if disturbed else ""
+        so_far = f"the best so far is {what} over plain decoding"
+        headline = f"{why}It cannot be told whether speculation pays here: {so_far}."
+    winner = {"faster": by_id[leader], "open": None}.get(verdict, by_id[race.plain])
+    return Answer(
+        headline,
+        tuple(_details(found, by_id, "" if verdict == "open" else disturbed)),
+        winner,
+        speedup,
+        categories,
+        tuple(_tried(found, configs)),
+    )
+
+
+def _runner_up(race: Race) -> str | None:
+    """The fastest that drafts, of those that are running, or else of all."""
+    drafting = [name for name in race.running if name != race.plain]
+    drafting = drafting or [name for name in race.fallen if race.measured(name)]
+    return max(drafting, key=lambda name: _speedup(race, name).value, default=None)
+
+
+def _speedup(race: Race, name: str) -> stats.Estimate:
+    return race.ratio(name, race.plain, stats.CONFIDENCE)
+
+
+def _near(race: Race) -> list[str]:
+    """Those that measure within the margin of the leader, but for plain decoding."""
+    others = [
+        name
+        for name in (*race.running, *race.fallen)
+        if name not in (race.leader, race.plain) and race.measured(name)
+    ]
+    return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
+
+
+def _details(found: Found, by_id: Mapping[str, GridConfig], disturbed: str) -> Iterator[str]:
+    race = found.race
+    near = [
+        f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader, stats.CONFIDENCE), ' ×')})"
+        for name in _near(race)
+    ]
+    leader = _described(by_id[race.leader])
+    if near:
+        yield f"Within 5% of {leader}: {_listed(near)}."
+    unclear = [_described(by_id[name]) for name in race.open if name not in _near(race)]
+    if unclear:
+        yield f"Not told from {leader} yet: {_listed(unclear)}."
+    if race.open:
+        yield _time_wanted(found)
+    if disturbed:
+        yield (
+            f"{disturbed[0].upper()}{disturbed[1:]} All were measured in turn, so that the choice stands; the figures"
+            " are those of a busy machine."
+        )
+    if race.leader != race.plain:
+        count = len(race.running) + len(race.fallen) - 1
+        yield f"As the best of {count} on these prompts it is somewhat flattered: expect a little less on others."
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _time_wanted(found: Found) -> str:
+    """How long it would take to tell apart what is open."""
+    wanted = found.race.blocks_wanted()
+    if wanted is None:
+        return "How much more time that takes cannot be told yet; --resume goes on."
+    minutes = max(1, math.ceil(wanted * found.block_s / 60))
+    return f"About {counted(minutes, 'minute')} more would tell: --resume --minutes {minutes}."
+
+
+def _described(config: GridConfig) -> str:
+    if config.kind == "plain":
+        return "plain decoding"
+    rule = f"γ = {config.gamma}" if config.gamma is not None else config.policy
+    return f"{one_line(config.drafter)} with {rule}"
+
+
+def _categories(df: pd.DataFrame, config: str) -> dict[str, stats.Estimate]:
+    rows = [row for row in frames.records(frames.category_frame(df)) if row["config"] == config]
+    return {one_line(row["category"]): frames.estimate_of(row) for row in rows}
+
+
+def _extremes(categories: Mapping[str, stats.Estimate]) -> str:
+    """The category with the lowest and that with the highest speedup, of those with an interval."""
+    known = {name: ratio for name, ratio in categories.items() if ratio.low is not None}
+    if len(known) < 2:
+        return ""
+    ends = [pick(known, key=lambda name: known[name].value) for pick in (min, max)]
+    low, high = (f"{name} {stats.ratio_text(known[name], ' ×')}" for name in ends)
+    return f"; from {low} to {high}"
+
+
+def _tried(found: Found, configs: Sequence[GridConfig]) -> Iterator[Tried]:
+    race, by_id = found.race, {config.id: config for config in configs}
+    measured = [name for name in (*race.running, *race.fallen) if race.measured(name)]
+    failed = [name for name in race.fallen if not race.measured(name)]
+    order = sorted(measured, key=lambda name: (name != race.leader, -_speedup(race, name).value))
+    for name in (*order, *failed):
+        blocks = race.measured(name)
+        yield Tried(
+            name,
+            one_line(by_id[name].label),
+            found.predicted.get(name),
+            blocks,
+            _speedup(race, name) if blocks and name != race.plain else None,
+            _outcome(race, name, by_id),
+        )
+    for name, reason in found.left_out.items():
+        label = one_line(by_id[name].label)
+        yield Tried(name, label, found.predicted.get(name), 0, None, f"not raced: {one_line(reason)}")
+
+
+def _outcome(race: Race, name: str, by_id: Mapping[str, GridConfig]) -> str:
+    if name == race.leader:
+        return "the fastest"
+    fall = race.fallen.get(name)
+    if fall is None:
+        ratio = race.ratio(name, race.leader, stats.CONFIDENCE)
+        return f"{stats.ratio_text(ratio, ' ×')} the fastest"
+    if fall.ratio is None:
+        return "failed"
+    over = "the fastest" if fall.leader == race.leader else one_line(by_id[fall.leader].label)
+    return f"out after {fall.blocks}: {stats.ratio_text(fall.ratio, ' ×')} {over}"
+
+
+# -- as text ---------------------------------------------------------------------------------------
+
+_HEADINGS = ("tried", "predicted", "blocks", "× plain", "what became of it")
+
+
+def _cells(tried: Tried) -> tuple[str, ...]:
+    return (
+        tried.label,
+        "–" if tried.predicted is None else f"{tried.predicted:.2f}",
+        str(tried.blocks) if tried.blocks else "–",
+        "–" if tried.speedup is None else stats.ratio_text(tried.speedup, ""),
+        tried.outcome,
+    )
+
+
+def _by_category(answer: Answer) -> Iterator[str]:
+    for name, ratio in sorted(answer.categories.items(), key=lambda each: -each[1].value):
+        yield f"{name}: {stats.ratio_text(ratio, ' ×')}, {counted(ratio.prompts, 'prompt')}"
+
+
+def as_text(answer: Answer) -> str:
+    """The answer, its categories and the table, as lines."""
+    rows = [_HEADINGS, *map(_cells, answer.tried)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    categories = [f"  {line}" for line in _by_category(answer)]
+    paragraphs = [
+        [answer.headline, *answer.details],
+        ["By category:", *categories] if categories else [],
+        table,
+    ]
+    return "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
+
+
+def as_markdown(answer: Answer) -> str:
+    """The same as Markdown."""
+    rows = [_HEADINGS, ("---",) * len(_HEADINGS), *map(_cells, answer.tried)]
+    table = "\n".join(f"| {' | '.join(markdown_text(cell) for cell in row)} |" for row in rows)
+    categories = "\n".join(f"- {markdown_text(line)}" for line in _by_category(answer))
+    paragraphs = [
+        f"**{markdown_text(answer.headline)}**",
+        *map(markdown_text, answer.details),
+        categories,
+        table,
+    ]
+    return "\n\n".join(part for part in paragraphs if part) + "\n"
+
+
+def as_json(answer: Answer, found: Found) -> dict[str, Any]:
+    """The same as data; ``None`` where there is no figure."""
+    return {
+        "headline": answer.headline,
+        "details": list(answer.details),
+        "verdict": found.race.verdict,
+        "ending": found.ending,
+        "winner": None if answer.winner is None else answer.winner.id,
+        "leader": found.race.leader,
+        "blocks": found.race.blocks,
+        **_ends(answer.speedup),
+        "categories": {name: _ends(ratio) for name, ratio in answer.categories.items()},
+        "tried": [
+            {
+                "config": each.config,
+                "predicted": each.predicted,
+                "blocks": each.blocks,
+                **_ends(each.speedup),
+                "outcome": each.outcome,
+            }
+            for each in answer.tried
+        ],
+    }
+
+
+def _ends(ratio: stats.Estimate | None) -> dict[str, float | None]:
+    if ratio is None or math.isnan(ratio.value):
+        return {"speedup": None, "low": None, "high": None}
+    return {"speedup": ratio.value, "low": ratio.low, "high": ratio.high}
+
+
+# -- as a configuration ----------------------------------------------------------------------------
+
+
+def configuration(
+    winner: GridConfig, drafter: DrafterSpec | None, target: str, models: ModelOptions, cache: str | None
+) -> tuple[Config, str]:
+    """What a `specbench.toml` says to decode like that, and a sentence if it cannot say all of it.
+
+    Args:
+        winner: How.
+        drafter: Its drafter, ``None`` for plain decoding.
+        target: As it was named.
+        models: How weights were loaded.
+        cache: The kind of cache, ``None`` for the default.
+
+    Raises:
+        UsageError: The drafter is a model that a configuration may not name.
+    """
+    rule = None if drafter is None else winner.rule
+    if rule is not None and winner.gamma is not None:
+        rule = rule.with_options({"gamma": winner.gamma})
+    tree = rule is not None and rule.kind.tree
+    made = Config(
+        drafter="none" if drafter is None else _written(drafter),
+        length_policy=None if rule is None or tree else str(rule),
+        tree=str(rule).replace("-tree", "", 1) if tree else None,
+        cache=cache,
+        dtype=None if models.dtype == "auto" else models.dtype,
+        drafter_dtype=None if models.drafter_dtype == "auto" else models.drafter_dtype,
+    )
+    try:
+        return replace(made, target=target), ""
+    except UsageError:
+        return (
+            made,
+            f"It says nothing of the target, which is named by a path: add --target {shlex.quote(target)}.",
+        )
+
+
+def _written(drafter: DrafterSpec) -> str:
+    """A drafter as the command line takes it, which results name by the last names of its models."""
+    if isinstance(drafter, Several):
+        return "|".join(map(_written, drafter.parts))
+    if isinstance(drafter, Cascade):
+        return cascade_name(str(drafter.front), drafter.passes, _written(drafter.back))
+    if not isinstance(drafter, SmallModel):
+        return str(drafter)
+    name = _named(drafter.model)
+    return name if drafter.vocab is None else add_option(name, f"vocab={drafter.vocab}")
+
+
+def _named(model: ModelSpec) -> str:
+    return model.name if model.kind in ("hub", "builtin") else model.source
+
+
+# -- for engines -----------------------------------------------------------------------------------
+
+
+def exports(df: pd.DataFrame, folder: Path) -> list[str]:
+    """For each engine the command that exports the fastest setting it has, of those faster than plain decoding.
+
+    Args:
+        df: The rows of a run.
+        folder: Where that is.
+    """
+    rows = [
+        row
+        for row in frames.records(frames.summary_frame(df))
+        if row["kind"] == "speculative" and row["speedup_low"] > 1.0
+    ]
+    rows.sort(key=lambda row: -float(row["speedup"]))
+    settings: dict[str, Setting] = {
+        str(row["config"]): setting_of_run(df, str(row["config"])) for row in rows[:_SETTINGS]
+    }
+    commands = []
+    for name, engine in ENGINES.items():
+        for config, setting in settings.items():
+            try:
+                engine.export(setting)
+            except UsageError:
+                continue
+            words = ["specbench", "export", str(folder), "--to", name, "--setting", one_line(config)]
+            commands.append(shlex.join(words))
+            break
+    return commands

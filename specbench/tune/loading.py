@@ -1,0 +1,203 @@
+"""Loading what `specbench tune` tries: the target, with the cache it is quickest with, and drafters that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specbench.backends.torch.scorer import Scorer
+from specbench.bench.engines.own import EngineOptions, ModelEngine
+from specbench.bench.estimate import estimate_memory
+from specbench.bench.passes import time_in_turn
+from specbench.decoding.clocks import clock_for
+from specbench.errors import UsageError
+from specbench.generate import encode_prompt
+from specbench.models.choices import read_choice
+from specbench.models.load import resolve_device
+from specbench.models.prepare import (
+    Target,
+    choice_key,
+    default_cache,
+    prepare,
+    prepare_drafters,
+)
+from specbench.results import stats
+from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm
+from specbench.tune.candidates import drafters_to_try
+
+if TYPE_CHECKING:
+    from specbench.backends.torch.caches import CacheKind
+    from specbench.bench.grid import Sweep
+    from specbench.options import ModelOptions
+    from specbench.progress import Progress
+    from specbench.specs.models import ModelSpec
+
+__all__ = ["Loaded", "load_candidates", "quickest_cache"]
+
+_INT8 = SelfForm(int8=True)
+_CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
+"""Of the passes that caches are compared by: tokens before them, drafts in the wide ones, and how often."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What can be raced.
+
+    Attributes:
+        engine: With the target and all drafters.
+        cache: The kind that all decode with.
+        notes: What there is to say about the choice, a sentence each.
+    """
+
+    engine: ModelEngine
+    cache: CacheKind
+    notes: tuple[str, ...]
+
+
+def load_candidates(
+    target: ModelSpec,
+    given: Sequence[DrafterSpec],
+    models: ModelOptions,
+    sweep: Sweep,
+    *,
+    cache: CacheKind | None = None,
+    model_defaults: bool = True,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load the target and all drafters to try, those that are given checked before (``check_engine``).
+
+    Args:
+        target: The target.
+        given: Drafters that the user names, beside those that are always tried.
+        models: How weights are loaded.
+        sweep: Prompts and options, for the memory they take; its configurations are not read.
+        cache: Kind of cache; ``None`` for the one that passes are surely quicker with, or the default.
+        model_defaults: See ``ModelEngine``.
+        progress: Told how far loading has come.
+
+    Raises:
+        UsageError: What cannot be, such as a given drafter that does not fit the target.
+        RunError: The target could not be loaded.
+    """
+    on_cpu = resolve_device(models.device).type == "cpu"
+    wanted = [*given, *([_INT8] if on_cpu and models.dtype != "int8" else [])]
+    fitting, notes = _fitting(target, list(dict.fromkeys(wanted)), models, sweep, progress)
+    ready, _ = prepare(target, (), models, cache=cache, progress=progress)
+    int8 = ready.dtype == "int8"
+    kind = cache or default_cache(ready.language_model.model.config, int8=int8)
+    if cache is None and not int8:
+        prompt = [] if ready.tokenizer is None else encode_prompt(ready.tokenizer, sweep.prompts[0].turns[0])
+        ready, kind, note = quickest_cache(ready, kind, prompt)
+        notes += [note] if note else []
+    asked = [_resolved(spec, ready) for spec in fitting if spec in given]
+    forms = [_INT8] if _INT8 in fitting else []
+    with suppress(UsageError):  # nothing is calibrated for this target
+        forms.append(read_choice(choice_key(ready)).form)
+    load = partial(prepare_drafters, ready, options=models, cache=kind, progress=progress)
+    try:
+        proposers = load(drafters=drafters_to_try(asked, forms))
+    except UsageError as error:
+        if not forms:
+            raise
+        notes.append(f"The target's own forms are left out: {error.message}")
+        proposers = load(drafters=drafters_to_try(asked, []))
+    engine = ModelEngine(
+        ready,
+        {each.name: each.outcome for each in proposers},
+        {each.name: each.spec for each in proposers},
+        fingerprints={each.name: each.weights for each in proposers if each.models},
+        model_defaults=model_defaults,
+    )
+    return Loaded(engine, kind, tuple(notes))
+
+
+def _fitting(
+    target: ModelSpec,
+    drafters: Sequence[DrafterSpec],
+    models: ModelOptions,
+    sweep: Sweep,
+    progress: Progress | None,
+) -> tuple[list[DrafterSpec], list[str]]:
+    """The drafters that there is memory for, one beside the other, and what there is to say of the others."""
+    kept: list[DrafterSpec] = []
+    notes = []
+    for spec in drafters:
+        need = estimate_memory(sweep, EngineOptions(target, (*kept, spec), models), progress=progress)
+        if need.total <= need.available:
+            kept.append(spec)
+            continue
+        needed, free = (f"{size / 1e9:.1f} GB" for size in (need.total, need.available))
+        notes.append(f"{spec} is left out: with it {needed} of memory are needed, and {free} are free.")
+    return kept, notes
+
+
+def _resolved(spec: DrafterSpec, target: Target) -> DrafterSpec:
+    """A drafter with the calibrated form in its place, so that none is tried twice."""
+    if isinstance(spec, Cascade) and isinstance(spec.back, SelfForm) and spec.back.calibrated:
+        return replace(spec, back=read_choice(choice_key(target)).form)
+    if isinstance(spec, SelfForm) and spec.calibrated:
+        return read_choice(choice_key(target)).form
+    return spec
+
+
+# -- caches ----------------------------------------------------------------------------------------
+
+
+def quickest_cache(
+    target: Target, usual: CacheKind, prompt: Sequence[int]
+) -> tuple[Target, CacheKind, str | None]:
+    """A target with the preallocated cache if passes are surely quicker with it, else as it is.
+
+    Passes of one token and of several are timed in turn behind the same context. What is drafted does not depend on the
+    cache, so no drafter is needed to choose one.
+
+    Args:
+        target: With the usual kind.
+        usual: That kind.
+        prompt: Tokens, repeated to fill the context; empty for any.
+
+    Returns:
+        The target, its kind of cache, and a sentence if it is another one than the usual.
+    """
+    other: CacheKind = "preallocated"
+    scorer, model = target.scorer, target.language_model.model
+    if usual == other:
+        return target, usual, None
+    try:
+        second = Scorer(model, other, context_limit=scorer.context_limit)
+    except UsageError:  # a kind of layer that it does not hold
+        return target, usual, None
+    clock = clock_for(str(scorer.device))
+    room = scorer.context_limit or _CONTEXT + _DRAFTED + 1
+    length = max(1, min(_CONTEXT, room - _DRAFTED - 1))
+    tokens = list(prompt) or [0]
+    context = (tokens * (length // len(tokens) + 1))[:length]
+
+    def passes(each: Scorer) -> float:
+        began = clock.now()
+        for drafted in ([], context[:_DRAFTED]):
+            each.logits(context, drafted)
+            each.keep(length - 1)
+        return clock.now() - began
+
+    scorers: Mapping[CacheKind, Scorer] = {usual: scorer, other: second}
+    for each in scorers.values():
+        each.begin()
+        each.logits(context)
+        each.keep(length - 1)
+    times = time_in_turn({kind: partial(passes, each) for kind, each in scorers.items()}, _ROUNDS, Random(0))
+    for each in scorers.values():
+        each.begin()
+    ratios = np.array(times[other]) / np.array(times[usual])
+    ratio = stats.geometric_mean(ratios, [0] * _ROUNDS, range(_ROUNDS))
+    if ratio.low is None or ratio.high is None or ratio.high >= 1.0:
+        return target, usual, None
+    share = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    note = f"A pass with the cache {other} takes {share} times as long as with {usual}: all decode with it."
+    return replace(target, scorer=second), other, note

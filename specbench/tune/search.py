@@ -1,0 +1,287 @@
+"""Carrying out `specbench tune`: short tries, a choice, and a race over real generations, all of it stored as it ends.
+
+What is measured goes to a run's folder like a sweep's (``results.store``): tries are warm-ups there, races are ordinary
+generations. What the folder holds is never measured again, so that going on after a crash is the same call: the race is
+run once more over the stored timings, which takes no time, and goes on where they end.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specbench.bench.grid import Cell, Config, Sweep
+from specbench.bench.passes import PassTimes
+from specbench.bench.runner import CellRunner, finish_run
+from specbench.errors import RunError
+from specbench.results.load import LoadSnapshot, load_snapshot
+from specbench.results.rows import Key, key_of
+from specbench.textsafe import counted
+from specbench.tune.candidates import Chosen, Probe, choose, predict, probes_of
+from specbench.tune.race import Block, Ending, Race, Timing, run_race
+
+if TYPE_CHECKING:
+    from specbench.bench.engines.own import Engine
+    from specbench.decoding.clocks import Clock
+    from specbench.decoding.theory import PassCosts
+    from specbench.progress import Progress
+    from specbench.results.advice import RunWarning
+    from specbench.results.store import RunStore
+
+__all__ = ["Found", "Search"]
+
+_TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
+"""Of the tries that predictions rest on."""
+
+_COST_ROUNDS = 3
+"""How often single passes are timed, if that does not take long."""
+
+_TIMING, _TRYING, _RACING = 0.05, 0.3, 0.6
+"""Shares of the time: passes are not timed again after the first, tries end after the second, and candidates are chosen
+so that their blocks fit into the third."""
+
+_BLOCKS = 8
+"""For so many blocks there should be time."""
+
+_USUALLY_RACED = 5
+"""Candidates in a race, about, of which nothing is known yet."""
+
+_OTHERS = frozenset({"machine-busy", "steal"})
+"""Warnings of ``results.advice`` that others use the machine."""
+
+_PLAIN_FAILURES = 3
+"""If it fails so often before it works, there is nothing to compare with."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        race: As it stood in the end.
+        ending: Why it ended.
+        predicted: Speedups over plain decoding that were predicted, by id.
+        left_out: Why configurations were not raced, by id.
+        block_s: What a block takes with those that were left, by the latest times.
+        warnings: Whatever is doubtful about the run.
+    """
+
+    race: Race
+    ending: Ending
+    predicted: Mapping[str, float]
+    left_out: Mapping[str, str]
+    block_s: float
+    warnings: tuple[RunWarning, ...]
+
+
+class Search:
+    """Finds the fastest configuration of a grid.
+
+    Args:
+        sweep: The grid, plain decoding first, its prompts in the order in which they are raced, and options; their
+            ``repeats`` bound the race.
+        store: Open; what it holds is not measured again.
+        engine: Decodes.
+        clock: Tells how long everything takes.
+        seconds: For all of it.
+        until: When that is over, on that clock. What the store holds takes none of it.
+        progress: Told about the stages.
+        snapshot: Looks at the machine before and behind each generation.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        store: RunStore,
+        engine: Engine,
+        *,
+        clock: Clock,
+        seconds: float,
+        until: float,
+        progress: Progress | None = None,
+        snapshot: Callable[[], LoadSnapshot] = load_snapshot,
+    ) -> None:
+        self._sweep, self._store, self._engine = sweep, store, engine
+        self._clock, self._seconds, self._until = clock, seconds, until
+        self._progress = progress
+        self._runner = CellRunner(sweep, store, engine, snapshot)
+        self._rows: dict[Key, dict[str, Any]] = {key_of(row): row for row in store.rows()}
+        self._plain = sweep.configs[0]
+        self._took: dict[str, float] = {}
+        self._block: tuple[Block, int] | None = None
+        self._plain_works = False
+        self._plain_failures = 0
+
+    def run(self, on_block: Callable[[Race], None] = lambda _: None) -> Found:
+        """Try, choose and race.
+
+        Raises:
+            RunError: Plain decoding fails, passes cannot be timed, the time is up before anything could be compared, or
+                the store cannot be written any more. What is measured is kept.
+            KeyboardInterrupt: The user stops; the generation in progress is lost.
+        """
+        predicted, chosen = self._chosen()
+        race = Race(chosen.raced, self._plain.id)
+        ending = run_race(
+            race,
+            self._blocks(),
+            self._measure,
+            clock=self._clock,
+            until=self._until,
+            seed=self._sweep.options.seed,
+            on_block=on_block,
+        )
+        if not race.blocks:
+            raise self._too_late() if ending == "time" else _no_speeds()
+        warnings = finish_run(self._sweep, self._store, self._engine)
+        if race.open:  # there is something to go on with
+            self._store.update(finished=None)
+        block_s = sum(self._took.get(name, 0.0) for name in race.running)
+        return Found(race, ending, predicted, chosen.left_out, block_s, warnings)
+
+    # -- whom to race ------------------------------------------------------------------------------
+
+    def _chosen(self) -> tuple[Mapping[str, float], Chosen]:
+        """Predictions and choice, which stay as they are once they are stored: all in a race have the same blocks."""
+        stored = self._store.run.get("tuning")
+        if stored is not None:
+            return stored["predicted"], Chosen(tuple(stored["raced"]), stored["left_out"])
+        probes, failed = self._tried()
+        costs = self._costs()
+        expected = predict(self._sweep.configs, probes, costs)
+        predicted = {name: round(value, 4) for name, value in expected.items()}
+        plain = self._row(self._try(self._plain, 0), _TRIED_TOKENS)
+        chosen = choose(
+            self._sweep.configs,
+            predicted,
+            plain_s=costs.target_s[1] * (self._sweep.options.max_new_tokens - 1),
+            first_s=float(plain.get("ttft_s", 0.0)),
+            seconds=_RACING * self._seconds,
+            blocks=_BLOCKS,
+            failed=failed,
+        )
+        self._store.update(
+            tuning={
+                "predicted": predicted,
+                "raced": list(chosen.raced),
+                "left_out": dict(chosen.left_out),
+            }
+        )
+        return predicted, chosen
+
+    def _tried(self) -> tuple[dict[str, Probe], dict[str, str]]:
+        """What short generations showed, by configuration, and why all failed that did, by drafter."""
+        asked = [self._plain, *probes_of(self._sweep.configs)]
+        number = min(_TRIED_PROMPTS, len(self._sweep.prompts))
+        began = self._clock.now()
+        rows: dict[str, list[dict[str, Any]]] = {config.id: [] for config in asked}
+        failed: dict[str, str] = {}
+        for prompt in range(number):
+            for place, config in enumerate(asked):
+                late = self._clock.now() - began > _TRYING * self._seconds
+                if (prompt and late) or self._clock.now() > self._until:
+                    break
+                if self._progress is not None:
+                    self._progress.update("trying drafters", prompt * len(asked) + place, number * len(asked))
+                row = self._row(self._try(config, prompt), _TRIED_TOKENS)
+                if row["status"] == "ok":
+                    rows[config.id].append(row)
+                else:
+                    failed[config.drafter] = str(row["error"])
+        if (error := failed.get(self._plain.drafter)) and not rows[self._plain.id]:
+            raise RunError(
+                f"Plain decoding failed: {error.rstrip('.')}.", "There is nothing to compare with then."
+            )
+        if self._clock.now() > self._until:
+            raise self._too_late()
+        return {name: Probe.of_rows(each) for name, each in rows.items() if each}, failed
+
+    def _try(self, config: Config, prompt: int) -> Cell:
+        name = self._sweep.prompts[prompt].id
+        return Cell(config.id, name, 0, 0, 0, warmup=True, seed=self._sampling_seed(name, "try"))
+
+    def _costs(self) -> PassCosts:
+        """Times of single passes: those that are stored, or new ones."""
+        if not self._store.costs():
+            began = self._clock.now()
+            for done in range(_COST_ROUNDS):
+                if done and self._clock.now() - began > _TIMING * self._seconds:
+                    break
+                if self._progress is not None:
+                    self._progress.update("timing passes", done, _COST_ROUNDS)
+                result = self._runner.measure_costs()
+                if result.costs is None:
+                    raise RunError(f"Single passes could not be timed: {result.error}")
+        return PassTimes.of_rows(self._store.costs()).medians()
+
+    def _too_late(self) -> RunError:
+        """Why nothing was compared, and how long it would take."""
+        rows = [row for row in self._rows.values() if row["status"] == "ok"]
+        if not rows:
+            return RunError(
+                "The time was up before anything could be tried.", "Give it more --minutes, and add --resume."
+            )
+        each_s = sum(row["total_s"] for row in rows) / len(rows)
+        wanted = len(probes_of(self._sweep.configs)) + 1 + _BLOCKS * _USUALLY_RACED
+        minutes = math.ceil(wanted * each_s / 60 / _RACING)
+        busy = sum(not _OTHERS.isdisjoint(row["warnings"]) for row in rows)
+        why = "The time was up before anything could be compared."
+        if 2 * busy > len(rows):
+            why = (
+                "The machine is too busy to decide: others used the processor during"
+                f" {busy} of {counted(len(rows), 'generation')}, and the time was up before anything could be compared."
+            )
+        return RunError(why, f"What was tried is kept; go on with --resume --minutes {minutes}.")
+
+    # -- the race ----------------------------------------------------------------------------------
+
+    def _blocks(self) -> Iterator[Block]:
+        """Every prompt once, then once more, and so on: other prompts tell more than other times of the same."""
+        for repeat in range(self._sweep.options.repeats):
+            for prompt in self._sweep.prompts:
+                yield Block(prompt.id, repeat)
+
+    def _measure(self, name: str, block: Block) -> Timing | None:
+        """A candidate on a block, of the store if it is there."""
+        place = self._block[1] + 1 if self._block is not None and self._block[0] == block else 0
+        self._block = block, place
+        seed = self._sampling_seed(block.prompt, str(block.repeat))
+        cell = Cell(name, block.prompt, 0, block.repeat, place, warmup=False, seed=seed)
+        began = self._clock.now()
+        known = cell.key in self._rows
+        row = self._row(cell)
+        if not known:
+            self._took[name] = self._clock.now() - began
+        if row["status"] != "ok":
+            if name == self._plain.id:
+                self._refuse_failing_plain(row["error"])
+            return None
+        self._plain_works |= name == self._plain.id
+        return Timing(row["new_tokens"] - row["first_tokens"], row["decode_s"])
+
+    def _refuse_failing_plain(self, error: str) -> None:
+        self._plain_failures += 1
+        if not self._plain_works and self._plain_failures >= _PLAIN_FAILURES:
+            raise RunError(f"Plain decoding failed: {error.rstrip('.')}.", "Choose other prompts.")
+
+    def _row(self, cell: Cell, tokens: int = 0) -> dict[str, Any]:
+        """The line of a cell, measured if it is not stored; of a try so many tokens."""
+        if cell.key not in self._rows:
+            row = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
+            self._store.append(row)
+            self._rows[cell.key] = row
+        return self._rows[cell.key]
+
+    def _sampling_seed(self, prompt: str, what: str) -> int:
+        """The same for all configurations of a block."""
+        return random.Random(f"{self._sweep.options.seed}/{what}/{prompt}").getrandbits(31)
+
+
+def _no_speeds() -> RunError:
+    return RunError(
+        "No output has a token behind the first one, so that there are no speeds to compare.",
+        "Give other prompts, or add --ignore-eos.",
+    )

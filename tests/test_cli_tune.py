@@ -1,0 +1,354 @@
+"""`specbench tune` in this process, on tiny models, with times as the tests want them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from told import Result
+
+import specbench.bench.engines.own
+import specbench.cli.tune
+import specbench.results.advice
+import specbench.results.frames
+from specbench.bench.engines.own import ModelEngine, Outcome
+from specbench.bench.grid import Config
+from specbench.bench.passes import PassTimes
+from specbench.cli import run
+from specbench.config import read_config
+from specbench.errors import RunError
+from specbench.models.choices import Choice, write_choice
+from specbench.models.prepare import choice_key, load_target
+from specbench.results.store import load_results, read_run
+from specbench.specs.drafters import Lookup
+from specbench.tune import candidates, loading
+from specbench.tune.candidates import drafters_to_try
+from specbench.tune.loading import quickest_cache
+
+Tune = Callable[..., Result]
+
+
+@pytest.fixture
+def tune(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Tune:
+    """The command with two short prompts in a folder of its own; `lookup` with `auto` is twice as fast as all else.
+
+    Of the drafters without a model only `lookup` is tried, and no cascades, unless all are asked for.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    lines = [
+        {"id": f"p-{n}", "category": "chat" if n % 2 else "talk", "turns": [f"Hello {n}"]} for n in range(4)
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    speeds(monkeypatch, {"lookup@auto": 2.0})
+    monkeypatch.setattr(specbench.results.advice, "at_start", lambda _: [])
+    few = lambda given, forms: list(dict.fromkeys([Lookup(), *forms, *given]))  # noqa: E731
+
+    def call(*arguments: object, drafters: Any = few) -> Result:
+        capsys.readouterr()
+        monkeypatch.setattr(loading, "drafters_to_try", drafters)
+        given: list[object] = ["tune", "--target", models / "target", "--dtype", "float32", "-n", 4]
+        given += ["--minutes", 5, "--prompts", "./mine.jsonl", *arguments]
+        code = run([str(argument) for argument in given])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, seconds: float = 0.01) -> None:
+    """Have every generation take what is said, whatever it does, and every pass as long; all that there is is raced."""
+    generate = ModelEngine.generate
+
+    def timed(self: Any, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+        outcome = generate(self, config, prompt, **options)
+        tokens = max(1, len(outcome.token_ids) - 1)
+        return replace(
+            outcome, decode_s=seconds * tokens / factors.get(config.id, 1.0) * (1 + prompt[-1] % 5 / 100)
+        )
+
+    def costs(
+        self: Any, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
+    ) -> PassTimes:
+        return PassTimes(
+            {n: [seconds] for n in widths}, {name: [seconds / 10] for name in self.drafters}, 256
+        )
+
+    monkeypatch.setattr(ModelEngine, "generate", timed)
+    monkeypatch.setattr(ModelEngine, "measure_costs", costs)
+    monkeypatch.setattr(candidates, "BEHIND", 0.0)
+
+
+def test_from_nothing_to_a_configuration(tune: Tune, tmp_path: Path, models: Path) -> None:
+    said = tune("--drafter", models / "small", drafters=drafters_to_try)
+    assert said.code == 0, said.err
+    assert said.out.startswith("lookup with auto: 2.00 × [2.00, 2.00] over plain decoding")
+    (folder,) = (tmp_path / "results").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-target-tune", folder.name)
+    stored = read_run(folder)
+    assert stored["options"]["tune"] is True
+    assert "lookup@auto" in stored["tuning"]["raced"]
+    assert stored["finished"]
+    tried = {config["drafter"] for config in stored["configs"]} - {"none"}
+    assert tried == {
+        "lookup", "suffix", "recycle", "self:int8", "small (int8)", "lookup+self:int8", "suffix+self:int8",
+        "lookup+small (int8)", "suffix+small (int8)",
+    }  # fmt: skip
+    df = load_results(folder)
+    assert (df["status"] == "ok").all()
+    assert len(df[df["config"] == "plain"]) == len(df[df["config"] == "lookup@auto"]) == 6
+    written = read_config(tmp_path / "specbench.toml")
+    assert (written.drafter, written.length_policy, written.dtype) == ("lookup", "auto", "float32")
+    assert written.target is None
+    assert f"add --target {models / 'target'}" in said.err
+    assert "specbench.toml is written: generate, sweep and check read it" in said.err
+    assert (folder / "summary.md").read_text().startswith("**lookup with auto: 2.00")
+    assert "config,label" in (folder / "summary.csv").read_text()
+    assert str(models) not in json.dumps(stored) + (folder / "summary.md").read_text()
+
+
+def test_what_is_written_is_read_and_what_is_printed_runs(
+    tune: Tune, tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = tune()
+    assert run(["generate", "--target", str(models / "target"), "Hello", "-n", "3"]) == 0
+    assert "using specbench.toml: drafter lookup, length-policy auto" in capsys.readouterr().err
+    exports = [
+        shlex.split(line)[1:] for line in said.out.splitlines() if line.startswith("    specbench export")
+    ]
+    assert {words[3] for words in exports} >= {"transformers", "vllm"}
+    for words in exports:
+        assert run(words) == 0
+        assert "lookup" in capsys.readouterr().out
+    (folder,) = (tmp_path / "results").iterdir()
+    assert run(["compare", str(folder), "--a", "lookup@auto", "--b", "plain"]) == 0
+
+
+def test_json(tune: Tune) -> None:
+    facts = tune("--json", "--quiet").json()
+    assert (facts["winner"], facts["verdict"], facts["configuration"]) == (
+        "lookup@auto",
+        "faster",
+        "specbench.toml",
+    )
+    assert facts["speedup"] == pytest.approx(2.0)
+    assert facts["exports"]
+
+
+def test_where_speculation_does_not_pay(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds(
+        monkeypatch, {"plain": 1.5, "lookup@auto": 0.5}
+    )  # by the factor of the fixture too, one half and 1.5
+    said = tune()
+    assert said.code == 0, said.err
+    assert said.out.startswith("Speculation does not pay here: the best that was tried is ")
+    assert read_config(tmp_path / "specbench.toml").drafter == "none"
+    assert "specbench export" not in said.out
+
+
+def test_what_is_there_is_never_overwritten_silently(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "load_candidates", lambda *_, **__: pytest.fail("loaded"))
+        (tmp_path / "specbench.toml").write_text("version = 1\n")
+        tune().refused(2, "'specbench.toml' is there already.", "--overwrite", "--out")
+    assert tune("--out", "tuned.toml").code == 0
+    assert (tmp_path / "specbench.toml").read_text() == "version = 1\n"
+    assert tune("--overwrite").code == 0
+    assert read_config(tmp_path / "specbench.toml").drafter == "lookup"
+
+
+def test_an_interrupted_search_goes_on(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, calls = ModelEngine.generate, 0
+
+    def stop(self: Any, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+        nonlocal calls
+        calls += 1
+        if calls == 15:
+            raise KeyboardInterrupt
+        return generate(self, config, prompt, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelEngine, "generate", stop)
+        said = tune()
+    assert said.code == 130
+    (folder,) = (tmp_path / "results").iterdir()
+    assert f"--results results/{folder.name} --resume" in said.err
+    lines = (folder / "generations.jsonl").read_text().splitlines()
+    assert len(lines) == 14
+    assert not (tmp_path / "specbench.toml").exists()
+    tune("--results", folder).refused(2, "holds results already", "--resume")
+    said = tune("--resume")
+    assert said.code == 0, said.err
+    assert f"Going on with results/{folder.name}." in said.err
+    assert said.out.startswith("lookup with auto: 2.00")
+    assert (folder / "generations.jsonl").read_text().splitlines()[:14] == lines
+    tune("--resume", "--overwrite").refused(2, "that left something open")
+    assert tune("--resume", "--overwrite", "--results", folder).code == 0
+
+
+def test_a_search_with_other_options_is_another_one(tune: Tune, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert tune("--results", out).code == 0
+    again = ("--results", out, "--resume", "--overwrite")
+    tune(*again, "--seed", 3).refused(2, "was made otherwise (option seed: 0 → 3)")
+    tune(*again, "-n", 7).refused(2, "another --max-new-tokens")
+    tune(*again, "--drafter", "ngram").refused(2, "option drafters: none → ngram")
+
+
+def test_the_time_is_kept_to(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune("--minutes", 0.01).refused(1, "The time was up before anything could be tried", "--resume")
+    tune("--minutes", 0, "--results", "other").refused(2, "The time is 0 minutes.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (("--prompts", "nowhere.jsonl"), ("no prompt file",)),
+        (("--category", "poetry"), ("No prompt has the category poetry",)),
+        (("--drafter", "ngram:keep"), ("ngram:keep", "Leave keep out")),
+        (("--drafter", "nonsense:"), ("nonsense",)),
+        (("--drafter", "self:calibrated"), ("No calibration is stored yet",)),
+        (("--temperature", "inf"), ("temperature is inf",)),
+        (("--max-new-tokens", "1"), ("new tokens is 1", "at least 2")),
+        (("--device", "tpu"), ("Unknown device 'tpu'",)),
+        (("--minutes", "-1"), ("-1 minutes",)),
+        (("--resume",), ("no results of `specbench tune` in results/",)),
+    ],
+)
+def test_bad_input(
+    tune: Tune, tmp_path: Path, arguments: tuple[str, ...], fragments: tuple[str, ...]
+) -> None:
+    tune(*arguments).refused(2, *fragments)
+    assert not (tmp_path / "results").exists()
+
+
+def test_no_prompts(tune: Tune, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("")
+    tune().refused(2, "no prompts")
+
+
+def test_a_drafter_without_memory_for_it_is_left_out(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path
+) -> None:
+    estimate = loading.estimate_memory
+
+    def short(sweep: Any, options: Any, **more: Any) -> Any:
+        need = estimate(sweep, options, **more)
+        large = any("small" in str(spec) for spec in options.drafters)
+        return replace(need, available=need.total - 1 if large else need.total)
+
+    monkeypatch.setattr(loading, "estimate_memory", short)
+    said = tune("--drafter", models / "small")
+    assert said.code == 0, said.err
+    assert "small is left out: with it 0.7 GB of memory are needed, and 0.7 GB are free." in said.err
+    (folder,) = (tmp_path / "results").iterdir()
+    assert not any("small" in config["drafter"] for config in read_run(folder)["configs"])
+
+
+def test_a_calibrated_form_is_tried_once(tune: Tune, tmp_path: Path, models: Path) -> None:
+    with_cache = load_target(str(models / "target"))
+    write_choice(
+        choice_key(with_cache),
+        Choice("target", 2, int8=True, skip=(1,), accepted=0.5, tested=10, cost=0.5, gamma=2, speedup=1.2),
+    )
+    said = tune("--drafter", "self:calibrated", "--drafter", "self:int8")
+    assert said.code == 0, said.err
+    (folder,) = (tmp_path / "results").iterdir()
+    drafters = {config["drafter"] for config in read_run(folder)["configs"]}
+    assert drafters == {"none", "lookup", "self:int8", "self:int8,skip=1"}
+
+
+def test_an_int8_target_gets_chains_without_siblings(tune: Tune, tmp_path: Path) -> None:
+    said = tune("--dtype", "int8")
+    assert said.code in (0, 1), said.err
+    (folder,) = (tmp_path / "results").iterdir()
+    stored = read_run(folder)
+    assert {config["policy"] for config in stored["configs"]} == {"none", "auto:siblings=0", "fixed"}
+    assert {config["cache"] for config in stored["configs"]} == {"preallocated"}
+    assert not any("self:int8" in config["drafter"] for config in stored["configs"])
+
+
+def test_a_cache_is_chosen_once(
+    tune: Tune, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(jobs: Any, rounds: int, *_: Any) -> Any:
+        for measure in jobs.values():
+            assert measure() > 0
+        return {
+            kind: [1.0 if kind == "dynamic" else 0.8 + n % 3 / 100 for n in range(rounds)] for kind in jobs
+        }
+
+    monkeypatch.setattr(loading, "time_in_turn", timed)
+    said = tune()
+    assert (
+        "note: A pass with the cache preallocated takes 0.81 [0.80, 0.82] times as long as with dynamic"
+        in said.err
+    )
+    assert read_config(tmp_path / "specbench.toml").cache == "preallocated"
+    (folder,) = (tmp_path / "results").iterdir()
+    assert {config["cache"] for config in read_run(folder)["configs"]} == {"preallocated"}
+    monkeypatch.setattr(loading, "time_in_turn", lambda *_: pytest.fail("timed again"))
+    assert tune("--results", folder, "--resume", "--overwrite").code == 0
+    assert tune("--cache", "dynamic", "--results", tmp_path / "other", "--overwrite").code == 0
+    assert read_config(tmp_path / "specbench.toml").cache == "dynamic"
+
+
+def test_the_usual_cache_stays_unless_another_is_surely_quicker(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(str(models / "target"))
+    monkeypatch.setattr(
+        loading, "time_in_turn", lambda jobs, rounds, *_: {kind: [1.0, 1.1] * (rounds // 2) for kind in jobs}
+    )
+    assert quickest_cache(target, "dynamic", [1, 2]) == (target, "dynamic", None)
+    assert quickest_cache(target, "preallocated", [1, 2]) == (target, "preallocated", None)
+
+
+def test_on_a_machine_too_busy_to_decide(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fast on some prompts and slow on others is not told in twelve blocks; others use the machine."""
+    generate = ModelEngine.generate
+
+    def noisy(self: Any, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+        outcome = generate(self, config, prompt, **options)
+        shift = (prompt[-5] + len(config.id)) % 4
+        return (
+            outcome if config.kind == "plain" else replace(outcome, decode_s=outcome.decode_s * (0.4 + shift))
+        )
+
+    monkeypatch.setattr(ModelEngine, "generate", noisy)
+    monkeypatch.setattr(
+        specbench.results.frames,
+        "disturbance",
+        lambda _: "No verdicts: others used the processor during 9 of 9.",
+    )
+    said = tune()
+    if said.code == 1:
+        assert said.out.startswith(
+            "The machine is too busy to decide: others used the processor during 9 of 9."
+        )
+        assert not (tmp_path / "specbench.toml").exists()
+    assert read_run(next((tmp_path / "results").iterdir()))
+
+
+def test_a_generation_that_fails_is_told(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = ModelEngine.generate
+
+    def fail(self: Any, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+        if config.drafter == "self:int8":
+            raise RunError("There was not enough memory for this configuration.")
+        return generate(self, config, prompt, **options)
+
+    monkeypatch.setattr(ModelEngine, "generate", fail)
+    said = tune()
+    assert said.code == 0, said.err
+    assert "not raced: failed: There was not enough memory for this configuration." in said.out
+    assert said.out.startswith("lookup with auto: 2.00")

@@ -1,0 +1,449 @@
+"""What `specbench tune` tries, predicts, chooses, stores and says; over an engine whose times are scripted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from regret import FakeClock
+from scripted_engine import ScriptedEngine, describe, prompts, specs_of
+from told import refusal
+
+from specbench.bench.engines.own import Outcome
+from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
+from specbench.bench.passes import PassTimes
+from specbench.config import Config as Configuration
+from specbench.decoding.theory import PassCosts
+from specbench.errors import RunError, UsageError
+from specbench.options import ModelOptions
+from specbench.results.load import LoadSnapshot
+from specbench.results.store import RunStore, load_results
+from specbench.specs.drafters import SelfForm, SmallModel, parse_drafter
+from specbench.specs.models import ModelSpec
+from specbench.specs.rules import parse_rule
+from specbench.tune import candidates
+from specbench.tune.answer import as_json, as_markdown, as_text, configuration, exports, find_answer
+from specbench.tune.candidates import GAMMAS, Probe, choose, drafters_to_try, predict, probes_of, rules_to_try
+from specbench.tune.search import Found, Search
+
+COSTS = PassCosts({1: 0.1, 2: 0.1, 5: 0.12, 9: 0.2}, {"d": 0.02, "e": 0.05})
+
+
+def grid(*drafters: str, **options: Any) -> Sweep:
+    """Everything there is to try with drafters that are models."""
+    defaults: dict[str, Any] = {
+        "gammas": GAMMAS,
+        "policies": rules_to_try(chained=False),
+        "max_new_tokens": 17,
+        "repeats": 3,
+        "warmup": 0,
+        "turns": 1,
+    }
+    made = SweepOptions(**{**defaults, **options})
+    return Sweep(made, prompts(9), tuple(build_configs(made, specs_of(*drafters))))
+
+
+# -- candidates ------------------------------------------------------------------------------------
+
+
+def test_what_is_tried() -> None:
+    given = [parse_drafter("Org/small"), parse_drafter("ngram:order=3"), parse_drafter("none")]
+    tried = [str(spec) for spec in drafters_to_try(given, [SelfForm(int8=True)])]
+    assert tried == [
+        "lookup", "suffix", "recycle", "self:int8", "Org/small", "ngram:order=3", "lookup+self:int8",
+        "suffix+self:int8", "lookup+Org/small", "suffix+Org/small",
+    ]  # fmt: skip
+    assert [str(spec) for spec in drafters_to_try([], [])] == ["lookup", "suffix", "recycle"]
+    named_twice = drafters_to_try(
+        [parse_drafter("lookup"), parse_drafter("lookup+self:int8")], [SelfForm(int8=True)]
+    )
+    assert len(named_twice) == len(set(named_twice)) == 6
+
+
+def test_candidates_are_configurations_of_the_grid() -> None:
+    sweep = grid("lookup", "self:int8", "d")
+    ids = {config.id for config in sweep.configs}
+    assert {"plain", "lookup@auto", "lookup@8", "self:int8@auto-tree", "d@dynamic-tree", "d@3"} <= ids
+    assert "lookup@dynamic-tree" not in ids  # it drafts chains only
+    assert [config.id for config in probes_of(sweep.configs)] == [
+        "lookup@8", "self:int8@8", "self:int8@dynamic-tree", "d@8", "d@dynamic-tree",
+    ]  # fmt: skip
+
+
+def test_where_passes_are_the_same_to_the_bit_nothing_stands_beside_a_draft() -> None:
+    rules = [parse_rule(rule) for rule in rules_to_try(chained=True)]
+    assert not any(rule.siblings or rule.kind.tree for rule in rules)
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+
+def probe(drafted: Sequence[int], accepted: Sequence[int], passes: Sequence[int] | None = None) -> Probe:
+    return Probe(drafted, accepted, [n + 1 for n in accepted], passes or drafted, drafted)
+
+
+def test_a_chain_is_predicted_from_a_longer_one() -> None:
+    steps = probe([8, 8, 0], [5, 1, 0])
+    # γ = 4: of 4, 4 and no drafts 4, 1 and none are kept, so 8 tokens, for 8 passes of c = 0.2 and v = 1.2, 1.2 and 1.
+    assert steps.chain(4, COSTS.c("d"), COSTS) == pytest.approx(8 / (8 * 0.2 + 3.4))
+    assert steps.as_it_was(COSTS.c("d"), COSTS) == pytest.approx(9 / (16 * 0.2 + 2 + 2 + 1))
+    free = probe([8, 8], [8, 8], passes=[2, 0])  # a cascade's model made one pass of eight
+    assert free.chain(4, 0.2, COSTS) == pytest.approx(10 / (1 * 0.2 + 2.4))
+    assert Probe([], [], [], [], []).chain(4, 0.2, COSTS) == 0
+
+
+def test_rules_that_adapt_are_taken_for_the_best_of_what_was_tried() -> None:
+    sweep = grid("d", "e")
+    tries = {
+        "d@8": probe([8] * 4, [3] * 4),
+        "d@dynamic-tree": probe([8], [8]),
+        "e@8": probe([8] * 4, [0] * 4),
+    }
+    found = predict(sweep.configs, tries, COSTS)
+    lengths = {gamma: found[f"d@{gamma}"] for gamma in GAMMAS}
+    assert max(lengths, key=lambda gamma: lengths[gamma]) == 3
+    assert found["d@auto"] == lengths[3]
+    assert found["d@dynamic-tree"] == pytest.approx(9 / (8 * 0.2 + 2))
+    assert found["d@auto-tree"] == max(found["d@dynamic-tree"], lengths[3])
+    assert found["e@auto-tree"] == found["e@auto"] == found["e@1"]  # its tree was not tried
+    assert "e@dynamic-tree" not in found
+    assert "plain" not in found
+
+
+def test_a_wide_pass_that_seems_quicker_was_disturbed() -> None:
+    sweep, tries = grid("d"), {"d@8": probe([8], [8])}
+    disturbed = replace(COSTS, target_s={**COSTS.target_s, 5: 0.9})
+    assert predict(sweep.configs, tries, disturbed) == predict(
+        sweep.configs, tries, replace(COSTS, target_s={**COSTS.target_s, 5: 0.2})
+    )
+
+
+def chosen(predicted: dict[str, float], **options: Any) -> candidates.Chosen:
+    defaults: dict[str, Any] = {"plain_s": 1.0, "first_s": 0.0, "seconds": 1000.0, "blocks": 8, "failed": {}}
+    return choose(grid("d", "e").configs, predicted, **{**defaults, **options})
+
+
+def test_who_is_raced() -> None:
+    predicted = {
+        "d@2": 1.2,
+        "d@4": 1.3,
+        "d@auto": 1.3,
+        "e@8": 0.98,
+        "e@auto": 0.97,
+        "d@dynamic-tree": 2.0 / 3,
+    }
+    assert chosen(predicted).raced == ("d@4", "d@auto", "e@8")  # 0.975 and up
+    left_out = chosen(predicted).left_out
+    assert left_out["e@auto"] == left_out["d@dynamic-tree"] == "predicted below 0.75 of the best"
+    assert "d@2" not in left_out  # another length of one drafter is no candidate of its own
+    assert left_out["d@auto-tree"] == "no time to try it"
+
+
+def test_who_is_far_behind_plain_decoding_is_not_raced() -> None:
+    assert chosen({"d@4": 0.7, "e@auto": 0.5}).raced == ()
+
+
+def test_no_more_are_raced_than_there_is_time_for() -> None:
+    predicted = {"d@auto": 2.0, "e@auto": 1.9, "d@auto-tree": 1.8}
+    # Blocks with plain decoding, and two of these, take 2.03 s.
+    assert chosen(predicted, seconds=8 * 2.1).raced == ("d@auto", "e@auto")
+    assert "more --minutes" in chosen(predicted, seconds=8 * 2.1).left_out["d@auto-tree"]
+    assert chosen(predicted, seconds=0.0).raced == ("d@auto",)
+    assert chosen(predicted, seconds=8 * 2.1, first_s=5.0).raced == ("d@auto",)
+
+
+def test_what_failed_says_why() -> None:
+    left_out = chosen({"d@auto": 1.0}, failed={"e": "out of memory"}).left_out
+    assert left_out["e@auto"] == "failed: out of memory"
+
+
+# -- searching -------------------------------------------------------------------------------------
+
+
+class TimedEngine(ScriptedEngine):
+    """Plain decoding takes 0.01 s a token, everything else what is said, and each prompt a little more or less.
+
+    Args:
+        speeds: By id, how many times as fast.
+        clock: Moves on by what everything takes.
+        noise: By how much longer a generation may take.
+    """
+
+    def __init__(
+        self, speeds: dict[str, float], clock: FakeClock, noise: float = 0.01, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.speeds, self.clock, self.noise = speeds, clock, noise
+
+    def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+        outcome = super().generate(config, prompt, **options)
+        wobble = 1 + self.noise * (prompt[0] * (1 + len(config.id)) % 7) / 6
+        seconds = 0.01 * (len(outcome.token_ids) - 1) * wobble / self.speeds.get(config.id, 1.0)
+        self.clock.seconds += seconds + outcome.ttft_s
+        return replace(outcome, decode_s=seconds)
+
+    def measure_costs(
+        self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
+    ) -> PassTimes:
+        self.cost_calls.append(tuple(widths))
+        return PassTimes({n: [0.01] for n in widths}, {"d": [0.002], "e": [0.2]}, 256)
+
+
+def quiet() -> LoadSnapshot:
+    """A machine on which nothing else runs."""
+    return LoadSnapshot(2, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 1000, 1000, None)
+
+
+def search(
+    folder: Path,
+    engine: ScriptedEngine,
+    sweep: Sweep,
+    clock: FakeClock,
+    seconds: float = 1000.0,
+    **options: Any,
+) -> Found:
+    store = RunStore.open(folder) if RunStore.exists(folder) else RunStore.create(folder, describe(sweep))
+    with store:
+        until = clock.seconds + seconds
+        settings = {"clock": clock, "seconds": seconds, "until": until, "snapshot": quiet, **options}
+        made = Search(sweep, store, engine, **settings)
+        return made.run()
+
+
+FAST = {"d@auto": 2.0, "d@8": 1.5, "d@dynamic-tree": 1.2, "d@auto-tree": 1.1}
+
+
+def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path: Path) -> None:
+    clock = FakeClock()
+    engine, sweep = TimedEngine(FAST, clock), grid("d", "e")
+    found = search(tmp_path / "run", engine, sweep, clock)
+    assert (found.race.leader, found.race.verdict, found.ending) == ("d@auto", "faster", "decided")
+    assert "e@auto" in found.left_out  # a pass of it takes as long as twenty of the target
+    assert len(engine.cost_calls) == 3
+    df = load_results(tmp_path / "run")
+    assert set(df["config"]) == {"plain", *found.race.fallen, "d@auto"}
+    assert df.groupby("config")["prompt"].nunique()["plain"] == found.race.blocks
+    assert sorted(df[df["prompt"] == "one-0"]["order"]) == list(range(len(set(df["config"]))))
+    answer = find_answer(found, sweep.configs, df)
+    assert answer.winner is not None
+    assert answer.winner.id == "d@auto"
+    assert answer.speedup.value == pytest.approx(2.0, rel=0.02)
+    assert answer.headline.startswith("d with auto: 2.0")
+    assert "over plain decoding" in answer.headline
+    assert answer.headline.endswith("; nothing else is within 5%.")
+
+
+def test_a_search_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path: Path) -> None:
+    clock, sweep = FakeClock(), grid("d", "e")
+    whole = search(tmp_path / "whole", TimedEngine(FAST, clock), sweep, clock)
+    for stop in (1, 9, 17, 30):
+        folder = tmp_path / str(stop)
+        engine = TimedEngine(
+            FAST,
+            clock,
+            fails=lambda *_: KeyboardInterrupt() if len(engine.calls) == stop else None,  # noqa: B023
+        )
+        with pytest.raises(KeyboardInterrupt):
+            search(folder, engine, sweep, clock)
+        rest = TimedEngine(FAST, clock)
+        again = search(folder, rest, sweep, clock)
+        assert (again.race.running, again.race.fallen) == (whole.race.running, whole.race.fallen)
+        assert (again.predicted, again.left_out) == (whole.predicted, whole.left_out)
+        keys = [(config, prompt) for config, prompt, _ in rest.calls]
+        assert len(keys) + stop - 1 == len(list((folder / "generations.jsonl").open(encoding="utf-8")))
+
+
+def test_nothing_is_measured_again(tmp_path: Path) -> None:
+    clock, sweep = FakeClock(), grid("d")
+    first = search(tmp_path, TimedEngine(FAST, clock), sweep, clock)
+    again = TimedEngine({}, clock)
+    second = search(tmp_path, again, sweep, clock)
+    assert (again.calls, again.cost_calls) == ([], [])
+    assert second.race.fallen == first.race.fallen
+
+
+def test_the_time_is_kept_to_and_what_is_open_is_said(tmp_path: Path) -> None:
+    clock = FakeClock()
+    speeds = {"d@auto": 1.5, "d@8": 1.49, "d@auto-tree": 1.3, "d@dynamic-tree": 1.2}
+    engine, sweep = TimedEngine(speeds, clock, noise=0.8), grid("d", max_new_tokens=200, repeats=9)
+    found = search(tmp_path, engine, sweep, clock, seconds=60.0)
+    assert clock.seconds <= 60.0
+    assert found.ending == "time"
+    assert found.race.blocks < 9 * 9
+
+
+def test_without_time_for_a_block_nothing_is_said(tmp_path: Path) -> None:
+    clock, sweep = FakeClock(), grid("d")
+    message = refusal(search, tmp_path, TimedEngine(FAST, clock), sweep, clock, seconds=0.5, kind=RunError)
+    assert re.fullmatch(
+        r"The time was up before anything could be compared\. What was tried .* --minutes \d+\.", message
+    )
+    found = search(tmp_path, TimedEngine(FAST, clock), sweep, clock, seconds=1000.0)
+    assert found.race.leader == "d@auto"
+
+
+def test_a_machine_that_others_use_is_named_as_the_reason(tmp_path: Path) -> None:
+    looks = 0
+
+    def busy() -> LoadSnapshot:
+        nonlocal looks
+        looks += 1
+        return replace(quiet(), busy_s=10.0 * looks, total_s=20.0 * looks)
+
+    clock, sweep = FakeClock(), grid("d")
+    engine = TimedEngine(FAST, clock)
+    options = {"seconds": 0.5, "snapshot": busy}
+    message = refusal(search, tmp_path, engine, sweep, clock, **options, kind=RunError)
+    assert message.startswith(
+        "The machine is too busy to decide: others used the processor during 3 of 3 generations"
+    )
+
+
+def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(tmp_path: Path) -> None:
+    clock, sweep = FakeClock(), grid("d", "e")
+    broken = TimedEngine(
+        FAST, clock, fails=lambda config, _: RunError("no memory") if config.drafter == "e" else None
+    )
+    found = search(tmp_path / "one", broken, sweep, clock)
+    assert found.left_out["e@auto"] == "failed: no memory"
+    assert found.race.leader == "d@auto"
+    dead = TimedEngine(FAST, clock, fails=lambda config, _: RunError("no memory"))
+    message = refusal(search, tmp_path / "two", dead, sweep, clock, kind=RunError)
+    assert message.startswith("Plain decoding failed: no memory.")
+
+
+def test_passes_that_cannot_be_timed_end_it(tmp_path: Path) -> None:
+    class Untimed(TimedEngine):
+        def measure_costs(self, *_: object) -> PassTimes:
+            raise RunError("no clock")
+
+    clock, sweep = FakeClock(), grid("d")
+    message = refusal(search, tmp_path, Untimed(FAST, clock), sweep, clock, kind=RunError)
+    assert message == "Single passes could not be timed: no clock"
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+def answered(folder: Path, speeds: dict[str, float], **options: Any) -> tuple[Any, Found]:
+    clock, sweep = FakeClock(), grid("d", "e")
+    found = search(folder, TimedEngine(speeds, clock), sweep, clock, **options)
+    return find_answer(found, sweep.configs, load_results(folder)), found
+
+
+def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path: Path) -> None:
+    slow = dict.fromkeys(("d@auto", "d@8", "d@auto-tree", "d@dynamic-tree"), 0.8)
+    answer, found = answered(tmp_path, slow)
+    assert found.race.verdict == "plain"
+    assert answer.headline.startswith("Speculation does not pay here: the best that was tried is d with ")
+    assert answer.winner.kind == "plain"
+    config, note = configuration(answer.winner, None, "smollm2-135m", ModelOptions(), None)
+    assert (config, note) == (Configuration(target="smollm2-135m", drafter="none"), "")
+
+
+def test_where_it_makes_no_difference_too(tmp_path: Path) -> None:
+    same = dict.fromkeys(("d@8", "d@auto-tree", "d@dynamic-tree"), 0.7) | {"d@auto": 1.01}
+    answer, found = answered(tmp_path, same)
+    assert found.race.verdict in ("equal", "faster")
+    if found.race.verdict == "equal":
+        assert answer.headline.startswith("Speculation makes a difference of less than 5% here")
+        assert answer.winner.kind == "plain"
+
+
+def test_what_cannot_be_told_is_said_with_the_time_it_takes(tmp_path: Path) -> None:
+    clock, sweep = FakeClock(), grid("d", max_new_tokens=400)
+    engine = TimedEngine({}, clock)
+    noisy = {"d@auto": (2.0, 0.6), "d@8": (0.7, 0.6), "d@auto-tree": (0.5, 0.6), "d@dynamic-tree": (0.5, 0.6)}
+
+    def generate(config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+        pair = noisy.get(config.id, (1.0, 1.0))
+        engine.speeds = {config.id: pair[prompt[0] % 2]}
+        return TimedEngine.generate(engine, config, prompt, **options)
+
+    engine.generate = generate  # type: ignore[method-assign]
+    found = search(tmp_path, engine, sweep, clock, seconds=100.0)
+    assert found.race.open
+    answer = find_answer(found, sweep.configs, load_results(tmp_path))
+    if found.race.verdict == "open":
+        assert answer.winner is None
+        assert answer.headline.startswith(
+            "It cannot be told whether speculation pays here: the best so far is d with"
+        )
+    assert any("--resume" in each for each in answer.details)
+    with RunStore.open(tmp_path) as store:
+        assert store.run["finished"] is None
+
+
+def test_the_answer_as_text_markdown_and_json(tmp_path: Path) -> None:
+    answer, found = answered(tmp_path, FAST)
+    text = as_text(answer)
+    lines = text.splitlines()
+    assert lines[0] == answer.headline
+    table = lines[lines.index(next(line for line in lines if line.startswith("tried"))) :]
+    assert table[1].startswith("d auto")
+    assert table[1].endswith("the fastest")
+    assert any(line.startswith("d γ=8") and "out after 6: " in line for line in table)
+    assert any("not raced: predicted below 0.75 of the best" in line for line in table)
+    assert "By category:\n  chat: 2.0" in text
+    markdown = as_markdown(answer)
+    assert markdown.startswith("**d with auto: 2")
+    assert "\n| d auto | " in markdown
+    facts = json.loads(json.dumps(as_json(answer, found), allow_nan=False))
+    assert (facts["winner"], facts["verdict"], facts["ending"]) == ("d@auto", "faster", "decided")
+    assert facts["low"] <= facts["speedup"] <= facts["high"]
+    assert {each["config"] for each in facts["tried"]} >= {"plain", "d@8", "e@auto"}
+
+
+def test_exports_name_settings_that_engines_have(tmp_path: Path) -> None:
+    answered(tmp_path, FAST)
+    commands = [shlex.split(command) for command in exports(load_results(tmp_path), tmp_path)]
+    assert {words[4] for words in commands} >= {"transformers", "vllm", "llama.cpp"}
+    for words in commands:
+        assert words[:2] == ["specbench", "export"]
+        assert words[words.index("--setting") + 1] == "d@auto"
+
+
+# -- the configuration -----------------------------------------------------------------------------
+
+
+def config_of(policy: str, gamma: int | None = None) -> Config:
+    return Config("x", "x", "speculative", "d", gamma, policy, 0.0, "dynamic", "plain")
+
+
+@pytest.mark.parametrize(
+    ("policy", "gamma", "says"),
+    [
+        ("auto", None, {"length_policy": "auto"}),
+        ("fixed", 4, {"length_policy": "fixed:gamma=4"}),
+        ("dynamic-tree", None, {"tree": "dynamic"}),
+        ("auto-tree:nodes=8", None, {"tree": "auto:nodes=8"}),
+    ],
+)
+def test_a_configuration_says_how_to_decode(policy: str, gamma: int | None, says: dict[str, str]) -> None:
+    drafter = parse_drafter("lookup:n=4+Org/small")
+    config, note = configuration(config_of(policy, gamma), drafter, "Org/big", ModelOptions(), "preallocated")
+    assert note == ""
+    assert config.given == {
+        "target": "Org/big",
+        "drafter": "lookup:n=4+Org/small",
+        "cache": "preallocated",
+        **says,
+    }
+    assert config.rule is not None
+    assert config.rule.options.get("gamma") == gamma
+
+
+def test_a_configuration_says_dtypes_and_no_paths() -> None:
+    models = ModelOptions(dtype="float32", drafter_dtype="bfloat16")
+    config, note = configuration(config_of("auto"), parse_drafter("suffix"), "/home/me/big", models, None)
+    assert (config.target, config.dtype, config.drafter_dtype) == (None, "float32", "bfloat16")
+    assert note == "It says nothing of the target, which is named by a path: add --target /home/me/big."
+    path = SmallModel(ModelSpec("folder", "/home/me/small"))
+    with pytest.raises(UsageError, match="is no name of a model"):
+        configuration(config_of("auto"), path, "Org/big", models, None)
