@@ -11,15 +11,15 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from specbench.decoding.clocks import clock_for
-from specbench.decoding.records import Prefill
+from specbench.decoding.records import Prefill, Step
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.errors import RunError
 from specbench.generate_many import BESIDE
+from specbench.lengths.load import Load
 from specbench.models.seats import Seats
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
-    from specbench.decoding.records import Step
     from specbench.generate import GenerationRun
     from specbench.models.prepare import Target
 
@@ -104,7 +104,10 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.counts = target, drafter, Counts()
         self._most = max_batch + max_waiting
-        self._scheduler = Scheduler(max_batch=max_batch, clock=clock_for(str(target.scorer.device)))
+        self._load = Load()
+        self._scheduler = Scheduler(
+            max_batch=max_batch, clock=clock_for(str(target.scorer.device)), watch=self._load.took
+        )
         self.seats = Seats(target, pool_tokens, max_batch)
         self.seats.open(drafter)  # models are tried out now, and not while somebody waits
         held = self.seats.use
@@ -181,7 +184,7 @@ class Engine:
                 self._coming.clear()
                 self._gone.clear()
             for job in coming:
-                job.number = self._scheduler.add(partial(job.run.apart, self.seats))
+                job.number = self._scheduler.add(partial(job.run.apart, self.seats, self._load))
                 self._numbered[job.number] = job
             for job in gone:
                 self._end(job, "cancelled")
@@ -196,6 +199,8 @@ class Engine:
             self._end_all(error)
             return
         for number, event in events:
+            if isinstance(event, Step):
+                self._load.gave(event)
             job = self._numbered.get(number)
             if job is None:
                 continue
