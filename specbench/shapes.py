@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Shape", "count", "length", "misfit", "number", "size"]
+__all__ = ["Shape", "count", "length", "misfit", "not_json", "number", "size"]
 
 Shape = Any
 """``None``, a text or a type that JSON has; a function that says whether a value fits; a tuple of shapes one of which
@@ -62,3 +62,8 @@ def misfit(value: object, shape: Shape, where: str = "") -> str | None:
     if isinstance(shape, type):
         return None if type(value) is shape else where
     return None if shape(value) else where
+
+
+def not_json(constant: str) -> None:
+    """For ``json.loads(..., parse_constant=not_json)``: NaN and the infinities, which Python takes, are no JSON."""
+    raise ValueError(f"{constant} is no JSON.")

@@ -30,7 +30,7 @@ from specbench.results.rows import (
     parse_line,
     step_columns,
 )
-from specbench.shapes import count, length, misfit, number, size
+from specbench.shapes import count, length, misfit, not_json, number, size
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -348,7 +348,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / RUN
     try:
-        run = json.loads(file.read_bytes())
+        run = json.loads(file.read_bytes(), parse_constant=not_json)
     except FileNotFoundError:
         raise UsageError(
             f"There are no results in {str(path)!r}: it has no {RUN}.", "Name another folder."
@@ -382,7 +382,7 @@ _TARGET = {f"{name}?": _FACT for name in ("name", "fingerprint", "dtype", "devic
 _CONFIG_SHAPE = {
     "id": str, "label": str, "kind": str, "drafter": str, "gamma": (length, None), "policy": str, "temperature": size,
     "cache": str, "baseline": str, "drafter_fingerprint?": _MAYBE_TEXT, "batch?": (count, None),
-    "arrivals?": _MAYBE_TEXT,
+    "arrivals?": _MAYBE_TEXT, "beams?": (count, None),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.errors import UsageError
+from specbench.shapes import not_json
 from specbench.textsafe import one_line
 
 __all__ = ["Asked", "ChatAsked", "Reply", "TextAsked", "Usage", "error_body", "parse"]
@@ -178,7 +179,7 @@ def parse(body: bytes, kind: type[ChatAsked] | type[TextAsked]) -> ChatAsked | T
         UsageError: It is none; the first thing that is wrong with it.
     """
     try:
-        data = json.loads(body, parse_constant=_no_number)
+        data = json.loads(body, parse_constant=not_json)
     except (ValueError, RecursionError) as error:  # also what is no UTF-8
         raise UsageError("The body is no JSON.", "Send one object.") from error
     if not isinstance(data, dict):
@@ -200,10 +201,6 @@ def parse(body: bytes, kind: type[ChatAsked] | type[TextAsked]) -> ChatAsked | T
     if len(found.stops or ()) > _MOST_STOPS:
         raise UsageError(f"stop: there are more than {_MOST_STOPS}.", "Send fewer.")
     return found
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(name)
 
 
 def _same(value: object, other: object) -> bool:
