@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -161,9 +162,16 @@ class Terminal:
     def type(self, line: str) -> None:
         os.write(self._outer, f"{line}\n".encode())
 
-    def until(self, pattern: str) -> str:
-        """What has come up to the first place where the pattern fits, once it does."""
+    def until(self, pattern: str, *, interrupting: bool = False) -> str:
+        """What has come up to the first place where the pattern fits, once it does.
+
+        Args:
+            pattern: A regular expression.
+            interrupting: Press Ctrl-C as long as nothing comes: `readline` may miss it just before it begins to wait.
+        """
         while (found := re.search(pattern, self._seen)) is None:
+            while interrupting and not select.select([self._outer], [], [], 0.5)[0]:
+                self.process.signal(signal.SIGINT)
             block = os.read(self._outer, 65536)
             assert block, f"{pattern!r} does not come: {self._seen}"
             self._seen += block.decode("utf-8", "replace").replace("\r\n", "\n")
@@ -195,8 +203,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal: Terminal) -> None:
     terminal.process.signal(signal.SIGINT)
     assert "\x1b[" not in terminal.until("stopped")
     terminal.until(r"\n> ")
-    terminal.process.signal(signal.SIGINT)
-    terminal.until("Ctrl-D or /exit ends the conversation")
+    terminal.until("Ctrl-D or /exit ends the conversation", interrupting=True)
     terminal.type("and of the")
     terminal.until(r"(?s)and of the\n.{40}")
     terminal.process.signal(signal.SIGINT)
