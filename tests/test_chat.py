@@ -170,7 +170,8 @@ class Terminal:
             interrupting: Press Ctrl-C as long as nothing comes: `readline` may miss it just before it begins to wait.
         """
         while (found := re.search(pattern, self._seen)) is None:
-            while interrupting and not select.select([self._outer], [], [], 0.5)[0]:
+            while not select.select([self._outer], [], [], 0.5 if interrupting else 60)[0]:
+                assert interrupting, f"{pattern!r} does not come: {self._seen}"
                 self.process.signal(signal.SIGINT)
             block = os.read(self._outer, 65536)
             assert block, f"{pattern!r} does not come: {self._seen}"
