@@ -215,7 +215,9 @@ def test_a_signal_leaves_the_text_and_its_exit_code(endless: list[str], number: 
     lines = errors.decode().splitlines()
     assert lines[-1] == "specbench: interrupted."
     # Nothing but the summary before it: no log of a library, no traceback.
-    assert [line.split()[0] for line in lines[:-1]] == ["model", "output", "speed", "steps", "time"]
+    heads = [line.split()[0] for line in lines[:-1]]
+    assert heads[:5] == ["model", "output", "speed", "steps", "time"]
+    assert heads[5:] in ([], ["verdict"])  # where there were steps enough for one
     assert re.fullmatch("output  [0-9]+ tokens?, interrupted", lines[1])
 
 
