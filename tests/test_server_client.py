@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx2
 import pytest
 from tiny import tiny_tokenizer
 
-from specbench import RunError, UsageError
+from specbench import RunError
 from specbench.bench.engines.server import (
     Answer,
+    ListedModel,
     Piece,
     ServerClient,
+    ServerError,
     SpeculationCounters,
     count_tokens,
     speculation_counters,
 )
 
 URL = "http://server.test/v1"
+STREAM = {"content-type": "text/event-stream"}
 
 
-class Script(httpx2.SyncByteStream):
+class Script(httpx2.AsyncByteStream):
     """A stream whose events take a second each to come; an exception breaks it off."""
 
     def __init__(self, events: Sequence[object], clock: list[float]) -> None:
         self._events, self._clock = events, clock
 
-    def __iter__(self) -> Iterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         for event in self._events:
             if isinstance(event, Exception):
                 raise event
@@ -42,6 +46,7 @@ def asked(
     status: int = 200,
     prompt: Any = "x",
     seen: list[httpx2.Request] | None = None,
+    headers: Any = STREAM,
     **settings: Any,
 ) -> Answer:
     """What a client makes of a scripted answer."""
@@ -50,13 +55,17 @@ def asked(
     def handler(request: httpx2.Request) -> httpx2.Response:
         if seen is not None:
             seen.append(request)
-        return httpx2.Response(status, stream=Script(events, clock))
+        return httpx2.Response(status, headers=headers, stream=Script(events, clock))
 
-    client = ServerClient(
-        URL, "m", key="secret", transport=httpx2.MockTransport(handler), clock=lambda: clock[0]
-    )
-    with client:
-        return client.ask(prompt, settings)
+    async def answer() -> Answer:
+        transport = httpx2.MockTransport(handler)
+        client = ServerClient("far", URL, key="secret", transport=transport, clock=lambda: clock[0])
+        try:
+            return await client.ask("m", prompt, settings)
+        finally:
+            await client.close()
+
+    return asyncio.run(answer())
 
 
 def said(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -69,7 +78,7 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 9}}
 
 def test_what_came_when() -> None:
     answer = asked(b": hello\n\n", said("the "), said("king"), said("", "length"), USAGE, DONE)
-    assert answer == Answer((Piece(2.0, "the ", None), Piece(3.0, "king", None)), "length", 6.0, 4, 9)
+    assert answer == Answer((Piece(2.0, "the ", None), Piece(3.0, "king", None)), "length", 4.0, 4, 9)
     assert (answer.text, answer.ttft_s) == ("the king", 2.0)
 
 
@@ -99,6 +108,8 @@ def test_a_conversation_and_its_thoughts() -> None:
                        "prompt_tokens_details": {"cached_tokens": 8}}},
             7, 5, 8,
         ),
+        ({"metrics": {"speculative_decoding": {"num_draft_tokens": 9, "num_accepted_draft_tokens": 4}}}, 9, 4, None),
+        ({"meta_info": {"spec_draft_token_num": 8, "spec_accept_token_num": 3, "cached_tokens": 6}}, 8, 3, 6),
         ({"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}}},
          None, None, None),
         ({"usage": None, "timings": "none"}, None, None, None),
@@ -109,12 +120,8 @@ def test_acceptance_is_what_the_server_tells(more: Any, drafted: Any, accepted: 
     assert (answer.drafted, answer.accepted, answer.cached_tokens) == (drafted, accepted, cached)
 
 
-def answer_of(text: str, used: int | None, *ids: int, reason: str = "length") -> Answer:
-    pieces = (
-        [Piece(0.0, text, None)]
-        if not ids
-        else [Piece(0.0, text if not i else "", n) for i, n in enumerate(ids)]
-    )
+def answer_of(text: str, used: int | None, ids: int | None = None, reason: str = "length") -> Answer:
+    pieces = [Piece(0.0, text, None if ids is None else (5,) * ids)]
     return Answer(tuple(pieces), reason, 1.0, 1, used)
 
 
@@ -149,7 +156,8 @@ def test_tokens_are_counted_by_the_best_witness() -> None:
 @pytest.mark.parametrize(
     ("events", "fragment"),
     [
-        ([said("x"), httpx2.ReadError("reset")], "cannot be asked: reset"),
+        ([said("x"), httpx2.ReadError("reset")], "the server far broke: reset"),
+        ([httpx2.ConnectError("refused")], "far cannot be reached: refused"),
         ([said("x"), httpx2.ReadTimeout("")], "not answered in time"),
         ([said("x")], "broke off before its end"),
         ([said("x"), DONE], "broke off before its end"),
@@ -174,7 +182,8 @@ def test_an_answer_that_goes_wrong_is_one_sentence(events: list[Any], fragment: 
 @pytest.mark.parametrize(
     ("status", "body", "fragment"),
     [
-        (401, b'{"error": {"message": "bad key"}}', "status 401: bad key."),
+        (401, b'{"error": {"message": "bad key secret"}}', "status 401: bad key ***."),
+        (422, b'{"detail": "no such field"}', "status 422: no such field."),
         (404, b'{"error": "no such model"}', "status 404: no such model."),
         (500, b"<html>", "status 500: no reason is given."),
         (302, b"", "status 302"),
@@ -186,20 +195,64 @@ def test_a_refusal_says_why(status: int, body: bytes, fragment: str) -> None:
     assert fragment in str(caught.value)
 
 
-def lists(body: Any) -> Callable[[httpx2.Request], httpx2.Response]:
-    return lambda request: httpx2.Response(200, json=body)
+def test_an_answer_that_is_no_stream_is_told() -> None:
+    with pytest.raises(ServerError, match="does not send its answer as a stream"):
+        asked(b"{}", headers={"content-type": "application/json"})
 
 
-def test_the_one_model_of_a_server_is_taken() -> None:
-    def client(body: Any) -> ServerClient:
-        return ServerClient(URL + "/", transport=httpx2.MockTransport(lists(body)))
+def test_line_separators_within_a_text_are_text() -> None:
+    event = ("data: " + json.dumps(said("a\u2028b\x85", "stop"), ensure_ascii=False) + "\n\n").encode()
+    assert asked(event, DONE).text == "a\u2028b\x85"
 
-    assert client({"data": [{"id": "m"}]}).model == "m"
-    with pytest.raises(UsageError, match="lists 2 models: a, b"):
-        client({"data": [{"id": "a"}, {"id": "b"}]})
-    for wrong in ({}, [], {"data": 3}, {"data": [{"id": 5}, 7]}):
-        with pytest.raises(RunError, match="does not speak the OpenAI protocol"):
-            client(wrong)
+
+def test_what_can_be_asked_again_later() -> None:
+    def later(*events: object, **more: Any) -> bool:
+        with pytest.raises(ServerError) as caught:
+            asked(*events, **more)
+        return caught.value.later
+
+    assert later(b"{}", status=503)
+    assert later(b"{}", status=429)
+    assert later(httpx2.ConnectError("refused"))
+    assert not later(b"{}", status=500)
+    assert not later(said("x"), httpx2.ReadError("reset"))
+    assert not later(httpx2.ReadTimeout(""))
+
+
+def models(body: Any, status: int = 200) -> list[ListedModel]:
+    async def listed() -> list[ListedModel]:
+        transport = httpx2.MockTransport(lambda request: httpx2.Response(status, json=body))
+        client = ServerClient("far", URL + "/", transport=transport)
+        try:
+            return await client.models()
+        finally:
+            await client.close()
+
+    return asyncio.run(listed())
+
+
+def test_the_models_of_a_server() -> None:
+    assert models({"data": [{"id": "m", "owned_by": "vllm"}, {"id": "n"}, {"id": 5}, 7]}) == [
+        ListedModel("m", "vllm"), ListedModel("n", ""),
+    ]  # fmt: skip
+    assert models({"data": []}) == []
+    for wrong in ({}, [], {"data": 3}):
+        with pytest.raises(ServerError, match="does not speak the OpenAI protocol"):
+            models(wrong)
+    with pytest.raises(ServerError, match="status 404"):
+        models({}, status=404)
+
+
+def pieces_at(*times: float) -> Answer:
+    return Answer(tuple(Piece(time, "x", None) for time in times), "length", times[-1] if times else 0.0)
+
+
+def test_pieces_right_behind_each_other_are_one_burst() -> None:
+    assert pieces_at(1.0, 2.0, 3.1, 4.0).bursts == 4, "one by one"
+    assert pieces_at(1.0, 2.0, 2.001, 2.002, 3.0, 3.001, 4.0).bursts == 4
+    assert pieces_at(1.0).bursts == 1
+    assert pieces_at().bursts == 0
+    assert pieces_at(1.0, 1.0).bursts == 1, "all at once"
 
 
 VLLM = """

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx2
 
-from specbench.errors import RunError, UsageError
-from specbench.textsafe import excerpt, one_line
+from specbench.errors import RunError
+from specbench.textsafe import excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Answer",
     "Count",
+    "ListedModel",
     "Piece",
     "ServerClient",
+    "ServerError",
     "SpeculationCounters",
     "count_tokens",
     "speculation_counters",
@@ -35,6 +37,25 @@ __all__ = [
 
 _TOLERANCE = 0.02
 """Share by which retokenised text may differ from what was generated: other tokens can spell the same text."""
+
+_SAME_BURST = 0.25
+"""Share of the usual time between two pieces below which they come from one step."""
+
+_COME_BACK = (429, 502, 503, 504)
+"""Statuses of a server that may answer a little later."""
+
+
+class ServerError(RunError):
+    """A server did not answer as it should.
+
+    Attributes:
+        status: Of the protocol; ``None`` where none came.
+        later: Whether the same request may succeed a little later: nothing of an answer has come.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, later: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.later = status, later
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +65,12 @@ class Piece:
     Attributes:
         at_s: When it was read, in seconds since the request was sent.
         text: More text, perhaps none.
-        tokens: How many token ids it names; ``None`` if it names none.
+        ids: The token ids it names; ``None`` if it names none.
     """
 
     at_s: float
     text: str
-    tokens: int | None
+    ids: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +80,7 @@ class Answer:
     Attributes:
         pieces: As they came.
         finish_reason: As the server calls it.
-        ended_s: When the stream ended, in seconds since the request was sent.
+        ended_s: When that came, in seconds since the request was sent.
         prompt_tokens, used_tokens: Of the prompt and of the output, by ``usage``; ``None`` without it.
         cached_tokens: Of the prompt's, those that were not read again; ``None`` if the server does not say.
         drafted, accepted: Tokens drafted and kept; ``None`` if the server does not say.
@@ -80,9 +101,25 @@ class Answer:
         return "".join(piece.text for piece in self.pieces)
 
     @property
-    def ttft_s(self) -> float | None:
-        """Seconds to the first text; ``None`` if there was none."""
-        return next((piece.at_s for piece in self.pieces if piece.text), None)
+    def ids(self) -> tuple[int, ...] | None:
+        """All token ids; ``None`` if they are not named throughout."""
+        if not self.pieces or any(piece.ids is None and piece.text for piece in self.pieces):
+            return None
+        return tuple(token for piece in self.pieces for token in piece.ids or ()) or None
+
+    @property
+    def first(self) -> Piece | None:
+        """The first piece that brought anything; ``None`` if none did."""
+        return next((piece for piece in self.pieces if piece.text or piece.ids), None)
+
+    @property
+    def bursts(self) -> int:
+        """How many times pieces came, those right behind each other taken together: an estimate of the steps."""
+        times = [piece.at_s for piece in self.pieces if piece.text or piece.ids]
+        if len(times) < 2:
+            return len(times)
+        usual = (times[-1] - times[0]) / (len(times) - 1)
+        return 1 + sum(later - earlier > _SAME_BURST * usual for earlier, later in pairwise(times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +144,7 @@ def count_tokens(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) -> C
         answer: Any.
         tokenizer: The target's; ``None`` if it is not at hand, and nothing is checked.
     """
-    ids = None
-    if answer.pieces and all(piece.tokens is not None or not piece.text for piece in answer.pieces):
-        ids = sum(piece.tokens or 0 for piece in answer.pieces) or None
+    ids = None if answer.ids is None else len(answer.ids)
     read = None
     if tokenizer is not None:
         read = len(tokenizer(answer.text, add_special_tokens=False)["input_ids"])
@@ -200,146 +235,165 @@ def speculation_counters(metrics: str) -> SpeculationCounters | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model that a server lists: its name there, and whose it says it is, empty if it does not."""
+
+    name: str
+    owner: str
+
+
 class ServerClient:
-    """Asks one server, one request at a time.
+    """Asks one server. To be used within one event loop, and closed there.
 
     Args:
+        name: What messages call the server; they hold no address.
         url: Up to and with ``/v1``.
-        model: By its name; ``None`` for the one that the server lists.
         key: Of the server's user; never part of a message.
         timeout_s: For connecting, and for every piece.
         transport: Sends requests; ``None`` for the network.
         clock: Tells the time in seconds.
-
-    Raises:
-        RunError: The server cannot be reached, or speaks otherwise.
-        UsageError: It lists several models, and none is named.
     """
 
     def __init__(
         self,
+        name: str,
         url: str,
-        model: str | None = None,
         *,
         key: str | None = None,
-        timeout_s: float = 600.0,
-        transport: httpx2.BaseTransport | None = None,
+        timeout_s: float = 300.0,
+        transport: httpx2.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.name, self._url, self._key = name, url.rstrip("/"), key
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx2.Client(headers=headers, timeout=timeout_s, transport=transport)
+        # As many connections as there are requests at a time, which stay open from one to the next.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx2.AsyncClient(
+            headers=headers, timeout=timeout_s, transport=transport, limits=limits
+        )
         self._clock = clock
-        self.model = model or self._only_model()
 
-    def __enter__(self) -> ServerClient:
-        return self
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
 
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
-
-    def ask(self, prompt: str | Sequence[Mapping[str, str]], settings: Mapping[str, Any]) -> Answer:
-        """One answer, as a stream.
+    async def ask(
+        self, model: str, prompt: str | Sequence[Mapping[str, str]], settings: Mapping[str, Any]
+    ) -> Answer:
+        """One answer, as a stream. Cancelling it closes the connection, which tells the server to stop.
 
         Args:
+            model: By the server's name for it.
             prompt: A text to continue, or the messages of a conversation.
             settings: Other fields of the request.
 
         Raises:
-            RunError: It fails, or breaks off.
+            ServerError: It fails, or breaks off.
         """
         chat = not isinstance(prompt, str)
         path = "chat/completions" if chat else "completions"
         body = {
-            "model": self.model,
+            "model": model,
             "messages" if chat else "prompt": prompt,
             "stream": True,
             "stream_options": {"include_usage": True},
             **settings,
         }
         began = self._clock()
-        with self._told(), self._http.stream("POST", f"{self.url}/{path}", json=body) as response:
-            if response.status_code != 200:
-                response.read()
-                raise self._refused(response)
-            return self._read(response, began)
-
-    def models(self) -> list[str]:
-        """The names that the server lists."""
         with self._told():
-            response = self._http.get(f"{self.url}/models")
-            if response.status_code != 200:
-                raise self._refused(response)
+            async with self._http.stream("POST", f"{self._url}/{path}", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise self._refused(response)
+                return await self._read(response, began)
+
+    async def models(self) -> list[ListedModel]:
+        """What the server lists.
+
+        Raises:
+            ServerError: It cannot be reached, refuses, or does not speak the OpenAI protocol.
+        """
+        with self._told():
+            response = await self._http.get(f"{self._url}/models")
+        if response.status_code != 200:
+            raise self._refused(response)
         listed = _object(response.text).get("data")
-        named = (
-            [each.get("id") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-        )
-        return [name for name in named if isinstance(name, str)]
-
-    def _only_model(self) -> str:
-        names = self.models()
-        if len(names) == 1:
-            return names[0]
-        if not names:
-            raise RunError(
-                f"{self.url} lists no model: it does not speak the OpenAI protocol.", "Check its address."
+        if not isinstance(listed, list):
+            raise ServerError(
+                f"The server {self.name} does not speak the OpenAI protocol: it lists no models."
             )
-        raise UsageError(
-            f"{self.url} lists {len(names)} models: {one_line(', '.join(names[:5]))}.", "Name one behind a #."
-        )
+        return [
+            ListedModel(name, owner if isinstance(owner := each.get("owned_by"), str) else "")
+            for each in listed
+            if isinstance(each, dict) and isinstance(name := each.get("id"), str) and name
+        ]
 
-    def _read(self, response: httpx2.Response, began: float) -> Answer:
+    async def counters(self) -> SpeculationCounters | None:
+        """What the server has drafted since its start; ``None`` if it does not say."""
+        try:
+            response = await self._http.get(f"{self._url.removesuffix('/v1')}/metrics")
+        except (httpx2.HTTPError, httpx2.InvalidURL):
+            return None
+        return speculation_counters(response.text) if response.status_code == 200 else None
+
+    async def _read(self, response: httpx2.Response, began: float) -> Answer:
         pieces: list[Piece] = []
         facts: dict[str, int] = {}
-        reason: object = None
-        for data in _events(response.iter_lines()):
+        reason, ended_s = None, 0.0
+        async for event in httpx2.EventSource(response, max_event_size=None):
             at_s = self._clock() - began
-            if data == "[DONE]":
+            if event.data == "[DONE]":
                 break
-            body = _object(data)
+            body = _object(event.data)
             if body.get("error"):
-                raise RunError(f"{self.url} failed in the middle of its answer: {_message(body)}.")
-            choices = body.get("choices")
-            choice = (
-                choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-            )
-            text, tokens = _text_of(choice), _tokens_of(choice)
-            if text or tokens:
-                pieces.append(Piece(at_s, text, tokens))
-            reason = choice.get("finish_reason") or reason
-            facts |= _facts(body)
-        if not isinstance(reason, str):
-            raise RunError(f"The answer of {self.url} broke off before its end.")
-        return Answer(tuple(pieces), reason, self._clock() - began, **facts)
+                said = self._message(body)
+                raise ServerError(f"The server {self.name} failed in the middle of its answer: {said}.")
+            choice = _choice(body)
+            text, ids = _text_of(choice), _ids_of(choice)
+            if text or ids:
+                pieces.append(Piece(at_s, text, ids))
+            why = choice.get("finish_reason")
+            if isinstance(why, str):
+                reason, ended_s = why, at_s
+            facts |= _facts(body, choice)
+        if reason is None:
+            raise ServerError(f"The answer of the server {self.name} broke off before its end.")
+        return Answer(tuple(pieces), reason, ended_s, **facts)
 
-    def _refused(self, response: httpx2.Response) -> RunError:
-        said = _message(_object(response.text))
-        return RunError(f"{self.url} refuses a request with status {response.status_code}: {said}.")
+    def _refused(self, response: httpx2.Response) -> ServerError:
+        status, said = response.status_code, self._message(_object(response.text))
+        return ServerError(
+            f"The server {self.name} refuses a request with status {status}: {said}.",
+            status=status,
+            later=status in _COME_BACK,
+        )
+
+    def _message(self, body: Mapping[str, Any]) -> str:
+        """What an error's body says, in a line; some servers repeat the key that they refuse."""
+        error = body.get("error")
+        said = error.get("message") if isinstance(error, dict) else error
+        said = said if said is not None else body.get("message", body.get("detail", "no reason is given"))
+        text = str(said)
+        return excerpt(text.replace(self._key, "***") if self._key else text).rstrip(".")
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         """What goes wrong on the way as a sentence."""
         try:
             yield
+        except httpx2.ConnectTimeout as error:
+            raise ServerError(f"The server {self.name} cannot be reached in time.", later=True) from error
         except httpx2.TimeoutException as error:
-            raise RunError(f"{self.url} has not answered in time.") from error
+            raise ServerError(f"The server {self.name} has not answered in time.") from error
+        except httpx2.ConnectError as error:
+            said = excerpt(error) or type(error).__name__
+            raise ServerError(f"The server {self.name} cannot be reached: {said}.", later=True) from error
+        except httpx2.SSEError as error:
+            raise ServerError(f"The server {self.name} does not send its answer as a stream.") from error
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            raise RunError(
-                f"{self.url} cannot be asked: {excerpt(error) or type(error).__name__}."
-            ) from error
-
-
-def _events(lines: Iterator[str]) -> Iterator[str]:
-    """The data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
-    data: list[str] = []
-    for line in lines:
-        if line.startswith("data:"):
-            data.append(line[5:].removeprefix(" "))
-        elif not line and data:
-            yield "\n".join(data)
-            data = []
-    if data:
-        yield "\n".join(data)
+            said = excerpt(error) or type(error).__name__
+            raise ServerError(f"The connection to the server {self.name} broke: {said}.") from error
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -351,11 +405,9 @@ def _object(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _message(body: Mapping[str, Any]) -> str:
-    """What an error's body says, in a line."""
-    error = body.get("error")
-    said = error.get("message") if isinstance(error, dict) else error
-    return excerpt(said if said is not None else body.get("message", "no reason is given")).rstrip(".")
+def _choice(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = body.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
@@ -367,23 +419,37 @@ def _text_of(choice: Mapping[str, Any]) -> str:
     return "".join(part for part in parts if isinstance(part, str))
 
 
-def _tokens_of(choice: Mapping[str, Any]) -> int | None:
+def _ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
     ids = choice.get("token_ids")
-    return len(ids) if isinstance(ids, list) else None
+    if not isinstance(ids, list) or any(type(token) is not int or token < 0 for token in ids):
+        return None
+    return tuple(ids)
 
 
-def _facts(body: Mapping[str, Any]) -> dict[str, int]:
-    """What an event tells of counts, by the names of ``Answer``."""
+def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, int]:
+    """What an event tells of counts, by the names of ``Answer``.
+
+    ``timings`` are llama.cpp's, ``metrics.speculative_decoding`` vLLM's, ``meta_info`` SGLang's.
+    """
     usage, timings = (_inner(body, name) for name in ("usage", "timings"))
     details, cached = (_inner(usage, f"{name}_tokens_details") for name in ("completion", "prompt"))
+    metrics = _inner(_inner(body, "metrics"), "speculative_decoding")
+    meta = _inner(choice, "meta_info") or _inner(body, "meta_info")
     accepted, rejected = (details.get(f"{name}_prediction_tokens") for name in ("accepted", "rejected"))
-    drafted = accepted + rejected if isinstance(accepted, int) and isinstance(rejected, int) else 0
+    predicted = accepted + rejected if isinstance(accepted, int) and isinstance(rejected, int) else 0
+    drafted_and_kept = (
+        (timings.get("draft_n"), timings.get("draft_n_accepted")),
+        (metrics.get("num_draft_tokens"), metrics.get("num_accepted_draft_tokens")),
+        (meta.get("spec_draft_token_num"), meta.get("spec_accept_token_num")),
+        (predicted or None, accepted),
+    )
+    drafted, kept = next((pair for pair in drafted_and_kept if pair[0] is not None), (None, None))
     found = {
         "prompt_tokens": usage.get("prompt_tokens"),
         "used_tokens": usage.get("completion_tokens"),
-        "cached_tokens": timings.get("cache_n", cached.get("cached_tokens")),
-        "drafted": timings.get("draft_n", drafted or None),
-        "accepted": timings.get("draft_n_accepted", accepted if drafted else None),
+        "cached_tokens": timings.get("cache_n", meta.get("cached_tokens", cached.get("cached_tokens"))),
+        "drafted": drafted,
+        "accepted": kept,
     }
     return {name: value for name, value in found.items() if type(value) is int and value >= 0}
 
