@@ -25,9 +25,11 @@ __all__ = [
     "Config",
     "Group",
     "Kind",
+    "Salt",
     "Sweep",
     "SweepOptions",
     "build_configs",
+    "build_server_configs",
     "check_batches",
     "groups_of",
     "parse_baselines",
@@ -50,7 +52,11 @@ MOST_BEAMS = 64
 LARGEST_BATCH = 256
 """Requests that may be under way at a time."""
 
-Kind = Literal["plain", "speculative", "transformers", "assisted", "beam"]
+Kind = Literal["plain", "speculative", "transformers", "assisted", "beam", "server"]
+
+Salt = Literal["none", "shared", "each"]
+"""Whether prompts get a first line of their own, which no cache of prompts can know: the same one for all servers, or
+another one for each."""
 
 
 # -- what is compared ------------------------------------------------------------------------------
@@ -64,8 +70,8 @@ class Config:
         id: Its name in files; unique within a run.
         label: Its name in tables and figures.
         kind: ``plain`` and ``speculative`` go through specbench's loop; ``transformers`` is its ``generate``,
-            ``assisted`` that with an assistant, ``beam`` its beam search.
-        drafter: The drafter's name, ``none`` without one.
+            ``assisted`` that with an assistant, ``beam`` its beam search; ``server`` is whatever a server does.
+        drafter: The drafter's name, ``none`` without one; of a server its own.
         gamma: Tokens drafted in a step; ``None`` where something else decides.
         policy: The draft-length rule, with those of its options that are not the defaults (``egag:scale=0.5``);
             ``none`` where nothing is drafted.
@@ -127,6 +133,9 @@ class SweepOptions:
         keep_policy_state: Let rules carry what they learn from one prompt to the next.
         batches: How many requests are decoded at a time; none for one prompt after the other.
         arrivals: How requests come, as ``parse_arrivals`` takes it; none for as many clients as the batch is large.
+        servers: Those that are measured in place of models, each by its name and that of its model.
+        api: Which of their interfaces is asked.
+        salt: How their caches of prompts are defeated.
 
     Raises:
         UsageError: A value outside its range, or something that a batch cannot do.
@@ -149,6 +158,9 @@ class SweepOptions:
     keep_policy_state: bool = False
     batches: tuple[int, ...] = ()
     arrivals: tuple[str, ...] = ()
+    servers: tuple[str, ...] = ()
+    api: Literal["chat", "completions"] = "chat"
+    salt: Salt = "none"
 
     @property
     def rules(self) -> tuple[RuleSpec, ...]:
@@ -176,6 +188,10 @@ class SweepOptions:
             raise UsageError(
                 "Beam search draws nothing, and temperature 0 is not among the temperatures.",
                 "Leave beam out, or add --temperature 0.",
+            )
+        if self.servers and self.turns != 1:
+            raise UsageError(
+                "Servers answer the first turns of the prompts.", "Leave --turns out, or give 1."
             )
         self._check_batches()
 
@@ -370,12 +386,8 @@ def _configs_at(
         ("beam", name, f"{own} beam search, {count} beams", "none", None, "none")
         for name, count in beams.items()
     ]
-    end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
+    end, label_end = _ends(temperature, load)
     batch, arrivals = load or (None, None)
-    if batch is not None:
-        end, label_end = f"{end},b={batch}", f"{label_end}, batch {batch}"
-        if arrivals != Closed(batch):
-            end, label_end = f"{end},{arrivals}", f"{label_end}, {arrivals}"
     for kind, identifier, label, drafter, gamma, policy in grid:
         yield Config(
             id=identifier + end,
@@ -392,6 +404,46 @@ def _configs_at(
             batch=batch,
             arrivals=None if arrivals is None else str(arrivals),
         )
+
+
+def _ends(temperature: float, load: tuple[int, Arrivals] | None) -> tuple[str, str]:
+    """What the ids and the labels of configurations at a temperature and load end in."""
+    end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
+    if load is None:
+        return end, label_end
+    batch, arrivals = load
+    end, label_end = f"{end},b={batch}", f"{label_end}, batch {batch}"
+    if arrivals != Closed(batch):
+        end, label_end = f"{end},{arrivals}", f"{label_end}, {arrivals}"
+    return end, label_end
+
+
+def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[Config]:
+    """Every server at every temperature and batch; the first is the baseline of the others.
+
+    Args:
+        options: Their grid.
+        names: Of the servers.
+    """
+    return [
+        Config(
+            id=name + end,
+            label=name + label_end,
+            kind="server",
+            drafter=name,
+            gamma=None,
+            policy="none",
+            temperature=temperature,
+            cache="none",
+            baseline=names[0] + end,
+            batch=None if load is None else load[0],
+            arrivals=None if load is None else str(load[1]),
+        )
+        for temperature in options.temperatures
+        for load in (options.loads or (None,))
+        for end, label_end in [_ends(temperature, load)]
+        for name in names
+    ]
 
 
 # -- what runs when --------------------------------------------------------------------------------
@@ -475,17 +527,21 @@ def plan(options: SweepOptions, prompts: Sequence[Prompt], configs: Sequence[Con
     """Everything there is to measure, in order; the same arguments give the same plan.
 
     First the warm-ups. Then, repeat by repeat, prompt by prompt and turn by turn, all configurations back to back in a
-    fresh random order. Of requests side by side it is group by group, in a random order of batches and groups, and all
-    configurations of that batch back to back.
+    fresh random order; of servers every other repeat reverses the order of the one before (ABBA). Of requests side by
+    side it is group by group, in a random order of batches and groups, and all configurations of that batch back to
+    back.
     """
 
     def block(
         name: str, turn: int, repeat: int, warmup: bool, mine: Sequence[Config], group: Group | None = None
     ) -> Iterator[Cell]:
-        place = f"{options.seed}/{'warmup' if warmup else 'repeat'} {repeat}/{name}/{turn}"
+        reverse = bool(options.servers) and repeat % 2 == 1
+        begin, end = f"{options.seed}/{'warmup' if warmup else 'repeat'}", f"{name}/{turn}"
         order = [config.id for config in mine]
-        random.Random(f"order/{place}").shuffle(order)
-        seed = random.Random(f"sampling/{place}").getrandbits(31)
+        random.Random(f"order/{begin} {repeat - reverse}/{end}").shuffle(order)
+        if reverse:
+            order.reverse()
+        seed = random.Random(f"sampling/{begin} {repeat}/{end}").getrandbits(31)
         for number, config in enumerate(order):
             yield Cell(config, name, turn, repeat, number, warmup, seed, group)
 

@@ -82,11 +82,16 @@ def now() -> str:
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """A command line with every path cut down to its last part."""
+    """A command line with every path cut down to its last part, and without addresses of servers."""
     return [_without_path(argument) for argument in arguments]
 
 
+_SERVER = re.compile(r"(.*?[\w.-]+=)https?://[^#]*(?:#(.*))?", re.DOTALL)
+
+
 def _without_path(argument: str) -> str:
+    if (server := _SERVER.fullmatch(argument)) is not None:  # whose address may name a host
+        return f"{server[1]}URL{f'#{_without_path(server[2])}' if server[2] else ''}"
     option, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
     path = value.replace("\\", "/")
     hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", path) and PurePath(path).suffix != ".jsonl"

@@ -12,13 +12,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
-from specbench.bench.engines.own import Engine, GroupOutcome, Outcome
+from specbench.bench.engines.own import Engine, GroupOutcome, Outcome, Told
 from specbench.bench.grid import WARMUP_TOKENS, Cell, Config, Group, Sweep
 from specbench.bench.manifest import now
 from specbench.bench.passes import ABREAST, PassTimes, SharedTimes, cost_widths, shared_widths
-from specbench.bench.serving import Asked, Load
+from specbench.bench.serving import Asked, Encoded, Load
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
 from specbench.results.advice import RunWarning, during, review
@@ -158,7 +158,7 @@ class TimeLeft:
 def run_sweep(
     sweep: Sweep,
     store: RunStore,
-    engine: Engine,
+    engine: Engine[Encoded],
     *,
     clock: Clock | None = None,
     on_event: Callable[[Event], None] | None = None,
@@ -227,7 +227,7 @@ def run_sweep(
     return SweepResult(len(left), failed, found, finish_run(sweep, store, engine))
 
 
-class CellRunner:
+class CellRunner(Generic[Encoded]):
     """Measures single cells of a sweep; in which order is up to who asks.
 
     Attributes:
@@ -236,15 +236,15 @@ class CellRunner:
     """
 
     def __init__(
-        self, sweep: Sweep, store: RunStore, engine: Engine, snapshot: Callable[[], LoadSnapshot]
+        self, sweep: Sweep, store: RunStore, engine: Engine[Encoded], snapshot: Callable[[], LoadSnapshot]
     ) -> None:
         self.configs = {config.id: config for config in sweep.configs}
         self._prompts = {prompt.id: prompt for prompt in sweep.prompts}
         self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
         self._answers = _answers(store.rows())
-        self._encoded: dict[str, list[int]] = {}
+        self._encoded: dict[str, Encoded] = {}
         self._fastest_mhz = 0.0
-        self.costs_work = True
+        self.costs_work = not sweep.options.servers  # their passes are theirs
 
     def measure(self, cell: Cell, warmup_tokens: int = WARMUP_TOKENS) -> dict[str, Any]:
         """Decode one cell; whatever goes wrong in there becomes a failed row. Of a warm-up only the first tokens."""
@@ -281,7 +281,12 @@ class CellRunner:
             **figures,
             "steal_share": rounded(after.steal_share(before), 4),
             "busy_elsewhere": rounded(after.busy_elsewhere(before), 2),
-            "warnings": [warning.id for warning in during(before, after, self._fastest_mhz or None)],
+            "warnings": [
+                warning.id
+                for warning in during(before, after, self._fastest_mhz or None)
+                if warning.id != "machine-busy"
+                or not self._sweep.options.servers  # which may be what is busy
+            ],
         }
 
     def _generated(self, cell: Cell, config: Config, longest: int) -> dict[str, Any]:
@@ -330,7 +335,7 @@ class CellRunner:
         )
         return {"status": "ok", "error": None, "clients": clients, **self._group_figures(group, served)}
 
-    def _asked(self, name: str, cell: Cell) -> Asked:
+    def _asked(self, name: str, cell: Cell) -> Asked[Encoded]:
         if name not in self._encoded:
             self._encoded[name] = self._engine.encode(self._prompts[name], [])
         return Asked(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
@@ -341,6 +346,7 @@ class CellRunner:
             "tokens": served.tokens,
             "pool": None if served.pool is None else dict(served.pool),
             "peak_memory_bytes": served.peak_memory_bytes,
+            **({} if served.speculation is None else {"speculation": dict(served.speculation)}),
             "requests": [
                 {
                     "prompt": name,
@@ -369,11 +375,11 @@ class CellRunner:
             self._store.update(costs=PassTimes.of_rows(self._store.costs()).medians().to_json())
         return CostsDone(costs)
 
-    def _single_costs(self, prompt: Sequence[int]) -> PassTimes:
+    def _single_costs(self, prompt: Encoded) -> PassTimes:
         gammas, trees = self._sweep.options.gammas, self._nodes
         return self._engine.measure_costs(prompt, cost_widths(gammas, trees), ABREAST if trees else ())
 
-    def _shared_costs(self, prompt: Sequence[int]) -> SharedTimes:
+    def _shared_costs(self, prompt: Encoded) -> SharedTimes:
         options = self._sweep.options
         widths = shared_widths(options.gammas, self._nodes)
         times = [self._engine.measure_shared_costs(prompt, batch, widths) for batch in options.batches]
@@ -399,7 +405,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
     """The measured part of a generation."""
     return {
         "prompt_tokens": outcome.prompt_tokens,
-        "new_tokens": len(outcome.token_ids),
+        "new_tokens": outcome.tokens,
         "token_ids": list(outcome.token_ids),
         "finish_reason": outcome.finish_reason,
         "first_tokens": outcome.first_tokens,
@@ -409,7 +415,13 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
         "total_s": rounded(outcome.ttft_s + outcome.decode_s),
         "log_probability": rounded(outcome.log_probability),
         "steps": step_lists(outcome.steps),
+        **({} if outcome.told is None else {"server": _told(outcome.told)}),
     }
+
+
+def _told(told: Told) -> dict[str, Any]:
+    """The field ``server`` of a generation."""
+    return {name: value for name, value in asdict(told).items() if name != "tokens"}
 
 
 _PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\":,;/\\]+[/\\])+")
@@ -426,7 +438,7 @@ def _message(error: Exception) -> str:
 # -- the end ---------------------------------------------------------------------------------------
 
 
-def finish_run(sweep: Sweep, store: RunStore, engine: Engine) -> tuple[RunWarning, ...]:
+def finish_run(sweep: Sweep, store: RunStore, engine: Engine[Encoded]) -> tuple[RunWarning, ...]:
     """Look at the whole run once more, and mark it finished."""
     store.update(differences=find_differences(sweep, store.rows(), engine))
     warnings = tuple(review(load_results(store.path)))
@@ -434,10 +446,12 @@ def finish_run(sweep: Sweep, store: RunStore, engine: Engine) -> tuple[RunWarnin
     return warnings
 
 
-def find_differences(sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: Engine) -> list[dict[str, Any]]:
+def find_differences(
+    sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: Engine[Encoded]
+) -> list[dict[str, Any]]:
     """Greedy outputs that are not those of plain decoding, each with the gap of the target's logits of the two tokens.
 
-    Beam search is left out, which looks for other answers.
+    Beam search is left out, which looks for other answers, and so are servers that were asked other prompts each.
     Of a conversation only the first differing turn is told, for behind it the prompts differ as well; of the repeats
     only the first.
     """
@@ -450,6 +464,8 @@ def find_differences(sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: En
     keys = sorted(outputs)
     prompts = {prompt.id: prompt for prompt in sweep.prompts}
     found: dict[tuple[str, str], dict[str, Any]] = {}
+    if sweep.options.salt == "each":
+        return []
     for config in sweep.configs:
         if config.temperature or config.id == config.baseline or config.kind in OTHER_ANSWERS:
             continue
@@ -472,7 +488,7 @@ def find_differences(sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: En
 
 
 def _difference(
-    engine: Engine,
+    engine: Engine[Encoded],
     prompt: Prompt,
     history: Sequence[Sequence[int]],
     tokens: Sequence[int],

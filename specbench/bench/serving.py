@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from specbench.decoding.clocks import Clock
 from specbench.decoding.records import Prefill, Step
@@ -13,19 +13,23 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun
     from specbench.generate_many import GenerationRuns
 
-__all__ = ["Answered", "Asked", "Load", "Served", "SkippingClock", "serve"]
+__all__ = ["Answered", "Asked", "Encoded", "Load", "Served", "SkippingClock", "serve"]
+
+
+Encoded = TypeVar("Encoded")
+"""A prompt as its engine takes it: models as token ids."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request: token ids of its prompt, and the seed of its sampling."""
+class Asked(Generic[Encoded]):
+    """A request: its prompt, and the seed of its sampling."""
 
-    prompt: Sequence[int]
+    prompt: Encoded
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(Generic[Encoded]):
     """Requests, and when they are sent.
 
     Attributes:
@@ -36,18 +40,18 @@ class Load:
         times: Of an open loop: seconds at which each of the requests comes, ascending.
     """
 
-    requests: Sequence[Asked]
+    requests: Sequence[Asked[Encoded]]
     clients: int | None
-    beside: Sequence[Asked] = ()
+    beside: Sequence[Asked[Encoded]] = ()
     times: Sequence[float] = ()
 
-    def asked(self, number: int) -> Asked:
+    def asked(self, number: int) -> Asked[Encoded]:
         """The request that is sent as the ``number``-th, from 0."""
         own = len(self.requests)
         return self.requests[number] if number < own else self.beside[(number - own) % len(self.beside)]
 
     @property
-    def different(self) -> Sequence[Asked]:
+    def different(self) -> Sequence[Asked[Encoded]]:
         """All that may be sent, each once."""
         return [*self.requests, *self.beside]
 
@@ -127,7 +131,10 @@ class SkippingClock:
 
 
 def serve(
-    load: Load, runs: GenerationRuns, start: Callable[[Asked], GenerationRun], clock: SkippingClock
+    load: Load[Sequence[int]],
+    runs: GenerationRuns,
+    start: Callable[[Asked[Sequence[int]]], GenerationRun],
+    clock: SkippingClock,
 ) -> Served:
     """Send requests, and decode until the last measured one has ended. Whatever one of them raises goes through.
 
@@ -144,9 +151,9 @@ def serve(
 class _Service:
     """A load on its way."""
 
-    load: Load
+    load: Load[Sequence[int]]
     runs: GenerationRuns
-    start: Callable[[Asked], GenerationRun]
+    start: Callable[[Asked[Sequence[int]]], GenerationRun]
     clock: SkippingClock
     sent: list[Answered] = field(default_factory=list)
     began: float = 0.0

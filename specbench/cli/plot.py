@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["plot"]
 
 NAMES = (
-    "speedup, batches, latency, tokens-per-second, acceptance, positions, time, prediction, categories,"
+    "speedup, servers, batches, latency, tokens-per-second, acceptance, positions, time, prediction, categories,"
     " accepted-length, trees, ranks, generation"
 )
 """Of ``specbench.show.plots.FIGURES``, which takes too long to import for a help text."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from pandas import DataFrame
 
-    from specbench.bench.engines.own import EngineOptions, ModelEngine
+    from specbench.bench.engines.own import Engine, EngineOptions, ModelEngine
+    from specbench.bench.engines.servers import ServerEngine
     from specbench.bench.estimate import TimeNeed
     from specbench.bench.grid import Cell, Sweep, SweepOptions
     from specbench.bench.prompts import Prompt
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from specbench.results.load import LoadSnapshot
     from specbench.results.store import RunStore
     from specbench.specs.rules import RuleSpec
+    from specbench.specs.servers import ServerSpec
 
 __all__ = ["describe_sources", "sweep"]
 
@@ -37,6 +39,7 @@ _FOLDER = Path("results")
 _what = partial(typer.Option, rich_help_panel="What is compared")
 _experiment = partial(typer.Option, rich_help_panel="Experiment")
 _results = partial(typer.Option, rich_help_panel="Results")
+_servers = partial(typer.Option, rich_help_panel="Servers in place of models")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,39 @@ class _Compared:
 
 
 @dataclass(frozen=True)
+class _Servers:
+    """Which servers are measured in place of models, and how."""
+
+    server: Annotated[
+        tuple[str, ...],
+        _servers(
+            "--server",
+            metavar="NAME=URL[#MODEL]",
+            help="Measure this server, which speaks the OpenAI protocol; repeatable, the first is the baseline. The"
+            " model is the one it lists; --target names it here, for its tokenizer to check counts. A key is read from"
+            " the environment variable SPECBENCH_KEY_NAME.",
+        ),
+    ] = ()
+    api: Annotated[
+        Literal["chat", "completions"],
+        _servers(
+            "--api", metavar="WHAT", help="What servers are asked: chat, by their template, or completions."
+        ),
+    ] = "chat"
+    timeout: Annotated[
+        float,
+        _servers("--timeout", min=0.1, metavar="SECONDS", help="Wait so long for every piece of an answer."),
+    ] = 300.0
+    check_outputs: Annotated[
+        bool,
+        _servers(
+            "--check-outputs",
+            help="Load --target at the end, and say by how much it prefers one of two outputs that part.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
 class _Experiment:
     """Which prompts are decoded, and how often."""
 
@@ -119,6 +155,13 @@ class _Experiment:
     seed: Annotated[
         int, _experiment("--seed", min=0, metavar="N", help="Of the random order and of sampling.")
     ] = 0
+
+    def chosen(self, batches: Sequence[int]) -> tuple[tuple[str, ...], int | None]:
+        """The sets that prompts are taken from, and how many."""
+        limit = self.limit
+        if limit is None and not self.prompts and not self.category:
+            limit = max(_DEFAULT_LIMIT, _GROUPS * max(batches, default=1))
+        return self.prompts or (_DEFAULT_PROMPTS,), limit
 
 
 @dataclass(frozen=True)
@@ -164,6 +207,7 @@ def sweep(
     ctx: typer.Context,
     *,
     compared: _Compared,
+    servers: _Servers,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     models: ModelOptions,
     gamma: Annotated[
@@ -226,6 +270,10 @@ def sweep(
     from specbench.results.load import load_snapshot
 
     start = load_snapshot()
+    if servers.server:
+        _sweep_servers(ctx, compared, servers, target, models, experiment, decode, results, quiet, start)
+        return
+    _refuse_without_servers(ctx)
     from specbench.bench.engines.own import EngineOptions, check_engine, load_engine
     from specbench.bench.grid import (
         Sweep,
@@ -239,7 +287,6 @@ def sweep(
     )
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import StageProgress
-    from specbench.errors import UsageError
     from specbench.results.store import RunStore
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
@@ -286,9 +333,7 @@ def sweep(
         batches=batches,
         arrivals=compared.arrivals,
     )
-    named, limit = experiment.prompts or (_DEFAULT_PROMPTS,), experiment.limit
-    if limit is None and not experiment.prompts and not experiment.category:
-        limit = max(_DEFAULT_LIMIT, _GROUPS * max(batches, default=1))
+    named, limit = experiment.chosen(batches)
     chosen = load_prompts(named, experiment.category, limit)
     check_batches(options, len(chosen))
     engine_options = EngineOptions(
@@ -310,11 +355,7 @@ def sweep(
         grid = build_configs(options, {str(spec): spec for spec in drafters})
         _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), engine_options, folder, start)
         return
-    if not results.resume and RunStore.exists(folder):
-        raise UsageError(
-            f"The folder {str(folder)!r} holds results already.",
-            "Add --resume to go on with them, or give another --out.",
-        )
+    _refuse_taken(folder, results)
     with StageProgress(quiet) as progress:
         check_engine(engine_options, progress)
         RunStore.check_writable(folder)
@@ -332,7 +373,166 @@ def sweep(
         raise typer.Exit(code)
 
 
+def _sweep_servers(
+    ctx: typer.Context,
+    compared: _Compared,
+    servers: _Servers,
+    target: str,
+    models: ModelOptions,
+    experiment: _Experiment,
+    decode: DecodeOptions,
+    results: _Results,
+    quiet: bool,
+    start: LoadSnapshot,
+) -> None:
+    """A sweep of servers in place of models."""
+    from dataclasses import replace
+
+    from specbench.bench.engines.own import EngineOptions, load_engine
+    from specbench.bench.engines.servers import ServerEngine
+    from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, check_batches, parse_batches
+    from specbench.bench.prompts import load_prompts
+    from specbench.cli.progress import StageProgress
+    from specbench.models.load import load_tokenizer
+    from specbench.results.store import RunStore
+    from specbench.specs.models import parse_model
+    from specbench.specs.servers import parse_servers
+
+    specs = parse_servers(servers.server)
+    known = bool(opt.given(ctx, "target"))
+    _refuse_with_servers(ctx, servers, known=known)
+    batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
+    options = SweepOptions(
+        gammas=(),
+        policies=(),
+        temperatures=tuple(_checked_temperatures(compared.temperature or [0.0])),
+        max_new_tokens=decode.max_new_tokens,
+        ignore_eos=decode.ignore_eos,
+        repeats=experiment.repeats,
+        warmup=experiment.warmup,
+        turns=1 if experiment.turns is None else experiment.turns,
+        seed=experiment.seed,
+        cache="none",
+        batches=batches,
+        arrivals=compared.arrivals,
+        servers=tuple(spec.name for spec in specs),
+        api=servers.api,
+    )
+    named, limit = experiment.chosen(batches)
+    prompts = tuple(load_prompts(named, experiment.category, limit))
+    check_batches(options, len(prompts))
+    keys = _keys(specs)
+    local = EngineOptions(parse_model(target), models=models, model_defaults=decode.model_defaults)
+    with StageProgress(quiet) as progress:
+        tokenizer = load_tokenizer(local.target, progress=progress) if known else None
+    engine = ServerEngine(
+        specs,
+        keys=keys,
+        api=servers.api,
+        tokenizer=tokenizer,
+        local=(lambda: load_engine(local)) if servers.check_outputs else None,
+        timeout_s=servers.timeout,
+    )
+    try:
+        options = replace(options, servers=tuple(each.described for each in engine.servers), salt=engine.salt)
+        sources = {
+            "target": engine.servers[0].model_name,
+            "tokenizer": str(local.target) if known else None,
+            "prompts": [Path(name).name for name in named],
+            "categories": list(experiment.category),
+            "limit": limit,
+        }
+        folder = _folder(results, sources, options)
+        sweep = Sweep(options, prompts, tuple(build_server_configs(options, [spec.name for spec in specs])))
+        if results.dry_run:
+            for line in _planned(sweep, folder):
+                _print(line)
+            return
+        _refuse_taken(folder, results)
+        RunStore.check_writable(folder)
+        job = _Job(sweep, engine, folder, quiet)
+        with job.open_store(sources, accept_changes=results.accept_changes) as store:
+            found = job.found(store, retry_failed=results.retry_failed)
+            job.say_at_start(start, found, _server_notes(engine))
+            code = job.run(store, retry_failed=results.retry_failed)
+        if engine.unjudged:
+            job.say(f"Outputs that part were not judged. {engine.unjudged}")
+    finally:
+        engine.close()
+    if code:
+        raise typer.Exit(code)
+
+
 # -- what is asked for -----------------------------------------------------------------------------
+
+
+_HOW_MODELS_DECODE = (
+    "drafter", "baseline", "assisted", "gamma", "length_policy", "egag", "tree", "keep_policy_state", "cache",
+    "bit_exact", "compiled", LengthOptions,
+)  # fmt: skip
+
+
+def _refuse_with_servers(ctx: typer.Context, servers: _Servers, *, known: bool) -> None:
+    """Refuse what says how models decode."""
+    from specbench.errors import UsageError
+
+    loading = () if servers.check_outputs else ("model_defaults", ModelOptions)
+    if written := opt.given(ctx, *_HOW_MODELS_DECODE, *loading):
+        raise UsageError(
+            f"{', '.join(written)}: servers decode in their own way, and have no such option here.",
+            "Leave it out, or leave --server out.",
+        )
+    if servers.check_outputs and not known:
+        raise UsageError("--check-outputs loads the target here.", "Name it by --target.")
+
+
+def _refuse_without_servers(ctx: typer.Context) -> None:
+    """Refuse what is for servers alone."""
+    from specbench.errors import UsageError
+
+    if written := opt.given(ctx, "api", "timeout", "check_outputs"):
+        raise UsageError(f"{', '.join(written)}: for servers alone.", "Add --server NAME=URL.")
+
+
+def _refuse_taken(folder: Path, results: _Results) -> None:
+    """Refuse a folder with results that are not to be gone on with."""
+    from specbench.errors import UsageError
+    from specbench.results.store import RunStore
+
+    if not results.resume and RunStore.exists(folder):
+        raise UsageError(
+            f"The folder {str(folder)!r} holds results already.",
+            "Add --resume to go on with them, or give another --out.",
+        )
+
+
+def _keys(specs: Sequence[ServerSpec]) -> dict[str, str]:
+    """The keys that the environment holds, by the names of their servers."""
+    import os
+
+    from specbench.errors import UsageError
+
+    found = {
+        spec.name: os.environ[spec.key_variable].strip() for spec in specs if spec.key_variable in os.environ
+    }
+    for spec in specs:
+        key = found.get(spec.name, "-")
+        if not key or not key.isascii() or not key.isprintable():
+            raise UsageError(
+                f"The environment variable {spec.key_variable} holds no key.", "Put it there, or unset it."
+            )
+    return found
+
+
+def _server_notes(engine: ServerEngine) -> list[str]:
+    notes = [note for server in engine.servers for note in server.notes]
+    if engine.salt != "none":
+        whose = ", so outputs cannot be compared" if engine.salt == "each" else ""
+        notes.append(
+            "Every prompt gets a first line of its own, for a cache of prompts that cannot be switched off"
+            f"{whose}."
+        )
+    return notes
 
 
 def _default_rules(temperatures: Sequence[float]) -> list[str]:
@@ -507,13 +707,8 @@ def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path, start: Loa
         check_engine(options, progress)
         need = estimate_time(sweep, options, folder.parent, progress=progress)
         memory = estimate_memory(sweep, options, progress=progress)
-    cells = [cell for cell in sweep.plan() if not cell.warmup]
-    categories = dict.fromkeys(prompt.category for prompt in sweep.prompts)
     lines = [
-        f"{len(sweep.configs)} configurations: {', '.join(config.label for config in sweep.configs)}",
-        f"{len(sweep.prompts)} prompts: {_categories(sweep.prompts)}" if categories else "",
-        f"{_counted_cells(cells)} of up to {sweep.options.max_new_tokens} tokens "
-        f"({sweep.options.repeats} repeats), stored in {folder}",
+        *_planned(sweep, folder),
         _time_needed(need, start),
         f"memory: {memory.total / 1e9:.1f} GB "
         f"({', '.join(f'{name} {size / 1e9:.1f}' for name, size in memory.parts.items())}); "
@@ -523,6 +718,18 @@ def _show_dry_run(sweep: Sweep, options: EngineOptions, folder: Path, start: Loa
         lines.append("This does not fit: choose a smaller model or a narrower dtype.")
     for line in lines:
         _print(line)
+
+
+def _planned(sweep: Sweep, folder: Path) -> list[str]:
+    """What would run, and where it would be stored."""
+    cells = [cell for cell in sweep.plan() if not cell.warmup]
+    categories = dict.fromkeys(prompt.category for prompt in sweep.prompts)
+    return [
+        f"{len(sweep.configs)} configurations: {', '.join(config.label for config in sweep.configs)}",
+        f"{len(sweep.prompts)} prompts: {_categories(sweep.prompts)}" if categories else "",
+        f"{_counted_cells(cells)} of up to {sweep.options.max_new_tokens} tokens "
+        f"({sweep.options.repeats} repeats), stored in {folder}",
+    ]
 
 
 def _counted_cells(cells: Sequence[Cell]) -> str:
@@ -553,9 +760,9 @@ def _print(line: str) -> None:
 
 
 class _Job:
-    """A sweep with its models loaded."""
+    """A sweep with its models loaded, or its servers reached."""
 
-    def __init__(self, sweep: Sweep, engine: ModelEngine, folder: Path, quiet: bool) -> None:
+    def __init__(self, sweep: Sweep, engine: Engine[Any], folder: Path, quiet: bool) -> None:
         from rich.console import Console
 
         self.sweep, self.engine, self.folder, self.quiet = sweep, engine, folder, quiet
@@ -607,11 +814,11 @@ class _Job:
         from specbench.results.advice import at_start
 
         for note in notes:
-            self._say(f"note: {note}")
+            self.say(f"note: {note}")
         for warning in at_start(start):
             self._warn(warning)
         if found and not self.quiet:
-            self._say(f"Going on with {self.folder}: {found} there.")
+            self.say(f"Going on with {self.folder}: {found} there.")
 
     def run(self, store: RunStore, *, retry_failed: bool) -> int:
         """Measure; show and write what there is then, whether it came to its end or not. The exit code."""
@@ -623,7 +830,7 @@ class _Job:
         interrupted, failed = False, 0
         warnings: Sequence[RunWarning] = ()
         for problem in store.problems:
-            self._say(problem)
+            self.say(problem)
         with SweepDisplay(self.sweep, self.console, quiet=self.quiet) as display:
             try:
                 result = run_sweep(
@@ -640,15 +847,15 @@ class _Job:
             for warning in warnings:
                 self._warn(warning)
             if interrupted:
-                self._say(
+                self.say(
                     f"Interrupted. {self.found(store, retry_failed=retry_failed) or f'No {self._cells} are'} in"
                     f" {self.folder}; to go on, run the same command with --out {self.folder} --resume."
                 )
             else:
-                self._say(f"Results are in {self.folder}: summary.csv, summary.md and every generation.")
-                self._say(f"Next: specbench plot {self.folder}, specbench report {self.folder}")
+                self.say(f"Results are in {self.folder}: summary.csv, summary.md and every generation.")
+                self.say(f"Next: specbench plot {self.folder}, specbench report {self.folder}")
             if failed:
-                self._say(f"{failed} {self._cells} failed; to try them again, add --resume --retry-failed.")
+                self.say(f"{failed} {self._cells} failed; to try them again, add --resume --retry-failed.")
         if interrupted:
             return exit_code_of_interrupt()
         return 1 if failed else 0
@@ -688,9 +895,10 @@ class _Job:
                 tables.render_terminal(each, console)
 
     def _warn(self, warning: RunWarning) -> None:
-        self._say(f"{warning.severity}: {warning.message} {warning.advice}")
+        self.say(f"{warning.severity}: {warning.message} {warning.advice}")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """A line to stderr."""
         from rich.text import Text
 
         from specbench.textsafe import terminal_safe

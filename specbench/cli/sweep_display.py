@@ -147,7 +147,8 @@ class SweepDisplay:
         now = Text(self._safe(self._now), style="dim", no_wrap=True, overflow="ellipsis")
         table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
         table.add_column("so far", no_wrap=True, overflow="ellipsis")
-        for heading in ("tokens/s", "× plain", "runs"):
+        over = "× first" if self._options.servers else "× plain"
+        for heading in ("tokens/s", over, "runs"):
             table.add_column(heading, justify="right")
         rows = self._speeds.rows()
         shown = rows[: max(3, self._console.height - 6)]

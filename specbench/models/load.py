@@ -52,6 +52,7 @@ __all__ = [
     "end_of_turn",
     "load_config",
     "load_model",
+    "load_tokenizer",
     "resolve_device",
     "resolve_dtype",
     "wrap_model",
@@ -288,6 +289,19 @@ def wrap_model(
         defaults=ModelDefaults.of(getattr(model, "generation_config", None)),
         identity=_fingerprint(model, torch.bfloat16),
     )
+
+
+def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone; a built-in model or GGUF file is prepared if need be.
+
+    Raises:
+        RunError: It cannot be loaded.
+    """
+    spec = parse_model(spec) if isinstance(spec, str) else spec
+    if spec.kind == "hub":
+        hub = HubModel(spec.source, spec.revision, spec.name, progress)
+        return _load_tokenizer(hub.folder, hub, spec.name)
+    return _load_tokenizer(_local_folder(spec, progress), None, spec.name)
 
 
 def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbench.results.rows import OTHER_ANSWERS
+from specbench.results.rows import OTHER_ANSWERS, PLAIN
 from specbench.textsafe import counted
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "during",
     "few_prompts",
     "review",
+    "server_warnings",
     "tokens_differ",
     "wide_intervals",
 ]
@@ -249,32 +250,45 @@ def baseline_too_slow(speedup: Interval) -> RunWarning | None:
 
 
 def tokens_differ(
-    differences: Mapping[str, Sequence[Mapping[str, Any]]], prompts: int, *, int8: bool = False
+    differences: Mapping[str, Sequence[Mapping[str, Any]]],
+    prompts: int,
+    *,
+    int8: bool = False,
+    over: str = PLAIN,
 ) -> list[RunWarning]:
-    """Greedy outputs that are not those of plain decoding: a warning for each configuration, one for all mere ties.
+    """Greedy outputs that are not those of the baseline: a warning for each configuration, one for all mere ties.
 
     Args:
         differences: The entries of ``run.json``, by the configurations' labels.
         prompts: How many each configuration decoded.
         int8: Whether the target is an int8 one, whose passes were not the same to the bit then.
+        over: The baseline, in words; a server if it is not plain decoding.
     """
-    found, ties = [], {}
+    found, ties, servers = [], {}, over != PLAIN
     for label, entries in differences.items():
         real = [each for each in entries if each.get("numerical_tie") is False]
         unknown = [each for each in entries if each.get("numerical_tie") is None]
         data = {"differences": [dict(each) for each in entries]}
-        what = f"{label}: tokens differ from plain decoding in {len(entries)} of {prompts} prompts, first at token"
+        what = f"{label}: tokens differ from {over} in {len(entries)} of {prompts} prompts, first at token"
         if real:
             first = real[0]
             message = (
                 f"{what} {first['position']} of {first['prompt']}; the two tokens' logits are {first['gap']:.3g} apart"
                 " there, more than rounding explains."
             )
-            advice = "Please report it: the output should be the same."
+            advice = (
+                "One of the two is not what the target says: compare their weights, quantisation and sampling."
+                if servers
+                else "Please report it: the output should be the same."
+            )
             found.append(RunWarning("tokens-differ", "error", message, advice, data))
         elif unknown:
             message = f"{what} {unknown[0]['position']} of {unknown[0]['prompt']}."
-            advice = "Finish the sweep with --resume to learn whether rounding explains it, or use --dtype float32."
+            advice = (
+                "Add --resume --check-outputs with --target to learn whether rounding explains it."
+                if servers
+                else "Finish the sweep with --resume to learn whether rounding explains it, or use --dtype float32."
+            )
             found.append(RunWarning("tokens-differ", "warning", message, advice, data))
         elif entries:
             ties[label] = data["differences"]
@@ -283,11 +297,13 @@ def tokens_differ(
         several = label if len(ties) == 1 else f"{len(ties)} configurations"
         every = [each for entries in ties.values() for each in entries]
         message = (
-            f"{several}: tokens differ from plain decoding in {len(every)} of {len(ties) * prompts} cases, each where"
+            f"{several}: tokens differ from {over} in {len(every)} of {len(ties) * prompts} cases, each where"
             f" the two tokens' logits tie within rounding (first at token {first['position']} of {first['prompt']},"
             f" {label})."
         )
-        advice = "Nothing to do; with --dtype float32 the outputs are the same."
+        advice = (
+            "Nothing to do." if servers else "Nothing to do; with --dtype float32 the outputs are the same."
+        )
         if int8:
             advice = (
                 "An int8 target makes much of rounding: leave --cache out, whose default gives passes of all widths the"
@@ -295,6 +311,66 @@ def tokens_differ(
             )
         found.append(RunWarning("tokens-differ", "info", message, advice, {"differences": every}))
     return found
+
+
+CACHED = 0.1
+"""Share of a prompt's tokens that a server may find in its cache: those of its template."""
+
+
+def server_warnings(frame: DataFrame, summary: DataFrame) -> Iterator[RunWarning]:
+    """What is doubtful about the answers of servers.
+
+    Args:
+        frame: The rows of a run.
+        summary: Its ``specbench.results.frames.summary_frame``.
+    """
+    from specbench.results.frames import records
+
+    ok = frame[(frame["status"] == "ok") & (frame["kind"] == "server")]
+    for name, rows in ok.groupby("drafter", sort=False):
+        wrong = rows[rows["problem"].notna()]
+        if len(wrong):
+            yield RunWarning(
+                "token-counts",
+                "warning",
+                f"{name}: tokens are not clear in {len(wrong)} of {len(rows)} answers; in the first:"
+                f" {wrong['problem'].iloc[0]}",
+                "Its own count was left aside where the tokenizer's was at hand; compare totals with care.",
+                {"answers": len(wrong), "of": len(rows)},
+            )
+        elif (rows["counted_by"] == "usage").all() and not rows["token_ids"].map(len).any():
+            yield RunWarning(
+                "tokens-unchecked",
+                "info",
+                f"{name}: tokens were counted by the server alone.",
+                "Add --target MODEL, whose tokenizer checks them.",
+            )
+        if (rows["pieces"] == 1).all() and (rows["new_tokens"] > 1).any():
+            yield RunWarning(
+                "one-piece",
+                "warning",
+                f"{name}: answers come in one piece, so nothing is known of the time to the first token and per token.",
+                "Have it stream its answers; what stands 'with TTFT' holds nevertheless.",
+            )
+    for row in records(summary[summary["kind"] == "server"]):
+        if row["cached_share"] > CACHED:
+            yield RunWarning(
+                "prompt-cache",
+                "warning",
+                f"{row['label']}: {row['cached_share']:.0%} of the prompts' tokens came from a cache that could not be"
+                " switched off, so its time to the first token flatters.",
+                "Start it without a cache of prompts.",
+                {"share": row["cached_share"]},
+            )
+        if row["warming_low"] > 1:
+            yield RunWarning(
+                "warm-pool",
+                "warning",
+                f"{row['label']}: {row['warming']:.2f} × as fast with prompts that it has answered before: it drafts"
+                " from what it remembers.",
+                "Go by the speedup of the first time, which stands apart, or restart it between repeats.",
+                {"ratio": row["warming"], "low": row["warming_low"], "high": row["warming_high"]},
+            )
 
 
 def failures(frame: DataFrame) -> Iterator[RunWarning]:
@@ -324,6 +400,8 @@ def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarnin
     ok = frame[frame["status"] == "ok"]
     if ok.empty:
         return list(failures(frame))
+    from specbench.results.frames import baseline_name, summary_frame
+
     run = frame.attrs["run"]
     disturbances = Counter(name for names in frame["warnings"] for name in set(names))
     found = [few_prompts(ok["prompt"].nunique()), *disturbed(len(frame), disturbances)]
@@ -336,7 +414,10 @@ def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarnin
     for entry in run.get("differences") or ():
         differences.setdefault(labels.get(entry["config"], entry["config"]), []).append(entry)
     int8 = run["target"].get("dtype") == "int8"
-    found += tokens_differ(differences, ok["prompt"].nunique(), int8=int8)
+    over = baseline_name(frame)
+    found += tokens_differ(differences, ok["prompt"].nunique(), int8=int8, over=over)
+    if over != PLAIN:
+        found += server_warnings(frame, summary_frame(frame) if summary is None else summary)
     return [warning for warning in found if warning is not None] + list(failures(frame))
 
 

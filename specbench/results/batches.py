@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbench.results.frames import records
+from specbench.results.rows import RIVALS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,7 +17,7 @@ __all__ = ["Line", "lines_of"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A drafter and a rule over the batches that were measured, each in a closed loop of as many clients.
+    """A drafter and a rule, or a server, over the batches that were measured, each in a closed loop of as many clients.
 
     Attributes:
         rows: Of the summary, by rising batch; at least one, each with a speedup.
@@ -56,14 +57,16 @@ class Line:
 
 
 def lines_of(summary: pd.DataFrame) -> list[Line]:
-    """Every drafter and rule at every temperature over its batches, the best first; none without batches.
+    """Every drafter and rule, or server, at every temperature over its batches, the best first; none without batches.
 
     Args:
         summary: A ``specbench.results.frames.summary_frame``.
     """
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in records(summary):
-        if row["kind"] != "speculative" or math.isnan(row["batch"]) or not row["speedup"] > 0:
+        if row["kind"] not in RIVALS or row["config"] == row["baseline"]:
+            continue
+        if math.isnan(row["batch"]) or not row["speedup"] > 0:
             continue
         if row["arrivals"] != f"closed:{row['batch']:.0f}":
             continue

@@ -30,13 +30,14 @@ from specbench.decoding.theory import (
 )
 from specbench.errors import UsageError
 from specbench.results import stats
-from specbench.results.rows import OTHER_ANSWERS, STEP_FIELDS
+from specbench.results.rows import OTHER_ANSWERS, PLAIN, RIVALS, STEP_FIELDS
 from specbench.textsafe import one_line
 
 __all__ = [
     "PERCENTILES",
     "Steps",
     "accepted_frame",
+    "baseline_name",
     "category_frame",
     "disturbance",
     "estimate_of",
@@ -53,13 +54,14 @@ __all__ = [
 
 _WITH_INTERVAL = (
     "tokens_per_second", "speedup", "speedup_total", "pooled_speedup", "tokens_per_step", "acceptance_rate",
-    "acceptance_tested", "alpha", "predicted_speedup", "predicted_speedup_iid",
+    "acceptance_tested", "alpha", "predicted_speedup", "predicted_speedup_iid", "speedup_first", "warming",
 )  # fmt: skip
 _FIGURES = [
     "prompts", "generations", "failures", "speedup_basis", "verdict",
     *(f"{name}{end}" for name in _WITH_INTERVAL for end in ("", "_low", "_high")),
     "mean_gamma", "mean_nodes", "c", "ttft_s", "ms_per_token", *(f"share_{part}" for part in PARTS),
-    "share_draft_prefill", "peak_memory_bytes", "log_probability", "identical_share", "difference",
+    "share_draft_prefill", "peak_memory_bytes", "log_probability", "identical_share", "difference", "step_source",
+    "cached_share",
 ]  # fmt: skip
 _KEY = ["group", "prompt", "turn", "repeat"]
 _CONFIG_FIELDS = (
@@ -94,6 +96,12 @@ def run_of(df: pd.DataFrame) -> dict[str, Any]:
     return dict(df.attrs.get("run", {}))
 
 
+def baseline_name(df: pd.DataFrame) -> str:
+    """What speedups are over, in words: plain decoding, or the first of several servers."""
+    configs = run_of(df).get("configs") or ()
+    return next((one_line(each["drafter"]) for each in configs if each.get("kind") == "server"), PLAIN)
+
+
 def disturbance(df: pd.DataFrame) -> str:
     """Why the rows allow no verdict: others used the machine most of the time. Empty where they do allow one."""
     busy = sum(not _OTHERS.isdisjoint(names) for names in df["warnings"])
@@ -114,15 +122,15 @@ def paired_runs(df: pd.DataFrame) -> pd.DataFrame:
         One row per pair with ``config, category, group, prompt, turn, repeat``; ``ratio`` (of decode speeds) and
         ``ratio_total`` (of whole times per token), above 1 where the configuration is faster; ``tokens`` and
         ``seconds`` behind the first emission and those of the baseline as ``base_tokens`` and ``base_seconds``;
-        ``identical``, whether the tokens are the same (``None`` where sampling or beam search makes the question
-        pointless).
+        ``identical``, whether the tokens are the same, of servers the texts (``None`` where sampling, beam search or
+        prompts that differ make the question pointless).
         Of requests side by side, all of these are about the whole time from their arrival to their end, which is what
         their share of the machine shows in. Baselines themselves are left out.
     """
-    run_of(df)
+    asked_alike = (run_of(df).get("options") or {}).get("salt") != "each"
     columns = [
         *_KEY, "config", "kind", "category", "baseline", "temperature", "tokens_per_second", "decode_s", "total_s",
-        "new_tokens", "token_ids",
+        "new_tokens", "token_ids", "text",
     ]  # fmt: skip
     rows = _bare(df.loc[df["status"] == "ok", columns])
     alone = rows["group"] == ""
@@ -131,17 +139,18 @@ def paired_runs(df: pd.DataFrame) -> pd.DataFrame:
     whole = rows["new_tokens"] / rows["total_s"].where(rows["total_s"] > 0)
     rows["tokens_per_second"] = rows["tokens_per_second"].where(alone, whole)
     rows["total"] = rows["total_s"] / rows["new_tokens"].where(rows["new_tokens"] > 0)
-    figures = ["tokens_per_second", "tokens", "seconds", "total", "token_ids"]
+    figures = ["tokens_per_second", "tokens", "seconds", "total", "token_ids", "text"]
     base = rows[["config", *_KEY, *figures]].rename(
         columns={"config": "baseline", **{name: f"base_{name}" for name in figures}}
     )
     pairs = rows[rows["config"] != rows["baseline"]].merge(base, on=["baseline", *_KEY], how="inner")
     pairs["ratio"] = pairs["tokens_per_second"] / pairs["base_tokens_per_second"]
     pairs["ratio_total"] = pairs["base_total"] / pairs["total"]
-    meant = (pairs["temperature"] == 0) & ~pairs["kind"].isin(OTHER_ANSWERS)
+    meant = (pairs["temperature"] == 0) & ~pairs["kind"].isin(OTHER_ANSWERS) & asked_alike
+    outputs = (zip(pairs[f"{side}token_ids"], pairs[f"{side}text"], strict=True) for side in ("", "base_"))
     same = (
-        bool(np.array_equal(ours, theirs)) if one else None
-        for ours, theirs, one in zip(pairs["token_ids"], pairs["base_token_ids"], meant, strict=True)
+        None if not one else our_text == their_text and bool(np.array_equal(ours, theirs))
+        for (ours, our_text), (theirs, their_text), one in zip(*outputs, meant, strict=True)
     )
     pairs["identical"] = pd.Series(list(same), dtype=object, index=pairs.index)
     kept = [
@@ -203,6 +212,10 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
           ``predicted_speedup_iid``: from α instead, geometric means over prompts; ``c``: cost of a drafter pass;
         - ``ms_per_token``: time of the steps per emitted token, and ``share_draft, share_verify, share_accept,
           share_rollback, share_other``: the parts of it, with ``share_draft_prefill`` within that of drafting;
+        - ``speedup_first``, of servers: the speedup over the first repeat alone; ``warming``: how many times as fast
+          the later repeats are, where a server has seen the prompts before;
+        - ``step_source``, of servers: what ``tokens_per_step`` comes from, the ``server`` or ``bursts``, an estimate;
+          ``cached_share``: of the prompts' tokens those that it did not read, where it says so;
         - ``peak_memory_bytes``: the largest; ``log_probability``: of an answer's token, mean over prompts, where it was
           asked for; ``identical_share``: greedy outputs with the baseline's very tokens;
           ``difference``: what the others come from (``ties``, ``beyond rounding``, ``not checked``), ``None`` if none.
@@ -232,7 +245,7 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
                 **fields,
                 **_generation_figures(mine),
                 **_speedups(config, fields, mine, pairs.get(config), groups.get(config), run),
-                **_step_figures(its_steps),
+                **(_server_figures(mine) if fields["kind"] == "server" else _step_figures(its_steps)),
                 **(
                     _predictions(its_steps, fields, run.get("costs"), rows)
                     if math.isnan(fields["batch"])
@@ -274,7 +287,7 @@ def category_frame(df: pd.DataFrame) -> pd.DataFrame:
 def _judged(frame: pd.DataFrame, kind: str, df: pd.DataFrame) -> pd.DataFrame:
     """A frame with what its text needs to know, and without verdicts where the rows that it was made of allow none."""
     dtype = df.attrs.get("run", {}).get("target", {}).get("dtype")
-    frame.attrs = {"kind": kind, "disturbance": disturbance(df), "dtype": dtype}
+    frame.attrs = {"kind": kind, "disturbance": disturbance(df), "dtype": dtype, "over": baseline_name(df)}
     if frame.attrs["disturbance"]:
         frame["verdict"] = frame["verdict"].where(frame["verdict"].isna(), "cannot tell")
     return frame
@@ -394,7 +407,9 @@ def request_frame(df: pd.DataFrame) -> pd.DataFrame:
                     for name in LATENCIES
                     for percent, value in zip(PERCENTILES, _percentiles(mine[name]), strict=True)
                 },
-                "acceptance_rate": _ratio(accepted, drafted),
+                "acceptance_rate": _server_figures(mine)["acceptance_rate"]
+                if fields["kind"] == "server"
+                else _ratio(accepted, drafted),
                 **{
                     name: float(mine[name].max())
                     for name in ("pool_blocks", "pool_peak_blocks", "pool_peak_bytes")
@@ -681,12 +696,16 @@ def _speedups(
         return {"speedup": 1.0, "speedup_total": whole, "pooled_speedup": 1.0}
     if pairs is None:
         return {"speedup": _NAN, "speedup_total": _NAN, "pooled_speedup": _NAN}
-    ratios = _ratios(pairs if groups is None else groups, "speedup")
+    compared = pairs if groups is None else groups
+    ratios = _ratios(compared, "speedup")
     del ratios["prompts"]  # those of the configuration stand there, paired or not
     # With a batch, the speedup itself is about whole times.
     totals = pairs["ratio_total"].to_numpy() * (1.0 if groups is None else _NAN)
     total = stats.geometric_mean(totals, pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy())
     identical = pairs["identical"].dropna()
+    if fields["kind"] == "server":
+        first = compared[compared["repeat"] == 0]
+        ratios |= _named("speedup_first", _mean_of(first, first["ratio"]))
     return {
         **ratios,
         **_named("speedup_total", total),
@@ -714,6 +733,45 @@ def _step_figures(steps: Steps) -> dict[str, float]:
         "mean_gamma": float(steps["drafted"].mean()),
         "mean_nodes": float(steps["nodes"].mean()),
     }
+
+
+def _server_figures(rows: pd.DataFrame) -> dict[str, Any]:
+    """What the answers of a server tell of its speculation, of its cache and of what it remembers."""
+    done = rows[rows["status"] == "ok"]
+    stepped, drafting = done[done["told_steps"] > 0], done[done["drafted"] > 0]
+    groups = done[done["group_drafted"] > 0].drop_duplicates(["group", "repeat"])
+    rate = _pooled(drafting, "accepted", "drafted", "prompt")
+    if drafting.empty:
+        rate = _pooled(groups, "group_accepted", "group_drafted", "group")
+    sources = set(stepped["step_source"])
+    cached = done[done["cached_tokens"].notna()]
+    return {
+        **_named("tokens_per_step", _pooled(stepped, "emitted_in_steps", "told_steps", "prompt")),
+        **_named("acceptance_rate", rate),
+        **_named("warming", _warming(done)),
+        "step_source": next((source for source in ("bursts", "server") if source in sources), None),
+        "cached_share": _ratio(cached["cached_tokens"].sum(), cached["prompt_tokens"].sum()),
+    }
+
+
+def _pooled(rows: pd.DataFrame, numerator: str, denominator: str, unit: str) -> stats.Estimate:
+    """Sum of a column over that of another; NaN without rows."""
+    if rows.empty:
+        return stats.Estimate(_NAN, None, None, 0, None)
+    return stats.pooled_rate(rows[numerator].to_numpy(), rows[denominator].to_numpy(), rows[unit].to_numpy())
+
+
+def _warming(done: pd.DataFrame) -> stats.Estimate:
+    """How many times as fast a prompt is answered when it comes again."""
+    alone = _bare(done[done["group"] == ""])
+    first = alone.loc[alone["repeat"] == 0, ["prompt", "tokens_per_second"]]
+    again = alone[alone["repeat"] > 0].merge(first, on="prompt", suffixes=("", "_first"))
+    return _mean_of(again, again["tokens_per_second"] / again["tokens_per_second_first"])
+
+
+def _mean_of(rows: pd.DataFrame, values: pd.Series[float]) -> stats.Estimate:
+    """Geometric mean over prompts."""
+    return stats.geometric_mean(values.to_numpy(), rows["prompt"].to_numpy(), rows["repeat"].to_numpy())
 
 
 def _times(steps: Steps) -> dict[str, float]:
@@ -834,7 +892,7 @@ def _count_ranks(rows: pd.DataFrame) -> dict[tuple[int, int], list[int]]:
 
 def winners(frame: pd.DataFrame) -> set[str]:
     """Of a summary: over each baseline the configuration with the largest speedup of those that are surely faster."""
-    faster = frame[(frame["kind"] == "speculative") & (frame["verdict"] == "faster")]
+    faster = frame[frame["kind"].isin(RIVALS) & (frame["verdict"] == "faster")]
     return set(faster.loc[faster.groupby("baseline")["speedup"].idxmax(), "config"])
 
 

@@ -25,7 +25,10 @@ __all__ = [
     "LINE",
     "MEASURED",
     "OTHER_ANSWERS",
+    "PLAIN",
     "REQUEST",
+    "RIVALS",
+    "SERVER",
     "STEP_FIELDS",
     "STEP_OTHERS",
     "Key",
@@ -49,6 +52,12 @@ OTHER_ANSWERS = ("beam",)
 FOREIGN = ("transformers", "assisted", *OTHER_ANSWERS)
 """Kinds of configurations that another library decodes."""
 
+PLAIN = "plain decoding"
+"""What speedups are over, in words, where it is no server."""
+
+RIVALS = ("speculative", "server")
+"""Kinds of configurations among which the fastest is looked for; one that is its own baseline is none of them."""
+
 _MAYBE_TEXT, _MAYBE_NUMBER = (str, None), (number, None)
 
 LINE = {
@@ -58,10 +67,17 @@ LINE = {
 }  # fmt: skip
 """Shape of every line."""
 
+SERVER = {
+    "text": str, "counted_by": str, "problem": _MAYBE_TEXT, "pieces": count, "bursts": count, "attempts": count,
+    "cached_tokens": (count, None), "drafted": (count, None), "accepted": (count, None),
+}  # fmt: skip
+"""What a line of a generation holds as ``server`` if a server made it."""
+
 MEASURED = {
     "prompt_tokens": count, "new_tokens": count, "token_ids": list, "finish_reason?": _MAYBE_TEXT,
     "first_tokens?": count, "ttft_s": size, "prefill_s": size, "decode_s": size, "total_s": size,
     "peak_memory_bytes?": (count, None), "log_probability?": _MAYBE_NUMBER, "steps": dict,
+    "server?": (SERVER, None),
 }  # fmt: skip
 """What a line of a generation that has not failed holds beside that."""
 
@@ -72,7 +88,7 @@ REQUEST = {"prompt": str, "category?": str, "arrived_s": size, "queued_s": size}
 
 GROUP = {
     "requests": [REQUEST], "clients": (count, None), "seconds": size, "tokens": count,
-    "peak_memory_bytes?": (count, None),
+    "peak_memory_bytes?": (count, None), "speculation?": (None, {"drafted": count, "accepted": count}),
     "pool?": (None, {"block": count, "blocks": count, "peak": count, "bytes": count}),
 }  # fmt: skip
 """What a line of a group that has not failed holds beside ``LINE``, whose ``prompt`` is the group's name."""

@@ -563,7 +563,13 @@ _MEASURED_FIELDS = (
     "load_average", "arrived_s", "queued_s",
 )  # fmt: skip
 _DERIVED = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
-_OF_GROUPS = ("throughput", "pool_blocks", "pool_peak_blocks", "pool_peak_bytes")
+_WORDS_OF_SERVERS = ("text", "counted_by", "problem", "step_source")
+_OF_SERVERS = (
+    "pieces", "bursts", "attempts", "cached_tokens", "drafted", "accepted", "emitted_in_steps", "told_steps",
+)  # fmt: skip
+_OF_GROUPS = (
+    "throughput", "pool_blocks", "pool_peak_blocks", "pool_peak_bytes", "group_drafted", "group_accepted",
+)  # fmt: skip
 
 
 class _Columns:
@@ -573,7 +579,8 @@ class _Columns:
     def __init__(self) -> None:
         names = (
             *_PLAIN_FIELDS, *_MEASURED_FIELDS, "token_ids", "warnings", "target", *_CONFIG_FIELDS, *_DERIVED,
-            *_OF_GROUPS, *(f"steps_{field.name}" for field in STEP_FIELDS), *(f"steps_{name}" for name in STEP_OTHERS),
+            *_WORDS_OF_SERVERS, *_OF_SERVERS, *_OF_GROUPS, *(f"steps_{field.name}" for field in STEP_FIELDS),
+            *(f"steps_{name}" for name in STEP_OTHERS),
         )  # fmt: skip
         self.values: dict[str, list[Any]] = {name: [] for name in names}
 
@@ -624,6 +631,7 @@ def _cells(row: Mapping[str, Any], config: Mapping[str, Any], target: str | None
     steps = step_columns(row.get("steps") or {})
     cells.update({f"steps_{name}": values for name, values in steps.items()})
     cells.update(_derived(row, steps))
+    cells.update(_of_server(row))
     return cells
 
 
@@ -639,17 +647,48 @@ def speed_of(row: Mapping[str, Any]) -> float:
     return _ratio(row["clients"] * tokens, sum(each["total_s"] for each in row["requests"]))
 
 
+def _of_server(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server told, and what follows from that; docs/metrics.md defines it.
+
+    Behind the first token every step emits what it keeps and one token more, so that tokens and kept drafts give the
+    number of steps. Where a server does not say what was kept, the bursts that its answer came in stand for steps.
+    """
+    server = row.get("server")
+    if not server:
+        return {**dict.fromkeys(_WORDS_OF_SERVERS), **dict.fromkeys(_OF_SERVERS, _NAN)}
+    told = {name: server.get(name) for name in _WORDS_OF_SERVERS}
+    figures = {name: _NAN if server.get(name) is None else server[name] for name in _OF_SERVERS}
+    if server.get("accepted") is not None:
+        emitted, by = row["new_tokens"] - 1, "server"
+        steps = emitted - server["accepted"]
+    else:
+        emitted, by = row["new_tokens"] - row.get("first_tokens", 1), "bursts"
+        steps = server["bursts"] - 1
+    if emitted > 0 and steps > 0:
+        told["step_source"] = by
+        figures |= {"emitted_in_steps": emitted, "told_steps": steps}
+    return {
+        **told,
+        **figures,
+        "tokens_per_step": figures["emitted_in_steps"] / figures["told_steps"],
+        "acceptance_rate": _ratio(figures["accepted"], figures["drafted"]),
+    }
+
+
 def _of_group(row: Mapping[str, Any]) -> dict[str, float]:
     """Figures of a line that belong to all of its generations; docs/metrics.md defines them."""
     if "requests" not in row:
         return dict.fromkeys(_OF_GROUPS, _NAN)
     pool = row.get("pool") or {}
     blocks, peak = pool.get("blocks", _NAN), pool.get("peak", _NAN)
+    speculation = row.get("speculation") or {}
     return {
         "throughput": speed_of(row),
         "pool_blocks": blocks,
         "pool_peak_blocks": peak,
         "pool_peak_bytes": pool.get("bytes", _NAN) * _ratio(peak, blocks),
+        "group_drafted": speculation.get("drafted", _NAN),
+        "group_accepted": speculation.get("accepted", _NAN),
     }
 
 

@@ -16,7 +16,7 @@ from specbench.results import frames, stats
 from specbench.results.batches import Line, lines_of
 from specbench.results.compare import side_by_side
 from specbench.results.frames import estimate_of
-from specbench.results.rows import FOREIGN
+from specbench.results.rows import FOREIGN, PLAIN
 from specbench.show.tables import identity_text, markdown_text
 from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
@@ -70,7 +70,9 @@ def find_answers(
     for temperature in temperatures:
         mine = [row for row in rows if row["temperature"] == temperature]
         when = "" if len(temperatures) == 1 else _when(temperature)
-        if any(not math.isnan(row["batch"]) for row in mine):
+        if mine[0]["kind"] == "server":
+            found.append(_answer_of_servers(df, summary, mine, cells, when))
+        elif any(not math.isnan(row["batch"]) for row in mine):
             found.append(_answer_with_batches(df, summary, mine, arguments, when))
         else:
             found.append(_answer(df, summary, mine, cells, arguments, when))
@@ -124,6 +126,58 @@ def _answer(
     )
 
 
+def _answer_of_servers(
+    df: pd.DataFrame,
+    summary: pd.DataFrame,
+    rows: list[dict[str, Any]],
+    cells: list[dict[str, Any]],
+    when: str,
+) -> Answer:
+    """The answer for servers: which of them is faster than the first one, or up to which batch."""
+    over, disturbance = str(summary.attrs["over"]), str(summary.attrs.get("disturbance", ""))
+    base = [row for row in rows if row["config"] == row["baseline"] and row["generations"]]
+    measured = [row for row in rows if row["config"] != row["baseline"] and not math.isnan(row["speedup"])]
+    if not measured:
+        speeds = [f"{_speed(row)}{_at_batch(row)}" for row in base]
+        headline = f"{over} runs at {', '.join(speeds)}." if base else f"Nothing of {over} has finished."
+        return Answer(when + headline, None)
+    lines = [line for line in lines_of(summary) if line.rows[0]["temperature"] == rows[0]["temperature"]]
+    details = [*_throughputs(base)]
+    if lines:
+        told = [f"{_described(line.rows[0])}: {where_it_stops(line, disturbance, over)}" for line in lines]
+        best = lines[0].rows[0] if lines[0].pays is None else lines[0].at(lines[0].pays)
+        return Answer(
+            when + told[0], best["verdict"], details=[*told[1:], *details, *_same_texts([best], over)]
+        )
+    best = max(measured, key=lambda row: (row["verdict"] == "faster", float(row["speedup"])))
+    ratio = f"{_described(best)}: {stats.ratio_text(estimate_of(best))} over {over}"
+    if best["verdict"] == "faster":
+        headline = f"{ratio}{_by_category(best, cells)}."
+    elif all(row["verdict"] == "slower" for row in measured):
+        headline = f"Nothing is faster than {over} here; {ratio}."
+    else:
+        headline = (
+            f"{disturbance or f'It cannot be told whether anything is faster than {over} here.'} {ratio}."
+        )
+    if base:
+        details.append(f"{_described(best)} decodes at {_speed(best)}, {over} at {_speed(base[0])}.")
+    return Answer(
+        when + headline,
+        best["verdict"],
+        _rivals(df, best, measured),
+        details=[*details, *_same_texts([best], over)],
+    )
+
+
+def _at_batch(row: Mapping[str, Any]) -> str:
+    return "" if math.isnan(row["batch"]) else f" at batch {row['batch']:g}"
+
+
+def _same_texts(rows: Sequence[Mapping[str, Any]], over: str) -> Iterator[str]:
+    if not math.isnan(rows[0]["identical_share"]):
+        yield identity_text(rows, None, over)
+
+
 def _answer_with_batches(
     df: pd.DataFrame,
     summary: pd.DataFrame,
@@ -161,16 +215,17 @@ def _answer_with_batches(
     )
 
 
-def where_it_stops(line: Line, disturbance: str = "") -> str:
+def where_it_stops(line: Line, disturbance: str = "", over: str = PLAIN) -> str:
     """At which batch speculation stops paying, in a sentence, as far as the intervals tell.
 
     Args:
         line: A drafter and a rule over batches.
         disturbance: Why there are no verdicts; empty where there are.
+        over: The baseline, in words.
     """
 
     def at(batch: int) -> str:
-        return f"{stats.ratio_text(estimate_of(line.at(batch)))} over plain decoding at the same batch"
+        return f"{stats.ratio_text(estimate_of(line.at(batch)))} over {over} at the same batch"
 
     first, last = line.batches[0], line.batches[-1]
     if disturbance:
@@ -183,7 +238,7 @@ def where_it_stops(line: Line, disturbance: str = "") -> str:
         )
     if untold:
         batches = ", ".join(map(str, untold))
-        return f"{where_it_stops(Line(told))} Too few groups of prompts for an interval at batch {batches}."
+        return f"{where_it_stops(Line(told), over=over)} Too few groups of prompts for an interval at batch {batches}."
     pays, stops = line.pays, line.stops
     if stops is None:
         every = f"pays at all batches from {first} to {last}, at the last {at(last)}"
@@ -206,13 +261,14 @@ def _throughputs(plain: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """How much a batch brings by itself."""
     if not plain:
         return
+    what = _described(plain[0]) if plain[0]["kind"] == "server" else "Plain decoding"
     closed = [row for row in plain if row["arrivals"] == f"closed:{row['batch']:.0f}"]
     closed.sort(key=lambda row: float(row["batch"]))
     if len(closed) > 1:
         low, high = closed[0], closed[-1]
         gain = high["tokens_per_second"] / low["tokens_per_second"]
         yield (
-            f"Plain decoding gives {_speed(low)} at batch {low['batch']:g} and {_speed(high)} at batch"
+            f"{what} gives {_speed(low)} at batch {low['batch']:g} and {_speed(high)} at batch"
             f" {high['batch']:g}, {stats.decimals(gain)} times as much."
         )
 
@@ -315,6 +371,8 @@ def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) ->
 
 
 def _described(row: Mapping[str, Any]) -> str:
+    if row["kind"] == "server":
+        return one_line(row["drafter"])
     fixed = _rule_word(row) == "fixed" and not math.isnan(row["gamma"])
     rule = f"γ = {row['gamma']:g}" if fixed else one_line(row["policy"])
     return f"{one_line(row['drafter'])} with {rule}"

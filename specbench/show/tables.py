@@ -14,7 +14,7 @@ import pandas as pd
 from specbench.decoding.records import PARTS
 from specbench.results import stats
 from specbench.results.frames import PERCENTILES, estimate_of, records, winners
-from specbench.results.rows import OTHER_ANSWERS
+from specbench.results.rows import OTHER_ANSWERS, PLAIN
 from specbench.textsafe import counted, one_line, terminal_safe
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def _too_few(one: str) -> str:
 
 def notes(frame: pd.DataFrame) -> list[str]:
     """What to say below a summary: what the intervals are over, and every figure that could be misread."""
-    out = []
+    out, over = [], frame.attrs.get("over", PLAIN)
     compared = frame[frame["speedup_low"].notna()]
     side_by_side = bool(frame["batch"].notna().any())
     if side_by_side:
         out.append(
             "With a batch, tokens/s are the throughput of all requests, from the arrival of each to its end, and the"
-            " speedup is the ratio of throughputs over plain decoding at the same batch."
+            f" speedup is the ratio of throughputs over {over} at the same batch."
         )
     unit, one = ("groups of prompts", "group of prompts") if side_by_side else ("prompts", "prompt")
     if (compared["speedup_basis"] == "prompts").any():
@@ -115,7 +115,7 @@ def notes(frame: pd.DataFrame) -> list[str]:
             differing.setdefault(row["difference"], []).append(row)
     for rows in differing.values():
         label = f"{rows[0]['label']}: " if len(rows) == 1 else f"{len(rows)} configurations: "
-        out.append(label + identity_text(rows, frame.attrs.get("dtype")))
+        out.append(label + identity_text(rows, frame.attrs.get("dtype"), over))
     for row in records(frame):
         if row["failures"]:
             out.append(
@@ -126,31 +126,50 @@ def notes(frame: pd.DataFrame) -> list[str]:
         for row in records(frame)
         if row["kind"] in OTHER_ANSWERS
     ]
-    without = frame[(frame["kind"] != "plain") & frame["speedup"].isna()]
+    without = frame[(frame["config"] != frame["baseline"]) & frame["speedup"].isna()]
     out += [f"{label}: no generation of its baseline to compare with." for label in without["label"]]
+    out += _server_notes(frame)
     return [one_line(note) for note in out]
 
 
-def identity_text(rows: Sequence[Mapping[str, Any]], dtype: str | None) -> str:
-    """Whether the outputs of rows of a summary are plain decoding's, and why some are not.
+def _server_notes(frame: pd.DataFrame) -> list[str]:
+    """What the figures of servers rest on."""
+    out = []
+    if (frame["step_source"] == "bursts").any():
+        out.append(
+            "~: estimated from the bursts in which tokens came, for the server does not say what it accepted."
+        )
+    if frame["speedup_first"].notna().any():
+        out.append(
+            "First time: the speedup over the first repeat, when a server has not seen the prompts yet; again: how"
+            " many times as fast it answers them when they come again."
+        )
+    return out
+
+
+def identity_text(rows: Sequence[Mapping[str, Any]], dtype: str | None, over: str = PLAIN) -> str:
+    """Whether the outputs of rows of a summary are those of the baseline, and why some are not.
 
     Args:
         rows: At least one, with a number as ``identical_share`` and one ``difference``.
         dtype: Of the target.
+        over: The baseline, in words.
     """
     shares = sorted(row["identical_share"] for row in rows)
     if shares[0] == 1:
-        return "The outputs are token for token those of plain decoding."
+        return f"The outputs are token for token those of {over}."
     several = f" to {_percent(shares[-1])}" if shares[-1] > shares[0] else ""
-    share = f"{_percent(shares[0])}{several} of the outputs are token for token those of plain decoding"
+    share = f"{_percent(shares[0])}{several} of the outputs are token for token those of {over}"
     if rows[0]["difference"] == "ties":
         rounding = one_line(dtype or "bfloat16")
         return (
-            f"Outputs part from plain decoding's only where two tokens tie within the rounding of {rounding}, which was"
+            f"Outputs part from {over}'s only where two tokens tie within the rounding of {rounding}, which was"
             f" checked at each place: either is the target's own choice. {share}."
         )
     if rows[0]["difference"] == "beyond rounding":
         return f"{share}; rounding does not explain all of the others: see the warnings."
+    if over != PLAIN:
+        return f"{share}; --check-outputs tells whether rounding explains the others."
     return f"{share}; whether rounding explains the others is checked at the end of a sweep."
 
 
@@ -158,7 +177,7 @@ def _means_differ(row: Mapping[str, Any]) -> bool:
     """Whether pooled and per-prompt speedup would be read differently: opposite sides of 1, or outside the interval."""
     mean, pooled = row["speedup"], row["pooled_speedup"]
     if (
-        row["kind"] == "plain"
+        row["config"] == row["baseline"]
         or math.isnan(mean)
         or math.isnan(pooled)
         or abs(math.log(pooled / mean)) < 0.02
@@ -196,7 +215,7 @@ def _ratio_text(row: Mapping[str, Any], name: str) -> str:
 
 def _speedup_text(name: str) -> Callable[[Mapping[str, Any]], str]:
     def text(row: Mapping[str, Any]) -> str:
-        is_baseline = row["kind"] == "plain" and math.isnan(row[f"{name}_low"])
+        is_baseline = row["config"] == row["baseline"] and math.isnan(row[f"{name}_low"])
         return "1 (baseline)" if is_baseline and row[name] == 1.0 else _ratio_text(row, name)
 
     return text
@@ -214,14 +233,21 @@ def _milliseconds(value: float) -> str:
     return stats.decimals(1000.0 * value)
 
 
+def _tokens_per_step(row: Mapping[str, Any]) -> str:
+    """With a sign where it is an estimate."""
+    return ("~" if row["step_source"] == "bursts" else "") + stats.decimals(row["tokens_per_step"])
+
+
 _SUMMARY_COLUMNS = [
     _Column("configuration", "label", 0, lambda row: str(row["label"])),
     _Column("tokens/s", "tokens_per_second", 1, _as(stats.decimals, "tokens_per_second")),
     _Column("speedup", "speedup", 0, _speedup_text("speedup")),
     _Column("verdict", "verdict", 0, lambda row: row["verdict"] if isinstance(row["verdict"], str) else "–"),
+    _Column("first time", "speedup_first", 6, _speedup_text("speedup_first")),
+    _Column("again", "warming", 6, lambda row: _ratio_text(row, "warming")),
     _Column("with TTFT", "speedup_total", 14, _speedup_text("speedup_total")),
     _Column("pooled", "pooled_speedup", 15, _speedup_text("pooled_speedup")),
-    _Column("tokens/step", "tokens_per_step", 4, _as(stats.decimals, "tokens_per_step")),
+    _Column("tokens/step", "tokens_per_step", 4, _tokens_per_step),
     _Column("accepted", "acceptance_rate", 5, _as(_percent, "acceptance_rate")),
     _Column("of tested", "acceptance_tested", 16, _as(_percent, "acceptance_tested")),
     _Column("α", "alpha", 6, _as(stats.decimals, "alpha")),
@@ -234,6 +260,7 @@ _SUMMARY_COLUMNS = [
         18,
         lambda row: _ratio_text(row, "predicted_speedup_iid"),
     ),
+    _Column("cached", "cached_share", 12, _as(_percent, "cached_share")),
     _Column("TTFT ms", "ttft_s", 9, _as(_milliseconds, "ttft_s")),
     *(_Column(part, f"share_{part}", 10, _as(_percent, f"share_{part}")) for part in PARTS),
     _Column("log p/token", "log_probability", 11, _as(stats.decimals, "log_probability")),
@@ -331,7 +358,8 @@ def _category_sheet(frame: pd.DataFrame) -> Sheet:
             [one_line(label), *("–" if row is None else _ratio_text(row, "speedup") for row in found)]
         )
         values.append([label, *(_NAN if row is None else row["speedup"] for row in found)])
-    said = ["Speedup over plain decoding, geometric mean over the category's prompts, with its 95% interval."]
+    over = frame.attrs.get("over", PLAIN)
+    said = [f"Speedup over {over}, geometric mean over the category's prompts, with its 95% interval."]
     if frame["speedup_low"].isna().any():
         said.append(_too_few("prompt"))
     if (frame["speedup_basis"] == "repeats").any():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ class Search:
         self,
         sweep: Sweep,
         store: RunStore,
-        engine: Engine,
+        engine: Engine[Sequence[int]],
         *,
         clock: Clock,
         seconds: float,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.bench.grid import LOOKUP_TOKENS, Config
 from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_shared_passes
-from specbench.bench.serving import Answered, Asked, Load, SkippingClock, serve
+from specbench.bench.serving import Answered, Asked, Encoded, Load, SkippingClock, serve
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.options import ModelOptions
@@ -37,6 +37,7 @@ __all__ = [
     "ModelEngine",
     "Outcome",
     "RequestOutcome",
+    "Told",
     "check_engine",
     "load_engine",
 ]
@@ -46,12 +47,38 @@ _RATED_AT_ONCE = 32  # tokens of an answer whose rows of logits are in memory to
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What a server told of an answer that it generated.
+
+    Attributes:
+        text: The answer.
+        tokens: How many it has, and what ``counted_by``: ``ids``, ``usage`` or the ``tokenizer``.
+        problem: What does not fit, in a sentence; ``None`` if nothing was found.
+        pieces, bursts: Events that brought something; those right behind each other taken together.
+        cached_tokens: Of the prompt's, those that were not read again; ``None`` if it did not say.
+        drafted, accepted: Tokens drafted and kept; ``None`` if it did not say.
+        attempts: How often it was asked.
+    """
+
+    text: str
+    tokens: int
+    counted_by: str
+    problem: str | None
+    pieces: int
+    bursts: int
+    cached_tokens: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """One finished generation.
 
     Attributes:
         prompt_tokens: Length of the prompt.
-        token_ids: The output.
+        token_ids: The output; of a server as far as its tokens are known.
         finish_reason: Why it ended.
         prefill_s: Time of the target's pass over the prompt.
         ttft_s: Time to the first emission.
@@ -61,6 +88,7 @@ class Outcome:
         peak_memory_bytes: Most memory in use meanwhile.
         log_probability: Natural logarithm of the probability that the target gives the output; ``None`` where nobody
             asked.
+        told: Beside these, where a server generated it.
     """
 
     prompt_tokens: int
@@ -73,6 +101,12 @@ class Outcome:
     steps: tuple[Step, ...] = ()
     peak_memory_bytes: int | None = None
     log_probability: float | None = None
+    told: Told | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the output has."""
+        return len(self.token_ids) if self.told is None else self.told.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +135,8 @@ class GroupOutcome:
         pool: How much of the target's pool was taken: positions in a ``block``, ``blocks`` in all, the most taken at a
             time (``peak``), and ``bytes`` of all; ``None`` without one.
         peak_memory_bytes: Most memory in use meanwhile.
+        speculation: Tokens ``drafted`` and ``accepted`` meanwhile, for all requests, where only a server's counters
+            tell; else ``None``.
     """
 
     requests: tuple[RequestOutcome, ...]
@@ -108,13 +144,18 @@ class GroupOutcome:
     tokens: int
     pool: Mapping[str, int] | None = None
     peak_memory_bytes: int | None = None
+    speculation: Mapping[str, int] | None = None
 
 
-class Engine(Protocol):
+class Engine(Protocol[Encoded]):
     """Carries out what a sweep asks for. Its models stay loaded, and nothing is left over from one call to the next."""
 
-    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
-        """Token ids of a conversation.
+    def describe_target(self) -> dict[str, Any]:
+        """The field ``target`` of ``run.json``."""
+        ...
+
+    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Encoded:
+        """A conversation as the engine takes it: models as token ids.
 
         Args:
             prompt: What the user says, turn by turn.
@@ -123,18 +164,18 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+        self, config: Config, prompt: Encoded, *, max_new_tokens: int, ignore_eos: bool, seed: int
     ) -> Outcome:
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
-    def serve(self, config: Config, load: Load, *, max_new_tokens: int, ignore_eos: bool) -> GroupOutcome:
+    def serve(
+        self, config: Config, load: Load[Encoded], *, max_new_tokens: int, ignore_eos: bool
+    ) -> GroupOutcome:
         """Decode requests side by side, in the batch of the configuration; any exception means that all failed."""
         ...
 
-    def measure_costs(
-        self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
-    ) -> PassTimes:
+    def measure_costs(self, prompt: Encoded, widths: Sequence[int], abreast: Sequence[int] = ()) -> PassTimes:
         """Time single passes: of the target with each number of tokens in ``widths``, and of the drafters, also with
         so many nodes of a tree ``abreast``.
 
@@ -142,16 +183,12 @@ class Engine(Protocol):
         """
         ...
 
-    def measure_shared_costs(
-        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
-    ) -> SharedTimes:
+    def measure_shared_costs(self, prompt: Encoded, requests: int, widths: Sequence[int]) -> SharedTimes:
         """Time passes that so many requests share: of the target with each number of tokens of each in ``widths``, and
         of the drafters."""
         ...
 
-    def difference(
-        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
-    ) -> Difference | None:
+    def difference(self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int]) -> Difference | None:
         """Where two greedy outputs part, and whether rounding explains it; ``None`` if they do not, or nobody knows."""
         ...
 
@@ -212,7 +249,7 @@ class ModelEngine:
             "model_defaults": self._applied,
         }
 
-    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
+    def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         from specbench.generate import encode_messages
 
         tokenizer = self.target.tokenizer
@@ -256,15 +293,17 @@ class ModelEngine:
             outcome = replace(outcome, log_probability=self._log_probability(prompt, outcome.token_ids))
         return outcome
 
-    def serve(self, config: Config, load: Load, *, max_new_tokens: int, ignore_eos: bool) -> GroupOutcome:
+    def serve(
+        self, config: Config, load: Load[Sequence[int]], *, max_new_tokens: int, ignore_eos: bool
+    ) -> GroupOutcome:
         from specbench.bench.environment import reset_peak_memory
         from specbench.decoding.clocks import peak_memory
         from specbench.generate_many import GenerationRuns
 
-        def made(asked: Asked) -> GenerationRun:
+        def made(asked: Asked[Sequence[int]]) -> GenerationRun:
             return self._run(config, asked.prompt, max_new_tokens, ignore_eos, asked.seed)
 
-        def start(asked: Asked) -> GenerationRun:
+        def start(asked: Asked[Sequence[int]]) -> GenerationRun:
             return ready.pop(id(asked), None) or made(asked)
 
         assert config.batch is not None

@@ -23,6 +23,7 @@ from specbench.results import frames
 from specbench.show.plots.acceptance import acceptance, accepted_length, positions
 from specbench.show.plots.batches import latency, speedup_by_batch
 from specbench.show.plots.canvas import SIZES, STYLE, Look, NoDataError, Run, lay_out
+from specbench.show.plots.servers import servers
 from specbench.show.plots.speed import by_category, prediction, speedup, tokens_per_second
 from specbench.show.plots.steps import generation, time
 from specbench.show.plots.trees import rank_rates, trees
@@ -112,6 +113,7 @@ def figure_bytes(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
 
 FIGURES: dict[str, tuple[Callable[[Run], Figure], str]] = {
     "speedup": (speedup, "speedup against γ, one line per drafter"),
+    "servers": (servers, "speed of servers, and how each stands to the first"),
     "batches": (speedup_by_batch, "speedup against batch, one line per drafter and rule"),
     "latency": (latency, "throughput against latency, with and without speculation"),
     "tokens-per-second": (tokens_per_second, "decode speed against γ"),

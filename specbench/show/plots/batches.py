@@ -12,6 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from specbench.results import frames
 from specbench.results.batches import Line, lines_of
+from specbench.results.rows import PLAIN
 from specbench.show.plots.canvas import (
     BLACK,
     COLORS,
@@ -55,8 +56,9 @@ def speedup_by_batch(run: Run) -> Figure:
     ends = draw_series(axes, series, "speedup")
     fit_y(axes, [each.rows for each in series], "speedup", 1.0)
     mark_cut(axes, series, "speedup")
-    ends.append(level(axes, 1.0, "plain = 1"))
-    axes.set_ylabel("speedup (×)" if run.narrow else "throughput over plain decoding\nat the same batch (×)")
+    over = frames.baseline_name(run.df)
+    ends.append(level(axes, 1.0, "plain = 1" if over == PLAIN else f"{short(over, 20)} = 1"))
+    axes.set_ylabel("speedup (×)" if run.narrow else f"throughput over {over}\nat the same batch (×)")
     grid_lines(axes)
     inscribe(figure, run, "Speedup against batch", run.intervals, _chosen(run))
     label_ends(axes, ends, run)
@@ -126,12 +128,15 @@ def _served(run: Run, requests: pd.DataFrame) -> Iterator[tuple[str, pd.DataFram
         best = max(by_gamma, key=lambda part: float(np.log(part["throughput"]).mean()))
         rule = policy if math.isnan(best["gamma"].iloc[0]) else f"γ = {best['gamma'].iloc[0]:g}"
         parts = ["plain"] if kind == "plain" else [short(drafter, _NAME), short(rule, 20)]
-        if kind != "plain" and len(run.drafters) == 1:
+        if kind == "server":
+            parts = parts[:1]
+        elif kind != "plain" and len(run.drafters) == 1:
             parts = parts[1:]
         parts += [f"T = {float(temperature):g}"] * several["temperature"] + [how or "closed"] * several["how"]
         place = key[1:4]
         color = COLORS[ranks.index(place) % len(COLORS)] if place in ranks else GREY
-        yield ", ".join(parts), best, BLACK if kind == "plain" else color, MARKERS[number % len(MARKERS)]
+        first = best["config"].iloc[0] == best["baseline"].iloc[0]
+        yield ", ".join(parts), best, BLACK if first else color, MARKERS[number % len(MARKERS)]
 
 
 def _how(row: dict[str, Any]) -> str:
@@ -162,7 +167,10 @@ def _series(run: Run) -> list[Series]:
     for number, (line, row) in enumerate(zip(lines, first, strict=True)):
         rule = f"γ = {row['gamma']:g}" if not math.isnan(row["gamma"]) else short(row["policy"], 20)
         temperature = f"T = {row['temperature']:g}" if len(temperatures) > 1 else ""
-        drafter = short(row["drafter"], _NAME) if len(run.drafters) > 1 else ""
+        if row["kind"] == "server":
+            rule = ""
+        named = row["kind"] == "server" or len(run.drafters) > 1
+        drafter = short(row["drafter"], _NAME) if named else ""
         name = ", ".join(part for part in (drafter, rule, temperature) if part)
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         x = np.log2(np.array(line.batches, dtype=float))

@@ -179,9 +179,11 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
     if run.get("ignore_eos"):
         length = length.replace("up to ", "") + " (end tokens are ignored)"
     warmups = run.get("warmup", 0)
-    foreign = done["kind"].isin(FOREIGN).any()
+    foreign = bool(done["kind"].isin(FOREIGN).any())
     side_by_side = bool((done["group"] != "").any())
     together = "groups of prompts" if side_by_side else "prompts"
+    servers = bool((done["kind"] == "server").any())
+    over = frames.baseline_name(df)
     return [
         (
             "Measured",
@@ -199,22 +201,23 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
             "Interleaving",
             f"In every repeat all configurations{' of a batch' if side_by_side else ''} decode the same"
             f" {'group of prompts' if side_by_side else 'prompt'} back to back, in a fresh random order (seed"
-            f" {run.get('seed')}), so that drift of the machine hits all alike. Models stay loaded;"
+            f" {run.get('seed')}), so that drift of the machine hits all alike."
+            f" {'Every other repeat reverses the order of the one before' if servers else 'Models stay loaded'};"
             f" {counted(warmups, 'warm-up generation')} per configuration"
             f" {'does' if warmups == 1 else 'do'} not count.",
         ),
+        *(_method_of_servers(run) if servers else ()),
         (
             "Baseline",
-            "Plain decoding is the same loop, with the same cache and the same weights, and a drafter that proposes"
-            " nothing." + (" Rows named transformers are that library's own generate." if foreign else ""),
+            f"{over} is the first server that was named." if servers else _plain_decoding(foreign=foreign),
         ),
         (
             "Speedup",
-            "Throughput of a group of requests over that of plain decoding with the same prompts, batch and repeat,"
+            f"Throughput of a group of requests over that of {over} with the same prompts, batch and repeat,"
             " averaged within a group, then as a geometric mean over groups. By category: each request's tokens/s from"
             " its arrival to its end."
             if side_by_side
-            else "Decode tokens/s over those of plain decoding for the same prompt, turn and repeat: the ratio of each"
+            else f"Decode tokens/s over those of {over} for the same prompt, turn and repeat: the ratio of each"
             " pair, averaged within a prompt, then as a geometric mean over prompts. The time to first token is apart;"
             " 'with TTFT' includes it. 'Pooled' is all tokens over all seconds.",
         ),
@@ -236,6 +239,32 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
             " something else takes time.",
         ),
         ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
+    ]
+
+
+def _plain_decoding(*, foreign: bool) -> str:
+    return (
+        "Plain decoding is the same loop, with the same cache and the same weights, and a drafter that proposes"
+        " nothing." + (" Rows named transformers are that library's own generate." if foreign else "")
+    )
+
+
+def _method_of_servers(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    salt = (run.get("options") or {}).get("salt")
+    first_line = {
+        "shared": " Every prompt begins with a line that no cache knows, the same one for all servers.",
+        "each": " Every prompt begins with a line that no cache knows, another one for each server.",
+    }.get(
+        str(salt),
+        " Their caches of prompts are switched off, or given nothing to find, by fields of the requests.",
+    )
+    return [
+        (
+            "Servers",
+            "Times are those of the client, which is the machine named below: from when a request is sent to when text"
+            " is read. Tokens are those that the server names or counts, held against the target's tokenizer where it"
+            " is at hand; pieces of a stream are no tokens." + first_line,
+        )
     ]
 
 
@@ -303,8 +332,9 @@ def _facts(run: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     environment = {"specbench": run.get("specbench"), **run["environment"]}
     models = [(what, _shown(run["target"].get(name))) for name, what in _TARGET.items()]
     drafters = {config.get("drafter"): config.get("drafter_fingerprint") for config in run["configs"]}
+    kind = "server" if any(config.get("kind") == "server" for config in run["configs"]) else "drafter"
     models += [
-        ("drafter", one_line(name) + (f", fingerprint {one_line(weights)}" if weights else ""))
+        (kind, one_line(name) + (f", fingerprint {one_line(weights)}" if weights else ""))
         for name, weights in drafters.items()
         if name not in (None, "none")
     ]

@@ -14,6 +14,7 @@ __all__ = ["to_markdown"]
 _TABLES = {
     "speedup": "Summary", "tokens-per-second": "Summary", "prediction": "Summary", "acceptance": "Summary",
     "time": "Summary", "positions": "Acceptance by position", "categories": "By category", "batches": "Summary",
+    "servers": "Summary",
     "latency": "Requests side by side",
 }  # fmt: skip
 

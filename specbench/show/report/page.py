@@ -46,7 +46,7 @@ _NO_INTERVAL = "[too few to say]"  # of tables.ratio_text
 _TABLES = {
     "speedup": "Speed", "tokens-per-second": "Speed", "prediction": "Speed", "acceptance": "Acceptance and time",
     "time": "Acceptance and time", "positions": "Acceptance by position", "categories": "By category",
-    "batches": "Speed", "latency": "Requests side by side",
+    "batches": "Speed", "servers": "Speed", "latency": "Requests side by side",
 }  # fmt: skip
 
 
@@ -238,7 +238,7 @@ class _Scale:
 
     def bar(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Places in the drawing of a row; ``None`` without a value."""
-        if not row["speedup"] > 0 or row["kind"] == "plain":
+        if not row["speedup"] > 0 or row["config"] == row["baseline"]:
             return None
         ends = None if math.isnan(row["speedup_low"]) else (row["speedup_low"], row["speedup_high"])
         return {

@@ -1,0 +1,57 @@
+"""The figure of servers that were measured one request at a time: how fast each is, and how it stands to the first."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from specbench.results import frames
+from specbench.show.plots.canvas import (
+    BLACK,
+    COLORS,
+    DASHED,
+    GREY,
+    NoDataError,
+    Run,
+    grid_lines,
+    inscribe,
+    row_names,
+    two,
+)
+
+__all__ = ["servers"]
+
+
+def servers(run: Run) -> Figure:
+    """Speed and speedup of every server, each with its interval."""
+    rows = run.summary[(run.summary["kind"] == "server") & run.summary["batch"].isna()]
+    rows = rows[rows["tokens_per_second"].notna()]
+    if rows.empty:
+        raise NoDataError("no servers were measured one request at a time")
+    names = row_names(frames.records(rows), run)
+    over = frames.baseline_name(run.df)
+    places = np.arange(len(rows))
+    colors = [
+        BLACK if config == baseline else COLORS[number % len(COLORS)]
+        for number, (config, baseline) in enumerate(zip(rows["config"], rows["baseline"], strict=True))
+    ]
+    figure, panels = two(run, 1.3 + 0.24 * len(rows), sharey=True)
+    for axes, figure_name, title in zip(
+        panels,
+        ("tokens_per_second", "speedup"),
+        ("decode speed (tokens/s)", f"speedup over {over} (×)"),
+        strict=True,
+    ):
+        value, low, high = (
+            rows[f"{figure_name}{end}"].to_numpy(dtype=float) for end in ("", "_low", "_high")
+        )
+        axes.hlines(places, low, high, color=colors, linewidth=1.2)
+        axes.scatter(value, places, color=colors, zorder=3, s=20)
+        axes.set_xlabel(title)
+        axes.set_yticks(places, names)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        grid_lines(axes, "x")
+    panels[0].set_xlim(left=0)
+    panels[1].axvline(1.0, color=GREY, linewidth=0.9, linestyle=DASHED, zorder=1.5)
+    inscribe(figure, run, "Servers", run.intervals)
+    return figure

@@ -1,0 +1,85 @@
+"""Servers to measure: how they are named on a command line, and where the key of each comes from."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from specbench.errors import UsageError
+
+__all__ = ["KEY_PREFIX", "ServerSpec", "parse_server", "parse_servers"]
+
+KEY_PREFIX = "SPECBENCH_KEY_"
+"""Of the environment variables that hold keys; the server's name in capitals stands behind it."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}", re.ASCII)
+_ENDPOINT = re.compile(r"/(chat/completions|completions|models)/*$")
+_FORM = "Write NAME=URL or NAME=URL#MODEL, as in plain=http://127.0.0.1:8000/v1."
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """A server that speaks the OpenAI protocol.
+
+    Attributes:
+        name: What it is called in tables and files.
+        url: Up to and with ``/v1``; it holds no key.
+        model: By the server's own name for it; ``None`` for the one that it lists.
+    """
+
+    name: str
+    url: str
+    model: str | None = None
+
+    @property
+    def key_variable(self) -> str:
+        """The environment variable that holds its key."""
+        return KEY_PREFIX + re.sub(r"\W", "_", self.name).upper()
+
+
+def parse_server(text: str) -> ServerSpec:
+    """A server from ``NAME=URL`` or ``NAME=URL#MODEL``.
+
+    Raises:
+        UsageError: It is neither, or the address holds a password or a query, where keys hide.
+    """
+    name, equals, address = text.strip().partition("=")
+    url, _, model = address.partition("#")
+    if not equals or not url:
+        raise UsageError("--server has no name or no address.", _FORM)
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            "The name of a --server has other characters than letters, digits, '_', '.' and '-'.", _FORM
+        )
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        known = False
+    if not known or not url.isprintable() or " " in url:
+        raise UsageError(f"The address of the server {name} is no http:// or https:// address.", _FORM)
+    if parts.username is not None or parts.password is not None or parts.query:
+        variable = ServerSpec(name, url).key_variable
+        raise UsageError(
+            f"The address of the server {name} holds a password or a query.",
+            f"Leave it out: a key is read from the environment variable {variable}.",
+        )
+    path = _ENDPOINT.sub("", parts.path).rstrip("/") or "/v1"
+    return ServerSpec(name, f"{parts.scheme}://{parts.netloc}{path}", model or None)
+
+
+def parse_servers(texts: Sequence[str]) -> tuple[ServerSpec, ...]:
+    """Servers, the first of which is the baseline.
+
+    Raises:
+        UsageError: One of them cannot be read, or two have one name.
+    """
+    servers = tuple(map(parse_server, texts))
+    variables = Counter(each.key_variable for each in servers)
+    alike = [each.name for each in servers if variables[each.key_variable] > 1]
+    if alike:
+        raise UsageError(f"Servers have the same name: {', '.join(alike)}.", "Give each a name of its own.")
+    return servers

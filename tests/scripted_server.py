@@ -1,0 +1,180 @@
+"""A server that speaks the OpenAI protocol in a thread of this process, and goes wrong as its script says."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+from tiny import tiny_tokenizer
+
+WORDS = tuple("the king and the queen of the land is in the garden to the end and on".split(" "))  # noqa: SIM905
+
+
+@dataclass
+class Manner:
+    """How a server behaves.
+
+    Attributes:
+        owner: Whose its models are.
+        models: Their names; bytes are the whole answer in place of a list.
+        key: The only one it takes; ``None`` asks for none.
+        per_piece: Tokens in an event.
+        usage: What it says of its tokens: their number, that of its events, or nothing.
+        named: Whether it names the ids of its tokens.
+        facts: What its last event holds besides.
+        wrong: What goes wrong with the answer to a body: an ``error`` in its middle, a ``cut`` there, or a status
+            before it; ``None`` for nothing.
+        another: Whether its answers are other texts than those of other servers.
+        metrics: What it counts; empty for a server that does not.
+    """
+
+    owner: str = "somebody"
+    models: tuple[str, ...] | bytes = ("tiny",)
+    key: str | None = None
+    per_piece: int = 1
+    usage: Literal["right", "events", "none"] = "right"
+    named: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    wrong: Callable[[dict[str, Any]], str | int | None] = lambda body: None
+    another: bool = False
+    metrics: str = ""
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+def prompt_of(body: Mapping[str, Any]) -> str:
+    """The text of a request."""
+    return str(body["prompt"] if "prompt" in body else body["messages"][-1]["content"])
+
+
+def answer_ids(body: Mapping[str, Any], manner: Manner) -> list[int]:
+    """Tokens that the prompt alone decides."""
+    turn = (zlib.crc32(prompt_of(body).encode()) + manner.another) % len(WORDS)
+    text = " ".join([*WORDS[turn:], *WORDS[:turn]] * 8)
+    return list(tokenizer()(text)["input_ids"])[: body["max_tokens"]]
+
+
+def events(body: Mapping[str, Any], manner: Manner) -> Iterator[dict[str, Any] | str]:
+    """The stream of an answer; a word ends it, as ``Manner.wrong`` has it."""
+    ids, chat = answer_ids(body, manner), "messages" in body
+    pieces = [ids[at : at + manner.per_piece] for at in range(0, len(ids), manner.per_piece)]
+    wrong = manner.wrong(dict(body))
+    for number, piece in enumerate(pieces):
+        if number == len(pieces) // 2 and isinstance(wrong, str):
+            yield {"error": {"message": "out of memory"}} if wrong == "error" else wrong
+            return
+        text = tokenizer().decode(piece)
+        said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+        yield {"choices": [{"index": 0, **said, **({"token_ids": piece} if manner.named else {})}]}
+    yield {"choices": [{"index": 0, **({"delta": {}} if chat else {"text": ""}), "finish_reason": "length"}]}
+    if manner.usage != "none":
+        count = len(ids) if manner.usage == "right" else len(pieces)
+        yield {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": count}, **manner.facts}
+
+
+class ScriptedServer:
+    """Listens on a free port of this machine until it is left.
+
+    Attributes:
+        asked: Bodies of requests for answers, in their order.
+        url: Up to and with ``/v1``.
+    """
+
+    def __init__(self, manner: Manner | None = None) -> None:
+        self.manner = manner or Manner()
+        self.asked: list[dict[str, Any]] = []
+        scripted = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                scripted._get(self)
+
+            def do_POST(self) -> None:
+                scripted._post(self)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> ScriptedServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+    def _get(self, handler: BaseHTTPRequestHandler) -> None:
+        if handler.path == "/metrics" and self.manner.metrics:
+            return self._whole(handler, 200, self.manner.metrics.encode())
+        if handler.path != "/v1/models":
+            return self._whole(handler, 404, b"{}")
+        if not self._knows(handler):
+            return None
+        if isinstance(self.manner.models, bytes):
+            return self._whole(handler, 200, self.manner.models)
+        listed = [{"id": name, "owned_by": self.manner.owner} for name in self.manner.models]
+        return self._whole(handler, 200, json.dumps({"object": "list", "data": listed}).encode())
+
+    def _post(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        if not self._knows(handler):
+            return
+        self.asked.append(body)
+        if body["model"] not in self.manner.models:
+            self._refuse(handler, 404, f"there is no model {body['model']}")
+            return
+        wrong = self.manner.wrong(body)
+        if isinstance(wrong, int):
+            self._refuse(handler, wrong, "not now")
+            return
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        for event in events(body, self.manner):
+            if isinstance(event, str):
+                handler.close_connection = True
+                return
+            self._chunk(handler, f"data: {json.dumps(event)}\n\n".encode())
+        self._chunk(handler, b"data: [DONE]\n\n")
+        handler.wfile.write(b"0\r\n\r\n")
+
+    def _knows(self, handler: BaseHTTPRequestHandler) -> bool:
+        """Whether the key is right; one that is not is repeated, as some servers do."""
+        given = handler.headers.get("Authorization", "none").removeprefix("Bearer ")
+        if self.manner.key in (None, given):
+            return True
+        self._refuse(handler, 401, f"wrong key: {given}")
+        return False
+
+    def _refuse(self, handler: BaseHTTPRequestHandler, status: int, message: str) -> None:
+        self._whole(handler, status, json.dumps({"error": {"message": message}}).encode())
+
+    @staticmethod
+    def _whole(handler: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    @staticmethod
+    def _chunk(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+        handler.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))

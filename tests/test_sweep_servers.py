@@ -1,0 +1,646 @@
+"""`sweep --server`: what is asked of servers, what is made of their answers, and every way in which they go wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from scripted_engine import ENVIRONMENT
+from scripted_server import Manner, ScriptedServer, answer_ids, prompt_of, tokenizer
+from tiny import tiny_llama, tiny_tokenizer
+from told import Result, refusal
+
+from specbench import load_drafter, wrap_target
+from specbench.bench.engines.servers import ServerEngine
+from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, plan
+from specbench.bench.manifest import command_line, describe_run
+from specbench.bench.prompts import Prompt
+from specbench.bench.runner import run_sweep
+from specbench.cli import run as run_cli
+from specbench.errors import UsageError
+from specbench.lengths import build_policy
+from specbench.results import frames
+from specbench.results.advice import review
+from specbench.results.compare import compare_configs
+from specbench.results.store import RunStore, load_results, read_run
+from specbench.serve.app import Defaults
+from specbench.serve.engine import Engine
+from specbench.serve.server import Server
+from specbench.show.answer import find_answers
+from specbench.show.plots import draw_figures
+from specbench.show.report import write_report
+from specbench.specs.servers import ServerSpec, parse_server, parse_servers
+
+NEW = 24
+LLAMACPP = {"timings": {"draft_n": 20, "draft_n_accepted": 15, "cache_n": 0}}
+
+# -- how servers are named -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "model"),
+    [
+        ("a=http://h:8000/v1", "http://h:8000/v1", None),
+        ("a=http://h:8000", "http://h:8000/v1", None),
+        ("a=https://h/some/where/v1/#Qwen/Q-1.5B", "https://h/some/where/v1", "Qwen/Q-1.5B"),
+        ("a=http://[::1]:80/v1/chat/completions#m=1", "http://[::1]:80/v1", "m=1"),
+        (" a=http://h/v1/completions", "http://h/v1", None),
+    ],
+)
+def test_servers_are_named_by_name_address_and_model(text: str, url: str, model: str | None) -> None:
+    assert parse_server(text) == ServerSpec("a", url, model)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("http://h/v1", "NAME=URL"),
+        ("a=", "no name or no address"),
+        ("=http://h", "other characters"),
+        ("a b=http://h", "other characters"),
+        ("a=h:8000", "no http:// or https:// address"),
+        ("a=ftp://h", "no http:// or https:// address"),
+        ("a=http://", "no http:// or https:// address"),
+        ("a=http://h:port", "no http:// or https:// address"),
+        ("a=http://me:secret@h/v1", "SPECBENCH_KEY_A"),
+        ("a.b=http://h/v1?key=secret", "SPECBENCH_KEY_A_B"),
+    ],
+)
+def test_bad_servers(text: str, fragment: str) -> None:
+    said = refusal(parse_server, text, kind=UsageError)
+    assert fragment in said
+    assert "secret" not in said
+
+
+def test_servers_have_names_of_their_own() -> None:
+    assert [each.name for each in parse_servers(["a=http://h", "b=http://h"])] == ["a", "b"]
+    for other in ("a", "A"):
+        with pytest.raises(UsageError, match="same name"):
+            parse_servers(["a=http://h", f"{other}=http://i"])
+
+
+def test_command_lines_are_kept_without_addresses() -> None:
+    given = [
+        "--server",
+        "a=http://host:1/v1#org/m",
+        "--server=b=https://host/v1",
+        "--server",
+        "c=http://h#/home/me/m",
+    ]
+    kept = ["--server", "a=URL#org/m", "--server=b=URL", "--server", "c=URL#m"]
+    assert command_line(given) == kept
+
+
+def test_every_other_repeat_has_the_order_reversed() -> None:
+    options = SweepOptions(gammas=(), policies=(), repeats=4, warmup=0, turns=1, servers=("a", "b", "c"))
+    configs = build_server_configs(options, ["a", "b", "c"])
+    cells = list(plan(options, [Prompt(f"p{i}", "x", ("?",)) for i in range(8)], configs))
+    orders = {
+        (prompt, repeat): [each.config for each in cells if (each.prompt, each.repeat) == (prompt, repeat)]
+        for prompt in {each.prompt for each in cells}
+        for repeat in range(4)
+    }
+    for (prompt, repeat), order in orders.items():
+        assert sorted(order) == ["a", "b", "c"]
+        if repeat % 2:
+            assert order == orders[prompt, repeat - 1][::-1]
+    assert len({tuple(order) for order in orders.values()}) > 2
+    assert {config.baseline for config in configs} == {"a"}
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """The command with four short prompts, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    lines = [{"id": f"p{i}", "category": "ab"[i % 2], "turns": [f"Question {i}?"]} for i in range(4)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def call(*arguments: object, **servers: ScriptedServer | str) -> Result:
+        capsys.readouterr()
+        words = ["sweep", "--prompts", "./mine.jsonl", "-n", NEW, "--repeats", 2, "--out", "run", *arguments]
+        for name, server in servers.items():
+            words += ["--server", f"{name}={server if isinstance(server, str) else server.url}"]
+        given = [str(word) for word in words]
+        monkeypatch.setattr(sys, "argv", ["specbench", *given])
+        return Result(run_cli(given), *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def plain() -> Iterator[ScriptedServer]:
+    with ScriptedServer(Manner(owner="llamacpp")) as server:
+        yield server
+
+
+@pytest.fixture
+def fast() -> Iterator[ScriptedServer]:
+    with ScriptedServer(Manner(owner="llamacpp", per_piece=4, facts=LLAMACPP)) as server:
+        yield server
+
+
+def stored(tmp_path: Path) -> list[dict[str, Any]]:
+    lines = (tmp_path / "run" / "generations.jsonl").read_text().splitlines()
+    return [row for line in lines if not (row := json.loads(line))["warmup"]]
+
+
+def test_two_servers_from_beginning_to_end(
+    sweep: Call, plain: ScriptedServer, fast: ScriptedServer, models: Path, tmp_path: Path
+) -> None:
+    result = sweep("--target", models / "target", base=plain, drafting=fast)
+    assert result.code == 0, result.err
+    run, rows = read_run(tmp_path / "run"), stored(tmp_path)
+    assert {(row["config"], row["status"], row["server"]["counted_by"]) for row in rows} == {
+        ("base", "ok", "usage"), ("drafting", "ok", "usage"),
+    }  # fmt: skip
+    assert len(rows) == 4 * 2 * 2
+    for row in rows:
+        assert (row["new_tokens"], row["prompt_tokens"], row["server"]["problem"]) == (NEW, 7, None)
+        assert tokenizer().decode(row["token_ids"]) == row["server"]["text"]
+        assert row["first_tokens"] == (1 if row["config"] == "base" else 4)
+    assert run["differences"] == []
+    assert run["target"]["name"] == "tiny"
+    assert run["options"]["servers"] == ["base: tiny", "drafting: tiny"]
+    everything = json.dumps(run) + (tmp_path / "run" / "generations.jsonl").read_text()
+    assert "127.0.0.1" not in everything
+    assert str(tmp_path) not in everything
+
+    frame = load_results(tmp_path / "run")
+    summary = frames.summary_frame(frame).set_index("config")
+    assert summary.loc["base", "speedup"] == 1.0
+    assert summary.loc["drafting", "identical_share"] == 1.0
+    # 23 tokens behind the first, 15 of them drafts that were kept.
+    assert summary.loc["drafting", "tokens_per_step"] == pytest.approx(23 / 8)
+    assert summary.loc["drafting", "acceptance_rate"] == pytest.approx(0.75)
+    assert summary["step_source"].tolist() == ["bursts", "server"]
+    assert summary.loc["drafting", ["speedup_first", "warming"]].notna().all()
+    (answer,) = find_answers(frame, frames.summary_frame(frame), frames.category_frame(frame))
+    assert "over base" in answer.headline
+    assert not answer.command
+    assert "drafting" in result.out
+    assert answer.headline in (tmp_path / "run" / "summary.md").read_text().replace("\\", "")
+    assert compare_configs(frame, "drafting", "base").overall[0].ratio.prompts == 4
+    assert {"servers", "categories"} <= set(draw_figures(frame).figures)
+    report, _ = write_report(tmp_path / "run")
+    assert "base is the first server that was named" in dict(report.method)["Baseline"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "127.0.0.1" not in page
+    assert "plain decoding" not in page
+
+
+def test_a_prompt_goes_out_as_it_is_and_caches_are_off(
+    sweep: Call, plain: ScriptedServer, tmp_path: Path
+) -> None:
+    assert sweep(base=plain).code == 0
+    asked = [body for body in plain.asked if prompt_of(body).startswith("Question")]
+    assert len(asked) == 4 * 2 + 1
+    for body in asked:
+        assert body["messages"] == [{"role": "user", "content": prompt_of(body)}]
+        assert body["cache_prompt"] is False
+        assert (body["temperature"], body["stream"], body["model"]) == (0.0, True, "tiny")
+        assert {"seed", "ignore_eos", "top_k"}.isdisjoint(body)
+    assert asked[-1]["max_tokens"] == NEW
+    assert read_run(tmp_path / "run")["options"]["salt"] == "none"
+
+
+def test_completions_sampled_behind_the_end(sweep: Call, plain: ScriptedServer) -> None:
+    assert sweep("--api", "completions", "--temperature", 0.7, "--ignore-eos", base=plain).code == 0
+    last = plain.asked[-1]
+    assert last["prompt"].startswith("Question")
+    assert (last["temperature"], last["ignore_eos"], last["top_k"], last["top_p"]) == (0.7, True, -1, 1.0)
+    assert isinstance(last["seed"], int)
+
+
+def test_caches_without_a_switch_get_nothing_to_find(sweep: Call, tmp_path: Path) -> None:
+    with ScriptedServer() as one, ScriptedServer() as two:
+        result = sweep(a=one, b=two)
+        assert result.code == 0
+        assert "first line of its own" in result.err
+        prompts = [
+            [prompt_of(body) for body in each.asked if "Question" in prompt_of(body)] for each in (one, two)
+        ]
+    assert sorted(prompts[0]) == sorted(prompts[1]), "the same for both"
+    assert all(prompt.count("\n") == 1 and prompt[0] == "[" for prompt in prompts[0])
+    assert len(set(prompts[0])) == 4 * 2 + 1, "and never the same again"
+    frame = load_results(tmp_path / "run")
+    assert frames.summary_frame(frame).set_index("config").loc["b", "identical_share"] == 1.0
+
+
+def test_one_server_under_two_names_cannot_help_itself(sweep: Call, tmp_path: Path) -> None:
+    with ScriptedServer() as one:
+        assert sweep(a=one, b=one).code == 0
+        prompts = [prompt_of(body) for body in one.asked if "Question" in prompt_of(body)]
+    assert len(set(prompts)) == len(prompts)
+    summary = frames.summary_frame(load_results(tmp_path / "run"))
+    assert summary["identical_share"].isna().all(), "they were asked other things"
+    assert read_run(tmp_path / "run")["differences"] == []
+
+
+def test_vllm_names_its_tokens_and_gets_salt(sweep: Call, tmp_path: Path) -> None:
+    with ScriptedServer(Manner(owner="vllm", per_piece=3, named=True)) as server:
+        assert sweep(a=server).code == 0
+        salts = [body["cache_salt"] for body in server.asked]
+        assert len(set(salts)) == len(salts)
+        assert all(body["return_token_ids"] for body in server.asked)
+    row = stored(tmp_path)[0]
+    assert row["server"]["counted_by"] == "ids"
+    assert len(row["token_ids"]) == row["new_tokens"] == NEW
+    assert row["first_tokens"] == 3
+
+
+def test_acceptance_from_counters(sweep: Call, tmp_path: Path) -> None:
+    with ScriptedServer(Manner(owner="vllm")) as server:
+
+        def count(body: dict[str, Any]) -> None:
+            n = len(server.asked)
+            server.manner.metrics = (
+                f"vllm:spec_decode_num_drafts_total {4 * n}\n"
+                f"vllm:spec_decode_num_draft_tokens_total {12 * n}\n"
+                f"vllm:spec_decode_num_accepted_tokens_total {9 * n}\n"
+            )
+
+        count({})
+        server.manner.wrong = count
+        assert sweep("--batch", "1,2", a=server).code == 0
+    rows = stored(tmp_path)
+    assert {row["requests"][0]["server"]["drafted"] for row in rows} == {None}
+    assert all(row["speculation"]["accepted"] / row["speculation"]["drafted"] == 0.75 for row in rows)
+    requests = frames.request_frame(load_results(tmp_path / "run"))
+    assert requests["acceptance_rate"].tolist() == [0.75, 0.75]
+
+
+def test_servers_over_batches(
+    sweep: Call, plain: ScriptedServer, fast: ScriptedServer, tmp_path: Path
+) -> None:
+    result = sweep("--batch", "1,2,4", base=plain, drafting=fast)
+    assert result.code == 0, result.err
+    rows = stored(tmp_path)
+    assert {row["config"] for row in rows} == {
+        f"{name},b={batch}" for name in ("base", "drafting") for batch in (1, 2, 4)
+    }
+    assert {row["clients"] for row in rows} == {1, 2, 4}
+    for row in rows:
+        assert len(row["requests"]) == row["clients"]
+        assert all(each["new_tokens"] == NEW for each in row["requests"])
+        assert row["seconds"] > 0
+        assert row["tokens"] >= NEW * row["clients"]
+    frame = load_results(tmp_path / "run")
+    drawn = draw_figures(frame)
+    assert {"batches", "latency"} <= set(drawn.figures)
+    (answer,) = find_answers(frame, frames.summary_frame(frame), frames.category_frame(frame))
+    assert "over base at the same batch" in answer.headline
+    assert write_report(tmp_path / "run")[0].requests["batch"].tolist() == [1, 1, 2, 2, 4, 4]
+
+
+def test_requests_that_come_by_the_clock(sweep: Call, plain: ScriptedServer, tmp_path: Path) -> None:
+    assert sweep("--batch", 2, "--arrivals", "poisson:500", base=plain).code == 0
+    for row in stored(tmp_path):
+        arrived = [each["arrived_s"] for each in row["requests"]]
+        assert row["clients"] is None
+        assert arrived == sorted(arrived)
+        assert arrived[0] > 0
+
+
+def test_a_dry_run_says_what_would_be_asked(sweep: Call, plain: ScriptedServer, tmp_path: Path) -> None:
+    result = sweep("--dry-run", base=plain)
+    assert result.code == 0
+    assert "1 configurations: base" in result.out
+    assert "8 generations" in result.out
+    assert not (tmp_path / "run").exists()
+    assert len(plain.asked) == 1
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_wrong_counts_are_noticed(sweep: Call, models: Path, tmp_path: Path) -> None:
+    with ScriptedServer(Manner(per_piece=2, usage="events")) as server:
+        result = sweep("--target", models / "target", a=server)
+    assert result.code == 0
+    problem = f"The server counts {NEW // 2} tokens, and its text has {NEW} by the target's tokenizer."
+    for row in stored(tmp_path):
+        assert (row["new_tokens"], row["server"]["counted_by"]) == (NEW, "tokenizer")
+        assert row["server"]["problem"] == problem
+    assert problem in result.err
+    ids = [each["id"] for each in read_run(tmp_path / "run")["warnings"]]
+    assert "token-counts" in ids
+
+
+def test_a_server_without_usage_needs_the_tokenizer(sweep: Call, models: Path, tmp_path: Path) -> None:
+    with ScriptedServer(Manner(usage="none")) as server:
+        sweep(a=server).refused(2, "does not say how many tokens", "Add --target")
+        assert sweep("--target", models / "target", a=server).code == 0
+    assert {row["new_tokens"] for row in stored(tmp_path)} == {NEW}
+
+
+def test_unchecked_counts_are_marked(sweep: Call, plain: ScriptedServer, tmp_path: Path) -> None:
+    result = sweep(base=plain)
+    assert "base: tokens are counted by the server and not checked" in result.err
+    assert "tokens-unchecked" in [each["id"] for each in read_run(tmp_path / "run")["warnings"]]
+
+
+def test_one_piece_has_only_a_whole_time(sweep: Call, plain: ScriptedServer, tmp_path: Path) -> None:
+    with ScriptedServer(Manner(owner="llamacpp", per_piece=1000)) as server:
+        result = sweep(base=plain, a=server)
+    assert "a: an answer comes in one piece" in result.err
+    summary = frames.summary_frame(load_results(tmp_path / "run")).set_index("config")
+    assert summary["tokens_per_second"].notna().tolist() == [True, False]
+    assert summary["speedup_total"].notna().all()
+    assert "one-piece" in [each["id"] for each in read_run(tmp_path / "run")["warnings"]]
+
+
+def test_a_cache_that_is_on_nevertheless_is_told(sweep: Call, tmp_path: Path) -> None:
+    facts = {
+        "usage": {
+            "prompt_tokens": 40,
+            "completion_tokens": NEW,
+            "prompt_tokens_details": {"cached_tokens": 39},
+        }
+    }
+    with ScriptedServer(Manner(owner="vllm", facts=facts)) as server:
+        assert sweep(a=server).code == 0
+    (warning,) = [each for each in read_run(tmp_path / "run")["warnings"] if each["id"] == "prompt-cache"]
+    assert warning["message"].startswith("a: 98% of the prompts' tokens came from a cache")
+
+
+@pytest.mark.parametrize("wrong", ["error", "cut", 500])
+def test_a_broken_answer_fails_alone_and_is_tried_again(
+    sweep: Call, plain: ScriptedServer, tmp_path: Path, wrong: str | int
+) -> None:
+    def breaks(body: dict[str, Any]) -> str | int | None:
+        return wrong if "Question 2" in prompt_of(body) else None
+
+    with ScriptedServer(Manner(owner="llamacpp", wrong=breaks)) as server:
+        result = sweep(base=plain, a=server)
+        assert result.code == 1
+        assert "2 generations failed" in result.err
+        failed = [row for row in stored(tmp_path) if row["status"] == "failed"]
+        assert {(row["config"], row["prompt"]) for row in failed} == {("a", "p2")}
+        assert all("The " in row["error"] and "server a" in row["error"] for row in failed)
+        server.manner.wrong = lambda body: None
+        again = sweep("--resume", "--retry-failed", base=plain, a=server)
+    assert again.code == 0, again.err
+    frame = load_results(tmp_path / "run")
+    assert (frame["status"] == "ok").all()
+    assert len(frame) == 16
+
+
+def test_outputs_that_part_are_found_and_judged(
+    sweep: Call, plain: ScriptedServer, models: Path, tmp_path: Path
+) -> None:
+    with ScriptedServer(Manner(owner="llamacpp", another=True)) as server:
+        target = ("--target", models / "target")
+        result = sweep(*target, base=plain, a=server)
+        assert result.code == 0
+        differences = read_run(tmp_path / "run")["differences"]
+        assert {each["prompt"] for each in differences} == {"p0", "p1", "p2", "p3"}
+        assert {each["numerical_tie"] for each in differences} == {None}
+        bodies = [body for body in plain.asked if body["max_tokens"] == NEW]
+        ours, theirs = (answer_ids(bodies[0], Manner(another=another)) for another in (True, False))
+        parted = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+        assert parted in {each["position"] for each in differences}
+        judged = sweep(*target, "--dtype", "float32", "--check-outputs", "--resume", base=plain, a=server)
+    assert judged.code == 0, judged.err
+    differences = read_run(tmp_path / "run")["differences"]
+    assert all(each["gap"] > 0 and each["numerical_tie"] is False for each in differences)
+    assert "compare their weights, quantisation and sampling" in judged.err
+
+
+def test_a_key_is_read_from_the_environment_and_kept_nowhere(
+    sweep: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ScriptedServer(Manner(key="sesame-1")) as server:
+        sweep(a=server).refused(2, "a wants a key (status 401)", "SPECBENCH_KEY_A")
+        monkeypatch.setenv("SPECBENCH_KEY_A", "sesame-2")
+        refused = sweep(a=server)
+        refused.refused(2, "refuses the key in SPECBENCH_KEY_A (status 401)")
+        assert "sesame" not in refused.err
+        for wrong in ("", "two\nlines", "schlüssel"):
+            monkeypatch.setenv("SPECBENCH_KEY_A", wrong)
+            sweep(a=server).refused(2, "SPECBENCH_KEY_A holds no key")
+        monkeypatch.setenv("SPECBENCH_KEY_A", "sesame-1")
+        result = sweep(a=server)
+        assert result.code == 0, result.err
+        server.manner.key = "another"
+        monkeypatch.setenv("SPECBENCH_KEY_A", "sesame-1")
+    written = "".join(path.read_text() for path in (tmp_path / "run").iterdir() if path.is_file())
+    assert "sesame" not in written + result.out + result.err
+
+
+def test_models_that_are_not_there(sweep: Call) -> None:
+    with ScriptedServer(Manner(models=("one", "two"))) as server:
+        sweep(a=server).refused(2, "The server a lists 2 models: one, two", "Name one behind a #")
+        sweep(a=f"{server.url}#three").refused(2, "there is no model three", "Its models are one, two")
+        assert sweep(a=f"{server.url}#two").code == 0
+        assert {body["model"] for body in server.asked} == {"two", "three"}
+
+
+def test_servers_that_are_none(sweep: Call, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+    sweep(a=free).refused(1, "The server a cannot be reached", f"Check that it runs at {free}")
+    for models in (b"<html>", b'{"models": []}'):
+        with ScriptedServer(Manner(models=models)) as server:
+            sweep(a=server).refused(1, "The server a does not speak the OpenAI protocol")
+    with ScriptedServer(Manner(models=b'{"data": []}')) as server:
+        sweep(a=server).refused(2, "The server a lists 0 models")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["--drafter", "lookup"], "--drafter: servers decode in their own way"),
+        (["--gamma", "3", "--cache", "static"], "--gamma, --cache: servers decode"),
+        (["--dtype", "float32"], "--dtype: servers decode"),
+        (["--turns", "2"], "first turns"),
+        (["--check-outputs"], "Name it by --target"),
+        (["--batch", "8"], "more than the 4 prompts"),
+    ],
+)
+def test_options_that_servers_have_not(
+    sweep: Call, plain: ScriptedServer, words: list[str], fragment: str
+) -> None:
+    sweep(*words, base=plain).refused(2, fragment)
+    assert not plain.asked
+
+
+def test_options_that_only_servers_have(sweep: Call) -> None:
+    sweep("--api", "chat").refused(2, "--api: for servers alone", "Add --server")
+    sweep("--server", "nonsense").refused(2, "no name or no address")
+
+
+def test_results_that_are_there_are_kept(sweep: Call, plain: ScriptedServer) -> None:
+    assert sweep(base=plain).code == 0
+    sweep(base=plain).refused(2, "holds results already")
+    with ScriptedServer(Manner(models=("other",))) as server:
+        refused = sweep("--resume", base=server)
+        assert refused.code == 2
+        assert "base: tiny → base: other" in refused.err
+
+
+# -- the engine, by a clock of its own ---------------------------------------------------------------
+
+
+class Told(httpx2.AsyncByteStream):
+    """Events, and how long each takes to come."""
+
+    def __init__(self, clock: list[float], events: list[tuple[float, Any]]) -> None:
+        self._clock, self._events = clock, events
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for seconds, event in self._events:
+            self._clock[0] += seconds
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+class Timed:
+    """A server whose answers of nine tokens take as long as it is told, and those who ask it."""
+
+    def __init__(self, seconds: Callable[[str, str], float], statuses: tuple[int, ...] = ()) -> None:
+        self.clock, self.pauses, self._seconds = [0.0], list[float](), seconds
+        self._statuses = list(statuses)
+
+    def handle(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "GET":
+            listed = {"data": [{"id": "m", "owned_by": "llamacpp"}]}
+            return httpx2.Response(200 if request.url.path == "/v1/models" else 404, json=listed)
+        body = json.loads(request.content)
+        if (
+            self._statuses
+            and prompt_of(body) != "Count from one to ten."
+            and (status := self._statuses.pop(0)) != 200
+        ):
+            return httpx2.Response(status, json={})
+        each = self._seconds(request.url.host, prompt_of(body))
+        events: list[tuple[float, Any]] = [(0.5, {"choices": [{"delta": {"content": "a"}}]})]
+        events += [(each, {"choices": [{"delta": {"content": " b"}}]})] * 8
+        ending = {"choices": [{"delta": {}, "finish_reason": "length"}], "usage": {"completion_tokens": 9}}
+        return httpx2.Response(
+            200,
+            headers={"content-type": "text/event-stream"},
+            stream=Told(self.clock, [*events, (0.0, ending)]),
+        )
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+    def engine(self, *names: str) -> ServerEngine:
+        return ServerEngine(
+            parse_servers([f"{name}=http://{name}.test" for name in names]),
+            keys={},
+            transport=httpx2.MockTransport(self.handle),
+            clock=lambda: self.clock[0],
+            pause=self.pause,
+        )
+
+
+def measured(path: Path, timed: Timed, *names: str, prompts: int = 8) -> Any:
+    """The rows of a sweep over servers whose times are scripted."""
+    asked = tuple(Prompt(f"p{i}", "x", (f"Question {i}",)) for i in range(prompts))
+    options = SweepOptions(
+        gammas=(), policies=(), turns=1, servers=names, repeats=2, warmup=0, max_new_tokens=9
+    )
+    sweep = Sweep(options, asked, tuple(build_server_configs(options, names)))
+    engine = timed.engine(*names)
+    try:
+        run = describe_run(sweep, target=engine.describe_target(), environment=ENVIRONMENT, sources={})
+        with RunStore.create(path, run) as store:
+            run_sweep(sweep, store, engine)
+    finally:
+        engine.close()
+    return load_results(path)
+
+
+def test_times_are_those_of_the_stream(tmp_path: Path) -> None:
+    scatter = random.Random(0)
+    timed = Timed(lambda host, prompt: (0.1 if host[0] == "a" else 0.05) * scatter.uniform(0.95, 1.05))
+    frame = measured(tmp_path / "run", timed, "a", "b")
+    assert frame["ttft_s"].tolist() == pytest.approx([0.5] * 32)
+    assert (frame["tokens_per_second"] * frame["decode_s"]).tolist() == pytest.approx([8.0] * 32)
+    summary = frames.summary_frame(frame).set_index("config")
+    assert summary.loc["b", "speedup"] == pytest.approx(2.0, rel=0.05)
+    assert summary.loc["b", "verdict"] == "faster"
+    assert summary.loc["b", "tokens_per_step"] == pytest.approx(1.0)
+    assert (summary["warming_low"] < 1).all()
+    assert "warm-pool" not in [each.id for each in review(frame)]
+    (answer,) = find_answers(frame, frames.summary_frame(frame), frames.category_frame(frame))
+    assert re.match(r"b: (1\.9|2\.0)\d× \[.*\] over a", answer.headline)
+
+
+def test_a_server_that_remembers_is_told_apart(tmp_path: Path) -> None:
+    seen: dict[str, int] = {}
+    scatter = random.Random(1)
+
+    def seconds(host: str, prompt: str) -> float:
+        seen[host + prompt] = seen.get(host + prompt, 0) + 1
+        again = host[0] == "b" and seen[host + prompt] > 1
+        return (0.04 if again else 0.1) * scatter.uniform(0.95, 1.05)
+
+    frame = measured(tmp_path / "run", Timed(seconds), "a", "b")
+    summary = frames.summary_frame(frame).set_index("config")
+    assert summary.loc["b", "warming"] == pytest.approx(2.5, rel=0.1)
+    assert summary.loc["b", "speedup_first"] == pytest.approx(1.0, rel=0.1)
+    assert summary.loc["b", "speedup"] > 1.4
+    (warning,) = [each for each in review(frame) if each.id == "warm-pool"]
+    assert warning.message.startswith("b: 2.")
+
+
+def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path: Path) -> None:
+    timed = Timed(lambda *_: 0.1, statuses=(503, 429, 200, 503, 503, 503, 500))
+    frame = measured(tmp_path / "run", timed, "a", prompts=3)
+    assert timed.pauses == [1.0, 2.0, 1.0, 2.0]
+    assert frame["status"].tolist().count("failed") == 2
+    assert sorted(frame["attempts"].dropna()) == [1, 1, 1, 3]
+    assert sorted(frame["error"].dropna().str[:56]) == [
+        "The server a refuses a request with status 500: no reaso",
+        "The server a refuses a request with status 503: no reaso",
+    ]
+
+
+# -- our own server --------------------------------------------------------------------------------
+
+
+def test_our_own_server_is_measured(sweep: Call, tmp_path: Path) -> None:
+    target = wrap_target(tiny_llama(), tiny_tokenizer(), name="tiny")
+    defaults = Defaults(policy=build_policy("fixed:gamma=3"), sampling={}, seed=None, max_new_tokens=NEW)
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    server = Server(
+        Engine(target, load_drafter("self:layers=1", target), max_batch=2, max_waiting=4, pool_tokens=4096),
+        defaults,
+        listening,
+        0.0,
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        result = sweep("--ignore-eos", ours=url)
+        batches = sweep("--ignore-eos", "--batch", 2, "--out", "many", ours=url)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+    assert result.code == 0, result.err
+    assert batches.code == 0, batches.err
+    rows = stored(tmp_path)
+    assert {row["new_tokens"] for row in rows} == {NEW}
+    assert all(row["server"]["drafted"] >= row["server"]["accepted"] for row in rows)
+    assert read_run(tmp_path / "run")["options"]["salt"] == "none", "nothing is kept of a prompt"
+    summary = frames.summary_frame(load_results(tmp_path / "run"))
+    assert summary["step_source"].tolist() == ["server"]
+    accepted, drafted = (sum(row["server"][name] for row in rows) for name in ("accepted", "drafted"))
+    assert summary["acceptance_rate"].tolist() == pytest.approx([accepted / drafted])
