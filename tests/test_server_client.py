@@ -79,7 +79,7 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 9}}
 def test_what_came_when() -> None:
     answer = asked(b": hello\n\n", said("the "), said("king"), said("", "length"), USAGE, DONE)
     assert answer == Answer((Piece(2.0, "the ", None), Piece(3.0, "king", None)), "length", 4.0, 4, 9)
-    assert (answer.text, answer.ttft_s) == ("the king", 2.0)
+    assert (answer.text, answer.first) == ("the king", Piece(2.0, "the ", None))
 
 
 def test_a_conversation_and_its_thoughts() -> None:
