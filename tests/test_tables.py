@@ -38,7 +38,8 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
         "policy": "fixed" if kind == "speculative" else "none", "temperature": 0.0, "cache": "dynamic",
         "baseline": "plain", "batch": math.nan, "arrivals": None, "target": "t", "group": "",
         "throughput": math.nan, "prompt": prompt, "category": prompt.split("-")[0], "turn": 0,
-        "repeat": 0, "status": "ok", "error": None, "new_tokens": 11, "token_ids": np.arange(11), "ttft_s": 0.5,
+        "repeat": 0, "status": "ok", "error": None, "new_tokens": 11, "token_ids": np.arange(11), "text": None,
+        "ttft_s": 0.5,
         "prefill_s": 0.5, "decode_s": 10 / speed, "total_s": 0.5 + 10 / speed, "peak_memory_bytes": 1e9,
         "log_probability": math.nan, "tokens_per_second": speed, "warnings": [],
     }  # fmt: skip
