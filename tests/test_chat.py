@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import re
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from specbench.generate import encode_messages
 
 Cli = Callable[..., Result]
 NEW = 12
+PATIENCE_S = 60.0
+AGAIN_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -148,34 +152,36 @@ def _at_a_terminal(handed: Descriptor, *words: str) -> None:
 class Terminal:
     """`specbench chat` at a terminal of its own."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, kind: str = "dumb") -> None:
         import pty
 
         self._outer, inner = pty.openpty()
         self.process = Forked(
             _at_a_terminal, Descriptor(inner), "chat", *words, stdout=inner, stderr=inner,
-            environment={"TERM": "dumb"},
+            environment={"TERM": kind},
         )  # fmt: skip
         os.close(inner)
-        self._seen = ""
+        self._seen, self._decoder = "", codecs.getincrementaldecoder("utf-8")("replace")
 
-    def type(self, line: str) -> None:
-        os.write(self._outer, f"{line}\n".encode())
+    def type(self, line: str, end: str = "\n") -> None:
+        os.write(self._outer, f"{line}{end}".encode())
 
     def until(self, pattern: str, *, interrupting: bool = False) -> str:
         """What has come up to the first place where the pattern fits, once it does.
 
         Args:
             pattern: A regular expression.
-            interrupting: Press Ctrl-C as long as nothing comes: `readline` may miss it just before it begins to wait.
+            interrupting: Press Ctrl-C again where nothing comes: `readline` misses it just before it begins to wait.
         """
+        until = time.monotonic() + PATIENCE_S
         while (found := re.search(pattern, self._seen)) is None:
-            while not select.select([self._outer], [], [], 0.5 if interrupting else 60)[0]:
-                assert interrupting, f"{pattern!r} does not come: {self._seen}"
+            left = until - time.monotonic()
+            assert left > 0, f"{pattern!r} does not come: {self._seen[-2000:]}"
+            if select.select([self._outer], [], [], min(left, AGAIN_S) if interrupting else left)[0]:
+                self._seen += self._decoder.decode(os.read(self._outer, 65536))
+                self._seen = self._seen.replace("\r\n", "\n")
+            elif interrupting:
                 self.process.signal(signal.SIGINT)
-            block = os.read(self._outer, 65536)
-            assert block, f"{pattern!r} does not come: {self._seen}"
-            self._seen += block.decode("utf-8", "replace").replace("\r\n", "\n")
         seen, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return seen
 
@@ -202,9 +208,15 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal: Terminal) -> None:
     terminal.type("the thing")
     terminal.until(r"(?s)the thing\n.{80}")
     terminal.process.signal(signal.SIGINT)
-    assert "\x1b[" not in terminal.until("stopped")
+    answer = terminal.until("stopped")
+    assert re.search(r"\\x[01]", answer), "a model of random bytes has written control characters"
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", answer), "and none of them came as itself"
     terminal.until(r"\n> ")
+    terminal.type("half a line", end="")
+    terminal.until("half a line")
+    terminal.process.signal(signal.SIGINT)
     terminal.until("Ctrl-D or /exit ends the conversation", interrupting=True)
+    terminal.until(r"\n> ")
     terminal.type("and of the")
     terminal.until(r"(?s)and of the\n.{40}")
     terminal.process.signal(signal.SIGINT)
@@ -222,3 +234,27 @@ def test_sigterm_ends_it_in_the_middle_of_an_answer(terminal: Terminal) -> None:
     terminal.process.signal(signal.SIGTERM)
     terminal.until("interrupted")
     assert terminal.process.wait() == 143
+
+
+@pytest.mark.skipif(os.name == "nt", reason="terminals of POSIX")
+def test_what_is_pasted_is_one_message_and_what_is_too_long_is_refused(folder: Path) -> None:
+    readline = pytest.importorskip("readline")
+    if "libedit" in (readline.__doc__ or ""):
+        pytest.skip("libedit takes pasted lines one by one")
+    words = ["--target", str(folder), "--dtype", "float32", "-n", "3"]
+    terminal = Terminal(*words, kind="xterm")
+    try:
+        terminal.until("> ")
+        terminal.type("\x1b[200~/the thing\nof the king\n\nand of\x1b[201~")
+        terminal.until("speed ")
+        terminal.until("> ")
+        terminal.type("word " * 600)
+        terminal.until("leaves no room for an answer. Begin a new one, or shorten the message.")
+        terminal.until("> ")
+        terminal.type("/stats")
+        terminal.until("in 1 answer")
+        terminal.until("> ")
+        terminal.type("/exit")
+        assert terminal.process.wait() == 0
+    finally:
+        terminal.close()

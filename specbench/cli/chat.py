@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
@@ -120,18 +121,32 @@ class _Talk:
             sys.stdin.reconfigure(errors="replace")
         if self.asks:
             with suppress(ImportError):  # the line can be edited then, and earlier ones called back
-                import readline  # noqa: F401
+                import readline
+
+                if os.environ.get("TERM", "dumb") != "dumb":
+                    # What is pasted is one message, with all of its lines. Python switches that off.
+                    readline.parse_and_bind("set enable-bracketed-paste on")
 
     def go_on(self) -> None:
         """Until it is left."""
-        while (line := self._read()) is not None:
-            text = line.strip()
-            if text == "/exit":
-                return
-            if text.startswith("/"):
-                self._obey(text)
-            elif text:
-                self._answer(text)
+        while True:
+            try:
+                line = self._read()
+                if line is None or line.strip() == "/exit":
+                    return
+                self._take(line.strip())
+            except KeyboardInterrupt:
+                if not self.asks or terminated():
+                    raise
+                sys.stderr.write("\n")
+                _say("Ctrl-D or /exit ends the conversation.")
+
+    def _take(self, text: str) -> None:
+        """A command is one line; what was pasted may begin with a slash."""
+        if text.startswith("/") and "\n" not in text:
+            self._obey(text)
+        elif text:
+            self._answer(text)
 
     def _read(self) -> str | None:
         """The next line; ``None`` at the end."""
@@ -145,12 +160,6 @@ class _Talk:
         except EOFError:
             sys.stderr.write("\n")
             return None
-        except KeyboardInterrupt:
-            if not self.asks or terminated():
-                raise
-            sys.stderr.write("\n")
-            _say("Ctrl-D or /exit ends the conversation.")
-            return ""
 
     def _obey(self, text: str) -> None:
         name, _, rest = text.partition(" ")
