@@ -14,6 +14,7 @@ from typing import Any
 
 import aa
 import batch
+import crowd
 import many
 import overhead
 import parts
@@ -102,6 +103,17 @@ def test_a_soak_accounts_for_every_request(models: Path, capsys: pytest.CaptureF
     assert found["rounds"] == 1
     assert sum(found["ends"][kind] for kind in ("done", "cancelled", "failed")) == 25
     assert found["ends"]["compared"] > 5
+
+
+def test_a_crowd_of_clients_leaves_nothing_behind(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--target", str(models / "target"), "--drafter", "self:layers=1", "--pool-tokens", "2048"]
+    assert crowd.main([*arguments, "--requests", "200", "--rounds", "2", "--at-once", "40"]) == 0
+    found = last_json(capsys)
+    assert found["requests"] == sum(found["ends"].values()) == 200
+    assert found["ends"].keys() - {"sent away"} == {
+        "whole", "stream", "left", "vanished", "half", "rubbish", "wrong request", "large", "slow", "late"
+    }  # fmt: skip
+    assert found["engine"].keys() == {"length", "cancelled"}
 
 
 def test_passes_are_measured_against_memory(

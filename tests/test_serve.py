@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
-import random as standard_random
 import re
 import signal
 import socket
@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from specbench.decoding.schedule import Scheduler
 from specbench.generate import encode_messages
 from specbench.lengths import build_policy
 from specbench.models.prepare import Target
+from specbench.serve import app, server
 from specbench.serve.app import Defaults
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.server import Server
@@ -77,6 +79,14 @@ class Running:
         answer = self.post("/v1/completions", **body)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
+
+    def sent(self, body: bytes, length: int | None = None) -> socket.socket:
+        """A connection on which a request was sent whose body has so many bytes; ``None``: all of them."""
+        connection = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), PATIENCE_S)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        length = len(body) if length is None else length
+        connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
+        return connection
 
     def metrics(self) -> dict[str, float]:
         lines = self.http.get("/metrics").text.splitlines()
@@ -261,9 +271,24 @@ JSON = {"content-type": "application/json"}
         ("/v1/completions", b'{"prompt": "x", "stop": ""}', JSON, 400, "stop string is empty"),
         ("/v1/completions", b'{"prompt": "x", "temperature": 1e-40}', JSON, 400, "The temperature is"),
         ("/v1/completions", b'{"prompt": "x", "model": "y\\u001b"}', JSON, 404, "There is no model"),
+        (
+            "/v1/completions",
+            b'{"prompt": "x", "model": "%s"}' % (b"y" * 9999),
+            JSON,
+            404,
+            "There is no model",
+        ),
+        (
+            "/v1/completions",
+            b'{"prompt": "x", "stop": "%s<|endoftext|>"}' % (b"y" * 9999),
+            JSON,
+            400,
+            "The stop string",
+        ),
         ("/v1/completions", b'{"prompt": "x"}', {"content-type": "text/plain"}, 415, "Content-Type"),
         ("/v1/completions", b'{"prompt": "x"}', {}, 415, "Content-Type"),
         ("/v1/completions", b" " * (4 * 2**20 + 1), JSON, 413, "4194304 bytes"),
+        ("/v1/completions", b'{"prompt": [%s"x"]}' % (b"7, " * 999_999), JSON, 400, "prompt."),
         (
             "/v1/completions",
             b'{"prompt": "%s"}' % (b"word " * 30_000),
@@ -276,6 +301,7 @@ JSON = {"content-type": "application/json"}
         ("/v1/embeddings", b"{}", JSON, 404, "Not Found"),
         ("/v1/models/another", None, {}, 404, "There is no model"),
     ],
+    ids=map(str, count()),
 )
 def test_what_is_wrong_is_an_error_of_the_protocol(
     serving: Running, path: str, content: bytes | None, headers: dict[str, str], status: int, said: str
@@ -287,6 +313,7 @@ def test_what_is_wrong_is_an_error_of_the_protocol(
     error = answer.json()["error"]
     assert said in error["message"]
     assert error["message"].isprintable()
+    assert len(error["message"]) < 400
     assert error["type"] == "invalid_request_error"
 
 
@@ -340,45 +367,79 @@ def test_a_client_that_leaves_a_stream_takes_its_request_along(serving: Running)
 
 def test_a_client_that_hangs_up_takes_its_request_along(serving: Running) -> None:
     serving.becomes_idle()
-    body = json.dumps(ENDLESS).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", int(serving.url.rpartition(":")[2]))) as connection:
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    with serving.sent(json.dumps(ENDLESS).encode()):
         until = time.monotonic() + PATIENCE_S
         while not serving.metrics()["requests_running"]:
             assert time.monotonic() < until
     assert serving.becomes_idle()["kv_blocks_used"] == 0
 
 
-def test_random_clients_leave_nothing_behind(serving: Running) -> None:
-    """Whole answers, streams that are left anywhere, wrong bodies, and readers that take their time."""
-    serving.becomes_idle()
+def status_of(connection: socket.socket) -> bytes:
+    """The first line of an answer."""
+    with connection.makefile("rb") as answer:
+        return answer.readline()
 
-    def one(number: int) -> int:
-        choice = standard_random.Random(number)
-        kind = choice.choice(["whole", "stream", "left", "wrong", "slow"])
-        asked = {"prompt": "the thing " * choice.randint(1, 9), "max_tokens": choice.randint(1, 40), "seed": number,
-                 "temperature": choice.choice([0.0, 1.5])}  # fmt: skip
-        with httpx2.Client(base_url=serving.url, timeout=PATIENCE_S) as http:
-            if kind == "whole":
-                return int(http.post("/v1/completions", json=asked).status_code)
-            if kind == "wrong":
-                return int(http.post("/v1/completions", json={**asked, "top_p": 7}).status_code)
-            body = {**ENDLESS, "stream": True} if kind == "left" else {**asked, "stream": True}
-            with http.stream("POST", "/v1/completions", json=body) as answer:
-                for count, _ in enumerate(answer.iter_lines()):
-                    if kind == "left" and count > choice.randint(0, 9):
-                        break
-                    if kind == "slow":
-                        time.sleep(0.001)
-            return int(answer.status_code)
 
-    with ThreadPoolExecutor(8) as threads:
-        statuses = list(threads.map(one, range(60)))
-    assert set(statuses) == {200, 400}
-    after = serving.becomes_idle()
-    assert after["kv_blocks_used"] == 0
-    assert serving.text(prompt="the thing")["choices"][0]["text"] == alone("the thing").text
+def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_MOST_BESIDE", 1)
+    running = Running(engine_of(max_batch=1, max_waiting=0, pool_tokens=None))
+
+    def becomes(status: int) -> httpx2.Response:
+        until = time.monotonic() + PATIENCE_S
+        while (answer := running.post("/v1/completions", prompt="x", max_tokens=1)).status_code != status:
+            assert time.monotonic() < until, answer.text
+        return answer
+
+    try:
+        with ExitStack() as halves:
+            for _ in range(2):
+                halves.enter_context(running.sent(b"{", length=100))
+            refused = becomes(429)
+            assert refused.json()["error"]["message"] == "2 requests are open. Try again later."
+            assert refused.headers["retry-after"] == "1"
+            assert running.http.get("/health").status_code == 200
+        becomes(200)
+    finally:
+        running.close()
+
+
+def test_a_body_has_to_come_in_time(serving: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_BODY_S", 0.01)
+    with serving.sent(b"{", length=100) as connection:
+        assert status_of(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_a_body_that_would_be_too_large_is_not_waited_for(serving: Running) -> None:
+    with serving.sent(b"", length=10**9) as connection:
+        assert status_of(connection).startswith(b"HTTP/1.1 413")
+
+
+def test_who_does_not_read_keeps_neither_others_nor_the_end_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "_LATE_S", 0.05)
+    running = Running(engine_of())
+    asked = {**ENDLESS, "max_tokens": 3000, "stream": True}
+    with running.sent(json.dumps(asked).encode()) as connection:
+        assert status_of(connection) == b"HTTP/1.1 200 OK\r\n"
+        assert running.text(prompt="the thing")["usage"]["completion_tokens"] == NEW
+        with caplog.at_level(logging.ERROR):
+            running.close()
+    assert not caplog.records
+
+
+def test_a_second_signal_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    running = Running(engine_of(), grace_s=10 * PATIENCE_S)
+    with running.http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        running.server.force_exit = True
+        with caplog.at_level(logging.ERROR), suppress(httpx2.TransportError):
+            running.server.should_exit = True
+            for _ in lines:
+                pass
+        running.close()
+    assert not caplog.records
 
 
 def test_decoding_that_fails_in_the_middle_is_told_and_the_server_goes_on(
@@ -467,6 +528,20 @@ def test_what_is_under_way_ends_with_the_engine() -> None:
     assert use.used == 0
 
 
+def test_nobody_waits_for_an_engine_that_has_broken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    engine = engine_of()
+    monkeypatch.setattr(engine.counts, "take", lambda record: 1 / 0)
+    came: queue.Queue[Any] = queue.Queue()
+    engine.submit(endless(), came.put)
+    assert isinstance(came.get(timeout=PATIENCE_S), StoppedError)
+    engine.join()
+    assert len(told) == 1
+    with pytest.raises(StoppedError):
+        engine.submit(endless(), came.put)
+
+
 def test_a_server_that_ends_lets_answers_end_or_says_why_not() -> None:
     for grace_s, how in ((PATIENCE_S, "length"), (0.0, "error")):
         running = Running(engine_of(), grace_s=grace_s)
@@ -515,6 +590,12 @@ def test_what_cannot_be_served_is_refused(serve: Cli, monkeypatch: pytest.Monkey
     serve("--cache", "static").refused(2, "serve one prompt at a time")
     serve("--drafter", "ngram:keep").refused(2, "Leave keep out")
     serve("--batch", 0).refused(2, "--batch")
+    serve("--grace", "nan").refused(2, "--grace")
+    with monkeypatch.context() as patched:
+        patched.setattr("specbench.backends.torch.pools.bytes_per_token", lambda model: 2**18)
+        serve("--kv-memory", 3, "--port", 0).refused(
+            2, "has room for 12 tokens: too few", "Give at least 64."
+        )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     serve().refused(2, "specbench-llm[serve]")
 

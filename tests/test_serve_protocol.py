@@ -49,6 +49,12 @@ def test_what_is_given_is_read() -> None:
     }  # fmt: skip
     assert (asked.stops, asked.most_tokens, asked.seed, asked.wants_usage) == (["x"], 3, 2**64 - 1, True)
     assert text(max_tokens=5, stop=["a", "b"], n=None).most_tokens == 5
+    assert [text(seed=seed).own_seed for seed in (None, 7, -1, 2**64 - 1)] == [None, 7, 2**64 - 1, 2**64 - 1]
+    assert text(stop=[]).stops == []
+    assert (
+        text(max_tokens=None, seed=None, stop=None, stream_options=None, logprobs=None, n=None).most_tokens
+        is None
+    )
 
 
 def test_a_prompt_is_a_text_or_tokens_or_one_of_either() -> None:
@@ -100,7 +106,10 @@ WRONG: list[tuple[type[Asked], bytes | dict[str, Any], str]] = [
     (ChatAsked, {"messages": SAID, "top_p": 0}, "top_p: "),
     (ChatAsked, {"messages": SAID, "top_p": 1.5}, "top_p: "),
     (ChatAsked, {"messages": SAID, "top_k": 1.5}, "top_k: "),
-    (ChatAsked, {"messages": SAID, "seed": -1}, "seed: "),
+    (ChatAsked, {"messages": SAID, "seed": -(2**63) - 1}, "seed: "),
+    (ChatAsked, {"messages": SAID, "seed": 2**64}, "seed: "),
+    (ChatAsked, {"messages": [7] * 9999}, "messages.0: "),
+    (TextAsked, {"prompt": [7] * 9999 + ["x"]}, "prompt."),
     (ChatAsked, {"messages": SAID, "max_tokens": 0}, "max_tokens: "),
     (ChatAsked, {"messages": SAID, "max_tokens": True}, "max_tokens: "),
     (ChatAsked, {"messages": SAID, "stop": [1]}, "stop."),

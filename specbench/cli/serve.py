@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import socket
 import sys
 from contextlib import ExitStack
@@ -165,7 +166,7 @@ def _require_extra() -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has its address, and does not listen yet.
+    """A socket that listens: who takes the same port now is refused at once, and who asks now waits.
 
     Raises:
         UsageError: The address cannot be had.
@@ -179,6 +180,7 @@ def _bound(host: str, port: int) -> socket.socket:
             if sys.platform != "win32":  # there it would let two programs have one port
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            bound.listen()  # a port that is bound and not listened on may be bound by others too
         except BaseException:
             bound.close()
             raise
@@ -203,13 +205,25 @@ def _engine(setting: Setting, server: _ServerOptions) -> Engine:
 
 
 def _pool_tokens(target: Target, server: _ServerOptions) -> int:
-    """Tokens whose keys and values there is room for."""
+    """Tokens whose keys and values there is room for.
+
+    Raises:
+        UsageError: Hardly any.
+    """
     from specbench.backends.torch.pools import bytes_per_token
+    from specbench.errors import UsageError
     from specbench.generate_many import BESIDE
+    from specbench.textsafe import counted
 
     size = bytes_per_token(target.language_model.model)
     if server.kv_memory is not None:
-        return max(1, server.kv_memory * 2**20 // size)
+        tokens, least = server.kv_memory * 2**20 // size, 2 * BESIDE
+        if tokens < least:
+            raise UsageError(
+                f"--kv-memory {server.kv_memory} has room for {counted(tokens, 'token')}: too few for a request.",
+                f"Give at least {math.ceil(least * size / 2**20)}.",
+            )
+        return tokens
     room, limit = _KV_MEMORY * 2**20 // size, target.scorer.context_limit
     return room if limit is None else min(room, server.batch * (limit + BESIDE))
 

@@ -6,8 +6,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,10 +25,11 @@ from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import GenerationRun, encode_messages, encode_prompt, shown_tokens
 from specbench.serve.counters import CONTENT_TYPE, metrics_text
 from specbench.serve.engine import BusyError, Engine, StoppedError
-from specbench.serve.protocol import ChatAsked, Reply, TextAsked, Usage, error_body, parse
+from specbench.serve.protocol import LONGEST_NAME, ChatAsked, Reply, TextAsked, Usage, error_body, parse
+from specbench.textsafe import excerpt
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
     from transformers import PreTrainedTokenizerBase
 
     from specbench.decoding.records import FinishReason, Prefill, Step
@@ -42,6 +43,12 @@ _T = TypeVar("_T")
 
 _MOST_BYTES = 4 * 2**20
 """Of a request's body."""
+
+_BODY_S = 60.0
+"""Seconds in which it has to come."""
+
+_MOST_BESIDE = 64
+"""Requests that may be open besides those that are decoded or wait: they send their bodies or read their answers."""
 
 _GONE = 499  # what servers log for a client that did not wait
 
@@ -92,12 +99,15 @@ def application(engine: Engine, defaults: Defaults, *, hosts: Sequence[str] = ("
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
+            Middleware(_AtMost, most=engine.most + _MOST_BESIDE),
+        ],
         exception_handlers={
             SpecbenchError: _explained,
             ClientDisconnect: _left,
             HTTPException: _http_error,
-            Exception: _unexpected,
+            Exception: _explained,
         },
     )
 
@@ -142,9 +152,8 @@ class _Serving:
         return await self._answer(request, TextAsked)
 
     async def _answer(self, request: Request, kind: type[ChatAsked] | type[TextAsked]) -> Response:
-        asked = parse(await _body_of(request), kind)
-        self._check_model(asked.model)
-        run = await run_in_threadpool(self._run, asked)
+        # In a thread: of a large body it takes a second, in which others are to be answered.
+        asked, run = await run_in_threadpool(self._taken, await _body_of(request), kind)
         ticket = _Ticket(self._engine, run)
         reply = Reply(asked, f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), self._model["id"])
         # An answer that fails before it has begun is an error of the protocol, also for who wants a stream.
@@ -157,9 +166,22 @@ class _Serving:
             ticket.close()
             raise
 
+    def _taken(
+        self, body: bytes, kind: type[ChatAsked] | type[TextAsked]
+    ) -> tuple[ChatAsked | TextAsked, GenerationRun]:
+        """A request as values, and what is to be decoded for it.
+
+        Raises:
+            UsageError, _ProtocolError: It cannot be had.
+        """
+        asked = parse(body, kind)
+        self._check_model(asked.model)
+        return asked, self._run(asked)
+
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model["id"]:
-            message = f"There is no model {name!r} here. Ask for {self._model['id']!r}, or leave it out."
+            model = excerpt(name, LONGEST_NAME)
+            message = f"There is no model {model!r} here. Ask for {self._model['id']!r}, or leave it out."
             raise _ProtocolError(404, error_body(message, "invalid_request_error", "model_not_found"))
 
     def _run(self, asked: ChatAsked | TextAsked) -> GenerationRun:
@@ -176,7 +198,7 @@ class _Serving:
                 f"The prompt has {len(prompt)} tokens, and {room} leave no room for an answer.", "Shorten it."
             )
         most = asked.most_tokens or defaults.max_new_tokens
-        seed = defaults.seed if asked.seed is None else asked.seed
+        seed = defaults.seed if asked.own_seed is None else asked.own_seed
         return GenerationRun(
             prompt,
             target,
@@ -253,20 +275,47 @@ class _Ticket(AsyncIterator["Prefill | Step"]):
 class _EventStream(StreamingResponse):
     """Server-sent events; a client that goes takes its request along."""
 
-    def __init__(self, events: AsyncIterator[str], ticket: _Ticket) -> None:
+    def __init__(self, events: AsyncGenerator[str], ticket: _Ticket) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._ticket = ticket
+        self._events, self._ticket = events, ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            async with aclosing(self._events):
+                await super().__call__(scope, receive, send)
         finally:
             self._ticket.close()
 
 
+class _AtMost:
+    """Lets so many requests be open at a time, and refuses others before their bodies are read.
+
+    The engine's own limit ends with a request's last step. This one holds until the answer has been sent, so that
+    clients who send or read slowly cannot fill the memory.
+    """
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most, self._open = app, most, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if self._open >= self._most:
+            await _refusal(BusyError(f"{self._open} requests are open.", "Try again later."))(
+                scope, receive, send
+            )
+            return
+        self._open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= 1
+
+
 async def _texts(
     ticket: _Ticket, first: Prefill | Step, usage: Usage
-) -> AsyncIterator[tuple[str, FinishReason | None]]:
+) -> AsyncGenerator[tuple[str, FinishReason | None]]:
     """The text that every record makes final, and why it is the last one."""
     stream = ticket.run.text_stream()
     assert stream is not None
@@ -288,16 +337,17 @@ async def _whole(reply: Reply, ticket: _Ticket, first: Prefill | Step) -> dict[s
     return reply.whole("".join(text for text, _ in parts), reason, usage)
 
 
-async def _events(reply: Reply, ticket: _Ticket, first: Prefill | Step) -> AsyncIterator[str]:
+async def _events(reply: Reply, ticket: _Ticket, first: Prefill | Step) -> AsyncGenerator[str]:
     usage = Usage()
     if (opening := reply.opening()) is not None:
         yield _event(opening)
     try:
-        async for text, reason in _texts(ticket, first, usage):
-            if text:
-                yield _event(reply.piece(text))
-            if reason is not None:
-                yield _event(reply.ending(reason))
+        async with aclosing(_texts(ticket, first, usage)) as texts:
+            async for text, reason in texts:
+                if text:
+                    yield _event(reply.piece(text))
+                if reason is not None:
+                    yield _event(reply.ending(reason))
         if reply.asked.wants_usage:
             yield _event(reply.closing(usage))
     except Exception as error:  # the status has been sent
@@ -314,20 +364,32 @@ async def _body_of(request: Request) -> bytes:
     """A JSON request's body.
 
     Raises:
-        _ProtocolError: It is of another kind, or too large.
+        _ProtocolError: It is of another kind, too large, or does not come.
+        ClientDisconnect: The client goes before it has sent it.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Also for safety: any page in a browser may send other kinds here unasked.
         message = "The body has to be JSON: send the header 'Content-Type: application/json'."
         raise _ProtocolError(415, error_body(message, "invalid_request_error"))
+    if int(request.headers.get("content-length", 0)) > _MOST_BYTES:
+        raise _too_large()
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MOST_BYTES:
-            message = f"The body has more than {_MOST_BYTES} bytes."
-            raise _ProtocolError(413, error_body(message, "invalid_request_error"))
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > _MOST_BYTES:
+                    raise _too_large()
+    except TimeoutError as error:
+        message = f"The body has not come within {_BODY_S:.0f} seconds."
+        raise _ProtocolError(408, error_body(message, "invalid_request_error")) from error
     return bytes(body)
+
+
+def _too_large() -> _ProtocolError:
+    message = f"The body has more than {_MOST_BYTES} bytes."
+    return _ProtocolError(413, error_body(message, "invalid_request_error"))
 
 
 async def _unless_gone(request: Request, coming: Awaitable[_T]) -> _T:
@@ -371,6 +433,10 @@ async def _left(request: Request, error: Exception) -> Response:  # noqa: ARG001
 
 
 async def _explained(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    return _refusal(error)
+
+
+def _refusal(error: Exception) -> Response:
     status, body = _body_of_error(error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse(body, status, headers)
@@ -383,8 +449,3 @@ async def _http_error(request: Request, error: Exception) -> Response:  # noqa: 
     return JSONResponse(
         error_body(f"{error.detail}.", "invalid_request_error"), error.status_code, error.headers
     )
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    status, body = _body_of_error(error)
-    return JSONResponse(body, status)

@@ -97,13 +97,14 @@ class Engine:
 
     Attributes:
         room: The most tokens that a prompt and its output may have together; ``None`` for no limit.
+        most: How many requests may be under way or wait.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, *, max_batch: int, max_waiting: int, pool_tokens: int | None
     ) -> None:
         self.target, self.drafter, self.counts = target, drafter, Counts()
-        self._most = max_batch + max_waiting
+        self.most = max_batch + max_waiting
         self._load = Load()
         self._scheduler = Scheduler(
             max_batch=max_batch, clock=clock_for(str(target.scorer.device)), watch=self._load.took
@@ -148,7 +149,7 @@ class Engine:
         with self._changed:
             if self._until is not None:
                 raise StoppedError("The server is about to end.", "Ask another one.")
-            if len(self._jobs) >= self._most:
+            if len(self._jobs) >= self.most:
                 raise BusyError(f"{len(self._jobs)} requests are under way or wait.", "Try again later.")
             self._jobs.add(job)
             self._coming.append(job)
@@ -173,23 +174,36 @@ class Engine:
         self._thread.join()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._jobs or self._gone or self._until is not None):
-                    self._changed.wait()
-                if self._until is not None and (not self._jobs or time.monotonic() >= self._until):
-                    break
-                coming = [job for job in self._coming if job in self._jobs]
-                gone = [*self._gone]
-                self._coming.clear()
-                self._gone.clear()
-            for job in coming:
-                job.number = self._scheduler.add(partial(job.run.apart, self.seats, self._load))
-                self._numbered[job.number] = job
-            for job in gone:
-                self._end(job, "cancelled")
+        try:
+            self._decode()
+        finally:  # also where something has failed that is no request: nobody may wait for what never comes
+            self.stop(0.0)
+            self._end_all(StoppedError("The server ended before the answer did.", "Ask another one."))
+
+    def _decode(self) -> None:
+        while self._is_wanted():
+            self._take_in()
             self._step()
-        self._end_all(StoppedError("The server ended before the answer did.", "Ask another one."))
+
+    def _is_wanted(self) -> bool:
+        """Wait until there is something to do; false once everything has to end."""
+        with self._changed:
+            while not (self._jobs or self._gone or self._until is not None):
+                self._changed.wait()
+            return self._until is None or (bool(self._jobs) and time.monotonic() < self._until)
+
+    def _take_in(self) -> None:
+        """Hand requests that have come to the scheduler, and end those that nobody wants any more."""
+        with self._changed:
+            coming = [job for job in self._coming if job in self._jobs]
+            gone = [*self._gone]
+            self._coming.clear()
+            self._gone.clear()
+        for job in coming:
+            job.number = self._scheduler.add(partial(job.run.apart, self.seats, self._load))
+            self._numbered[job.number] = job
+        for job in gone:
+            self._end(job, "cancelled")
 
     def _step(self) -> None:
         """Let the scheduler make a pass, and hand out what comes of it."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.errors import UsageError
 from specbench.shapes import not_json
-from specbench.textsafe import one_line
+from specbench.textsafe import excerpt, one_line
 
-__all__ = ["Asked", "ChatAsked", "Reply", "TextAsked", "Usage", "error_body", "parse"]
+__all__ = ["LONGEST_NAME", "Asked", "ChatAsked", "Reply", "TextAsked", "Usage", "error_body", "parse"]
 
 _FINISHED: Mapping[FinishReason, str] = {
     "eos": "stop",
@@ -60,6 +60,20 @@ _NO_MATTER = {
 
 _MOST_STOPS = 16
 
+_SEEDS = 2**64
+
+LONGEST_NAME = 60
+"""Of a field or a model that nobody knows, as it is repeated in an error: in characters."""
+
+
+class _FirstIsEnough(FailFast):
+    __hash__ = object.__hash__  # unions keep their members in sets
+
+
+_Item = TypeVar("_Item")
+_List = Annotated[list[_Item], _FirstIsEnough()]
+"""One whose first wrong item is error enough: a body has room for a million."""
+
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -77,8 +91,8 @@ class Asked(_Body):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=0, lt=2**64)
+    stop: str | _List[str] | None = None
+    seed: int | None = Field(None, ge=-_SEEDS // 2, lt=_SEEDS)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -93,6 +107,11 @@ class Asked(_Body):
     def stops(self) -> list[str] | None:
         """Texts that end the output."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def own_seed(self) -> int | None:
+        """Of the generator of its draws; the protocol has negative ones too."""
+        return None if self.seed is None else self.seed % _SEEDS
 
     @property
     def most_tokens(self) -> int | None:
@@ -121,7 +140,7 @@ class _Part(BaseModel):
 
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
+    content: str | _List[_Part]
 
     @property
     def for_template(self) -> dict[str, str]:
@@ -133,7 +152,7 @@ class _Message(BaseModel):
 class ChatAsked(Asked):
     """A conversation to be answered."""
 
-    messages: list[_Message] = Field(min_length=1)
+    messages: _List[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
     id_prefix: ClassVar[str] = "chatcmpl"
@@ -147,7 +166,7 @@ class ChatAsked(Asked):
 class TextAsked(Asked):
     """A text, or its tokens, to be continued."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _List[str] | _List[int] | _List[_List[int]]
 
     id_prefix: ClassVar[str] = "cmpl"
     kind: ClassVar[str] = "text_completion"
@@ -191,6 +210,10 @@ def parse(body: bytes, kind: type[ChatAsked] | type[TextAsked]) -> ChatAsked | T
             if value is not None and not any(_same(value, each) for each in allowed):
                 raise UsageError(f"{name} can only be {json.dumps(allowed[0])} here.", "Leave it out.")
         elif name not in _NO_MATTER:
+            if name not in kind.model_fields:
+                raise UsageError(
+                    f"{excerpt(name, LONGEST_NAME)}: there is no such field here.", "Leave it out."
+                )
             asked[name] = value
     try:
         found = kind.model_validate(asked)
@@ -212,11 +235,11 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
     """An error as the protocol has it.
 
     Args:
-        message: What is wrong.
+        message: What is wrong; may hold anything, of which a line is kept.
         kind: ``invalid_request_error``, ``server_error``, ...
         code: For programs.
     """
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": excerpt(message), "type": kind, "param": None, "code": code}}
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Server"]
 
-_LATE_S = 5
+_LATE_S = 5.0
 """For answers that nobody reads to their end, once everything has ended."""
 
 
@@ -34,12 +35,13 @@ class Server(uvicorn.Server):
         self._engine, self._listening, self._grace_s = engine, listening, grace_s
         configuration = uvicorn.Config(
             application(engine, defaults, hosts=_names(listening)),
+            http="h11",  # and none that happens to be installed: slow and broken clients are tried with this one
+            loop="asyncio",
             log_config=None,  # the command's own lines are enough; what goes wrong is a warning, which everybody sees
             access_log=False,
             server_header=False,
             lifespan="off",
             ws="none",
-            timeout_graceful_shutdown=int(grace_s) + _LATE_S,
         )
         super().__init__(configuration)
 
@@ -52,7 +54,18 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.stop(self._grace_s)
-        await super().shutdown(sockets)
+        late = asyncio.get_running_loop().call_later(self._grace_s + _LATE_S, self._hang_up)
+        await super().shutdown(sockets)  # behind a second Ctrl-C it waits for nobody
+        late.cancel()
+        self._engine.stop(0.0)
+        self._hang_up()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks)
+
+    def _hang_up(self) -> None:
+        """Cut all connections: whoever still writes to one or reads from it comes to an end by itself."""
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()
 
 
 def _names(listening: socket.socket) -> Sequence[str]:
