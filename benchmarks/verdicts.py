@@ -1,7 +1,7 @@
 """How many tokens does each way to verify keep of the same drafts?
 
     python benchmarks/verdicts.py --drafter self:layers=20 --steps 400
-    python benchmarks/verdicts.py --target FOLDER --drafter SMALL --drafter-dtype float32 --steps 5000 --out rows.jsonl
+    python benchmarks/verdicts.py --target FOLDER --drafter SMALL --shape chain --steps 5000 --out rows.jsonl
 
 Decodes prompts with chains and with trees, drawn without replacement. Every step's rows p and q give the number of
 tokens that each way *expects* to keep of that step's drafts, over all tosses: rejection and block of a chain, recursive
@@ -156,9 +156,10 @@ def record(
 ) -> dict[str, dict[str, float]]:
     """Expected tokens per step of every way, summed over the steps of one prompt."""
     found: dict[str, dict[str, float]] = {}
-    for shape, rule in (("chain", f"fixed:gamma={args.gamma}"), ("tree", args.tree)):
+    rules = {"chain": f"fixed:gamma={args.gamma}", "tree": args.tree}
+    for shape in args.shape or WAYS:
         request = Request(
-            prompt, target.scorer, drafter, build_policy(rule), Sampling(temperature=args.temperature),
+            prompt, target.scorer, drafter, build_policy(rules[shape]), Sampling(temperature=args.temperature),
             Randomness(seed), args.tokens,
         )  # fmt: skip
         sums = dict.fromkeys(WAYS[shape], 0.0)
@@ -178,11 +179,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default=DEFAULT_TARGET)
     parser.add_argument("--drafter", default="self:int8")
     parser.add_argument("--drafter-dtype", default="auto")
+    parser.add_argument("--shape", action="append", choices=WAYS, help="only these; repeatable")
     parser.add_argument("--gamma", type=int, default=8, help="length of chains")
     parser.add_argument("--tree", default="static-tree:nodes=12", help="a rule that drafts trees")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=96, help="of each output")
-    parser.add_argument("--steps", type=int, default=400, help="of chains in all, at least")
+    parser.add_argument("--steps", type=int, default=400, help="of the first shape in all, at least")
     parser.add_argument("--out", type=Path, help="keep finished prompts here, and go on with them")
     args = parser.parse_args(arguments)
 
@@ -192,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with quiet_transformers():
         target = load_target(args.target)
         drafter = Noted(load_drafter(args.drafter, target, LoadOptions(dtype=args.drafter_dtype)))
-        while sum(part["chain"]["steps"] for part in kept.done) < args.steps:
+        shape = (args.shape or [*WAYS])[0]
+        while sum(part[shape]["steps"] for part in kept.done) < args.steps:
             number = len(kept.done)
             prompt = prompts[(number * 7) % len(prompts)]
             ids = encode_prompt(target.tokenizer, prompt.turns[0])
@@ -206,6 +209,8 @@ def report(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Print tokens per step by way, and their ratios to the first way of each shape over prompts."""
     figures: dict[str, Any] = {"prompts": len(done)}
     for shape, ways in WAYS.items():
+        if any(shape not in part for part in done):
+            continue
         steps = sum(part[shape]["steps"] for part in done)
         print(f"{shape}: {steps} steps of {len(done)} prompts")
         for way in ways:

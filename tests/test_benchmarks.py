@@ -453,3 +453,6 @@ def test_verdicts_are_compared_on_the_same_drafts(tmp_path: Path, capsys: pytest
     assert more["prompts"] > first["prompts"]
     assert more["chain/block"]["ratio"] >= 1
     assert more["tree/traversal"]["tokens_per_step"] > more["chain/rejection"]["tokens_per_step"] > 1
+    arguments[-1] += "-chain"
+    assert verdicts.main([*arguments, "--shape", "chain", "--steps", "6"]) == 0
+    assert not any(key.startswith("tree") for key in last_json(capsys))
