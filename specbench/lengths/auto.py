@@ -20,6 +20,11 @@ __all__ = ["AutoLength"]
 _TIMINGS = 2
 """Steps that must have told the drafter's time before it can be held too slow: the first may be disturbed."""
 
+_SURE = 6
+"""Steps that do so, ever further apart, where a pass that took ``_DISTURBED`` times too long in the others would pay."""
+
+_DISTURBED = 2.0
+
 _PROBING = 0.015
 """Share of the time of plain steps that may be lost on finding out whether drafting pays again."""
 
@@ -80,6 +85,7 @@ class AutoLength(Rule):
         self._widths: dict[int, float] = {}
         self._last = 2.0  # log-odds of the draft tested last
         self._credit = 0.0
+        self._idle = 0  # steps since the drafter was last asked
         self._asked = True
         self._limit = 0
         self._step = 0
@@ -108,16 +114,26 @@ class AutoLength(Rule):
             and self._limit > 0
             and not self._worth(0, self._upcoming.chance(self._last), self._draft_s)
         ):
+            self._idle += 1
             self._probing = (
                 self._costs.timings < _TIMINGS
-                or self._costs.may_look(self._credit >= self._probe_s)
+                or self._costs.may_look(self._credit >= self._probe_s or self._unsure())
                 or self._worth(0, self._upcoming.hoped_for(self._last), self._draft_s)
             )
             self._paused = not self._probing  # but for tokens that come without a pass
         elif (tried := self._untimed_length()) is not None:
             self._exactly = self._limit = tried
         self._asked = self._limit > 0 and not self._paused
+        if not self._paused:
+            self._idle = 0
         return self._limit
+
+    def _unsure(self) -> bool:
+        """Whether the few steps that told the drafter's time may all have been disturbed, and another is due."""
+        timings = self._costs.timings
+        if timings >= _SURE or self._idle < 2 ** (timings - 2):
+            return False
+        return self._worth(0, self._upcoming.chance(self._last), self._draft_s / _DISTURBED)
 
     def _untimed_length(self) -> int | None:
         """A draft length to try, so that steps of one length do not hide that another would be faster."""

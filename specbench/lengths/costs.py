@@ -246,8 +246,10 @@ class WidthTimes:
 class MeasuredCosts(_Alone):
     """Costs from the times in the records of the steps, see ``WidthTimes``.
 
-    That of a drafter's pass is the median of its latest samples. The first steps of later prompts are left out, for
-    they may read the prompt.
+    That of a drafter's pass is the median of its latest samples, each scaled by how much faster or slower than usual
+    the rest of its step was: a machine that was slow for a while was so for both models, and while nothing is drafted
+    only the target's passes tell that it has recovered. The first steps of later prompts are left out, for they may
+    read the prompt.
 
     Args:
         history: What was measured step by step in an earlier run (``to_dict()["steps"]``), to be used again in place of
@@ -260,12 +262,13 @@ class MeasuredCosts(_Alone):
 
     def reset(self) -> None:
         self._samples: list[tuple[float | None, float | None]] = []
-        self._drafts: deque[float] = deque(maxlen=LATEST_PASSES)
+        self._drafts: deque[tuple[float, int, float]] = deque(maxlen=LATEST_PASSES)  # a pass, and its step's n and rest
         self._steps = WidthTimes()
+        self._draft_s = ASSUMED_C
 
     @property
     def draft_s(self) -> float:
-        return median_low(self._drafts) if self._drafts else ASSUMED_C * self._steps.first_s
+        return self._draft_s if self._drafts else ASSUMED_C * self._steps.first_s
 
     def next_draft_s(self, passes: int) -> float:  # noqa: ARG002
         return self.draft_s
@@ -287,10 +290,13 @@ class MeasuredCosts(_Alone):
     def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
         draft_s, verify_s = self._sample(step, caught_up, step.gamma if passes is None else passes)
         self._samples.append((draft_s, verify_s))
+        if verify_s is None:
+            return
+        self._steps.add(step.verified, verify_s)
         if draft_s is not None:
-            self._drafts.append(draft_s)
-        if verify_s is not None:
-            self._steps.add(step.verified, verify_s)
+            self._drafts.append((draft_s, step.verified, max(verify_s, _INSTANT)))
+        if self._drafts:
+            self._draft_s = median_low(seconds * self._steps(n) / rest for seconds, n, rest in self._drafts)
 
     def _sample(self, step: Step, caught_up: bool, passes: int) -> tuple[float | None, float | None]:
         """Seconds per drafter's pass, and seconds of the rest of the step; ``None`` for what the step does not tell."""
