@@ -742,6 +742,15 @@ def timed(gamma: int, draft: float, verify: float, *, index: int = 1, prefill: f
     )
 
 
+def test_rows_of_a_drafters_pass_have_their_price() -> None:
+    measured = MeasuredCosts()
+    for rows, seconds in ((3, 0.3), (9, 0.6), (3, 0.3), (9, 0.6), (9, 0.6), (3, 0.3)):
+        measured.observe(timed(3, seconds, 1.0), caught_up=True, passes=3, rows=rows)
+    assert measured.draft_s == pytest.approx(0.1, rel=0.05)
+    assert measured.next_draft_s(1, rows=3) == pytest.approx(0.2, rel=0.1)
+    assert measured.next_draft_s(1, rows=2) == pytest.approx(0.15, rel=0.1)
+
+
 def test_given_costs_are_interpolated() -> None:
     given = parse_costs({"drafter_pass_s": 0.2, "target_pass_s": {"5": 1.4, "1": 1.0, "9": 2.2}})
     assert list(given.verify_s(11))[1:] == pytest.approx(
@@ -774,7 +783,9 @@ def test_a_passes_time_is_the_drafts_over_its_passes() -> None:
     measured.observe(
         timed(3, 5.0, 1.0, prefill=4.0), caught_up=True
     )  # two passes behind that over the prompt
-    assert measured.draft_s == pytest.approx(0.5, rel=0.02)  # the step was as long as is usual, but for the slope
+    assert measured.draft_s == pytest.approx(
+        0.5, rel=0.02
+    )  # the step was as long as is usual, but for the slope
     measured.observe(timed(4, 1.6, 1.0), caught_up=True)
     assert measured.draft_s == pytest.approx(0.4, rel=0.02)
     measured.observe(timed(1, 3.0, 1.0), caught_up=False)

@@ -24,6 +24,7 @@ from specbench.decoding.protocols import Pass, TreePolicy, answered
 from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK
+from specbench.decoding.theory import PassCosts, read_by_depth
 from specbench.decoding.tree import Siblings
 from specbench.decoding.verdicts import METHODS, Method
 from specbench.drafters.lookup import LookupDrafter
@@ -33,7 +34,7 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.auto_tree import AutoTree
-from specbench.lengths.costs import parse_costs
+from specbench.lengths.costs import GivenCosts, parse_costs
 from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree, best_shapes
 from specbench.specs.drafters import Several, parse_drafter
 from specbench.specs.verification import VerificationName
@@ -104,6 +105,33 @@ def tree_policy(tree: Callable[[], TreePolicy] | None, method: VerificationName)
     """Two drafts in a step, or a tree; with ``residual`` two drafts have siblings."""
     beside = Siblings(3 if method == "residual" and tree is None else 0, lambda _: 0.0)
     return DraftPolicy(FixedLength(2), beside, tree=tree() if tree else None, verification=method)
+
+
+class LongerByRows(GivenCosts):
+    """A drafter whose passes take longer by as much for every node that they read."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(0.05, PassCosts({1: 1.0, 17: 1.01}))
+        self._share = share
+
+    def next_draft_s(self, passes: int, rows: int = 1) -> float:
+        return self.draft_s * (1 + self._share * (rows - 1))
+
+
+@pytest.mark.parametrize(("share", "abreast"), [(0.0, True), (8.0, False)])
+def test_auto_reads_nodes_abreast_where_rows_of_the_drafter_are_cheap(share: float, abreast: bool) -> None:
+    records = decode_steps(
+        PROMPT,
+        ScriptedScorer(random_table(3, 8), 8, cache=ScriptedCache()),
+        ModelDrafter(ScriptedScorer(random_table(3, 8), 8), "model"),
+        policy=DraftPolicy(FixedLength(2), tree=AutoTree(16, LongerByRows(share)), verification="traversal"),
+        sampling=Multinomial(),
+        random=Randomness(0),
+        max_new_tokens=60,
+        first_target=False,
+    )
+    read = [read_by_depth(step.parents) for step in records if isinstance(step, Step) and step.parents]
+    assert any(rows > 1 for depths in read for rows in depths) == abreast
 
 
 def target_distribution(sampling: Sampling) -> dict[tuple[int, ...], float]:

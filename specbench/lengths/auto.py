@@ -21,7 +21,7 @@ _TIMINGS = 2
 """Steps that must have told the drafter's time before it can be held too slow: the first may be disturbed."""
 
 _SURE = 6
-"""Steps that do so, ever further apart, where a pass that took ``_DISTURBED`` times too long in the others would pay."""
+"""Steps that do so, ever further apart, where a pass that took ``_DISTURBED`` times too long would pay."""
 
 _DISTURBED = 2.0
 
@@ -103,6 +103,7 @@ class AutoLength(Rule):
         self._probing = False
         self._paused = False
         self._exactly: int | None = None
+        self._rows_read = 0  # of all passes of the drafter over a tree
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ class AutoLength(Rule):
     def observe(self, step: Step) -> None:
         self._step += 1
         passes = step.gamma if step.passes is None else step.passes
-        self._costs.observe(step, self._asked, passes)
+        self._costs.observe(step, self._asked, passes, self._rows_read or passes)
         self._learn(step)
         if not self._asked:
             self._credit = min(self._credit + _PROBING * self._verify_s[1], self._probe_s)

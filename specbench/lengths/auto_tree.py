@@ -31,7 +31,8 @@ class AutoTree(AutoLength):
     """Best-first by survival, with the rate, the costs and the pauses of ``auto`` (``AutoLength``).
 
     A candidate joins the tree iff the chance that it is kept is worth the time of its row, P·c > R·(v(n+1) - v(n)); the
-    drafter reads the nodes of the next depth iff what they promise is worth its pass. How likely the b-th candidate of
+    drafter reads the nodes of the next depth iff what they promise is worth its pass, and each but the first of them
+    iff its promise is worth the time by which it makes this pass longer. How likely the b-th candidate of
     a node is to be kept is learnt from how probable the drafter thought its b-th token before anything was drawn: so no
     node's being there depends on its own token, and any way to verify may be used.
 
@@ -68,6 +69,7 @@ class AutoTree(AutoLength):
         self._odds: list[float] = []  # by node: of the token it became
         self._reached: list[float] = []  # by node: the chance that it is kept
         self._asked = room > 0 and not self._paused
+        self._rows_read = 1
         return self._asked
 
     def widths(
@@ -108,18 +110,25 @@ class AutoTree(AutoLength):
         if not fresh or self._probing or nodes >= self._limit or tree.depths[fresh[0]] >= self._room:
             return []
         if self._costs.timings == 0:
+            self._rows_read += 1
             return fresh[:1]
         price = self.row_price(nodes + 1)
         promised = {node: self._reached[node] * self._upcoming.chance(self._odds[node]) for node in fresh}
+        likeliest = heapq.nlargest(_ABREAST, fresh, promised.__getitem__)
+        pass_s = [self._costs.next_draft_s(tree.depths[fresh[0]], rows) for rows in range(len(likeliest) + 1)]
         chosen = [
-            node for node in heapq.nlargest(_ABREAST, fresh, promised.__getitem__) if promised[node] > price
+            node
+            for rows, node in enumerate(likeliest, 1)
+            if promised[node] > price + (rows > 1) * self._rate * (pass_s[rows] - pass_s[rows - 1])
         ]
         if not chosen:
             return []
         self._survival = sum(self._reached[node] for node in chosen)
         chance = sum(promised[node] for node in chosen) / self._survival
-        pass_s = self._costs.next_draft_s(tree.depths[fresh[0]])
-        return sorted(chosen) if self._worth(nodes, chance, pass_s) else []
+        if not self._worth(nodes, chance, pass_s[len(chosen)]):
+            return []
+        self._rows_read += len(chosen)
+        return sorted(chosen)
 
     def kept(self, tree: GrowingTree) -> Sequence[int] | None:  # noqa: ARG002
         return None

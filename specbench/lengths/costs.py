@@ -83,8 +83,13 @@ class CostSource(Protocol):
         """Forget what was measured."""
         ...
 
-    def next_draft_s(self, passes: int) -> float:
-        """One pass of the drafter in a step in which it has made so many before; ``draft_s`` is the first one's."""
+    def next_draft_s(self, passes: int, rows: int = 1) -> float:
+        """One pass of the drafter in a step in which it has made so many before; ``draft_s`` is the first one's.
+
+        Args:
+            passes: How many it has made.
+            rows: Nodes of a tree that it reads.
+        """
         ...
 
     def rate(self, tokens: float, seconds: float) -> float:
@@ -104,7 +109,9 @@ class CostSource(Protocol):
         """
         ...
 
-    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
+    def observe(
+        self, step: Step, caught_up: bool, passes: int | None = None, rows: int | None = None
+    ) -> None:
         """Measure a finished step.
 
         Args:
@@ -112,6 +119,7 @@ class CostSource(Protocol):
             passes: How many passes of a model its draft took; ``None``: one per token.
             caught_up: Whether the drafter had read the context but for the last step's end. Otherwise its first pass
                 read more than usual, and the time of the draft is no more than a bound.
+            rows: Behind how many tokens or nodes these passes gave what comes next; ``None``: one in each.
         """
         ...
 
@@ -148,7 +156,7 @@ class GivenCosts(_Alone):
         """The target's."""
         return self._passes
 
-    def next_draft_s(self, passes: int) -> float:  # noqa: ARG002
+    def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
         return self.draft_s
 
     def samples(self, n: int) -> float:  # noqa: ARG002
@@ -160,7 +168,9 @@ class GivenCosts(_Alone):
     def reset(self) -> None:
         """Nothing was measured."""
 
-    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
+    def observe(
+        self, step: Step, caught_up: bool, passes: int | None = None, rows: int | None = None
+    ) -> None:
         """Nothing is measured."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -246,10 +256,10 @@ class WidthTimes:
 class MeasuredCosts(_Alone):
     """Costs from the times in the records of the steps, see ``WidthTimes``.
 
-    That of a drafter's pass is the median of its latest samples, each scaled by how much faster or slower than usual
-    the rest of its step was: a machine that was slow for a while was so for both models, and while nothing is drafted
-    only the target's passes tell that it has recovered. The first steps of later prompts are left out, for they may
-    read the prompt.
+    That of a drafter's pass is the median of its latest samples, taken as of one row, and each scaled by how much
+    faster or slower than usual the rest of its step was: a machine that was slow for a while was so for both models,
+    and while nothing is drafted only the target's passes tell that it has recovered. The first steps of later prompts
+    are left out, for they may read the prompt.
 
     Args:
         history: What was measured step by step in an earlier run (``to_dict()["steps"]``), to be used again in place of
@@ -262,7 +272,9 @@ class MeasuredCosts(_Alone):
 
     def reset(self) -> None:
         self._samples: list[tuple[float | None, float | None]] = []
-        self._drafts: deque[tuple[float, int, float]] = deque(maxlen=LATEST_PASSES)  # a pass, and its step's n and rest
+        # Of each step the drafter's pass and its rows, and the time of the rest with the number of tokens verified.
+        self._drafts: deque[tuple[float, int, float, int]] = deque(maxlen=LATEST_PASSES)
+        self._draft_rows = WidthTimes()
         self._steps = WidthTimes()
         self._draft_s = ASSUMED_C
 
@@ -270,8 +282,8 @@ class MeasuredCosts(_Alone):
     def draft_s(self) -> float:
         return self._draft_s if self._drafts else ASSUMED_C * self._steps.first_s
 
-    def next_draft_s(self, passes: int) -> float:  # noqa: ARG002
-        return self.draft_s
+    def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
+        return self.draft_s * (self._draft_rows(rows) / self._draft_rows(1) if rows > 1 else 1.0)
 
     @property
     def timings(self) -> float:
@@ -287,16 +299,25 @@ class MeasuredCosts(_Alone):
     def verify_s(self, widest: int) -> Sequence[float]:
         return [self._steps(n) for n in range(widest + 1)]
 
-    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
-        draft_s, verify_s = self._sample(step, caught_up, step.gamma if passes is None else passes)
+    def observe(
+        self, step: Step, caught_up: bool, passes: int | None = None, rows: int | None = None
+    ) -> None:
+        passes = step.gamma if passes is None else passes
+        draft_s, verify_s = self._sample(step, caught_up, passes)
         self._samples.append((draft_s, verify_s))
         if verify_s is None:
             return
         self._steps.add(step.verified, verify_s)
         if draft_s is not None:
-            self._drafts.append((draft_s, step.verified, max(verify_s, _INSTANT)))
+            width = 1 if rows is None or not passes else max(1, round(rows / passes))
+            self._draft_rows.add(width, draft_s)
+            self._drafts.append((draft_s, width, max(verify_s, _INSTANT), step.verified))
         if self._drafts:
-            self._draft_s = median_low(seconds * self._steps(n) / rest for seconds, n, rest in self._drafts)
+            one = self._draft_rows(1)
+            self._draft_s = median_low(
+                seconds * one / self._draft_rows(width) * self._steps(n) / rest
+                for seconds, width, rest, n in self._drafts
+            )
 
     def _sample(self, step: Step, caught_up: bool, passes: int) -> tuple[float | None, float | None]:
         """Seconds per drafter's pass, and seconds of the rest of the step; ``None`` for what the step does not tell."""

@@ -161,7 +161,7 @@ class SharedCosts:
     def draft_s(self) -> float:
         return self.next_draft_s(0)
 
-    def next_draft_s(self, passes: int) -> float:
+    def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
         if not self._models:
             return 0.0
         latest = self._passes
@@ -203,7 +203,13 @@ class SharedCosts:
     def may_look(self, due: bool) -> bool:
         return self._load.may_look(due)
 
-    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:  # noqa: ARG002
+    def observe(
+        self,
+        step: Step,
+        caught_up: bool,  # noqa: ARG002
+        passes: int | None = None,  # noqa: ARG002
+        rows: int | None = None,  # noqa: ARG002
+    ) -> None:
         self._rows = step.verified
         self._longest = max(self._longest, step.verified - 1)
 
