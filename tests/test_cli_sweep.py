@@ -239,7 +239,7 @@ def test_another_option_set_or_machine_is_refused_until_accepted(
         sweep("--out", out, "--resume", "--gamma", "2,3"), 2, "option gammas: 2 → 2, 3", "--accept-changes"
     )
     with monkeypatch.context() as patch:
-        patch.setattr(specbench.bench.environment, "_cpu_model", lambda: "Another CPU")
+        patch.setattr(specbench.bench.environment, "processor_name", lambda: "Another CPU")
         refused(sweep("--out", out, "--resume"), 2, "→ Another CPU", "--accept-changes")
     assert (out / "generations.jsonl").read_bytes() == before
     refused(

@@ -16,6 +16,7 @@ from torch import nn
 
 from specbench.backends.torch.kernels import linear as module
 from specbench.backends.torch.kernels import surgery
+from specbench.backends.torch.kernels.instructions import has_vnni
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, can_pack
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantise_linears
 from specbench.errors import UsageError
@@ -55,7 +56,7 @@ def logits(model: Any) -> torch.Tensor:
     return out
 
 
-MODEL_CLOSE = 0.1 if torch.cpu._is_vnni_supported() else 0.2
+MODEL_CLOSE = 0.1 if has_vnni() else 0.2
 """What int8 layers may move logits by: without VNNI instructions activations have one bit less."""
 
 

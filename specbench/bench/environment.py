@@ -16,6 +16,7 @@ import psutil
 
 from specbench._version import __version__
 from specbench.backends.torch.kernels.huge_pages import huge_page_setting
+from specbench.backends.torch.kernels.instructions import processor_name
 
 __all__ = [
     "describe_environment",
@@ -37,7 +38,7 @@ def describe_environment() -> dict[str, Any]:
 
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "cpu": _cpu_model(),
+        "cpu": processor_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "physical_cores": psutil.cpu_count(logical=False),
         "cores": _usable_cores(),
@@ -58,17 +59,6 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _cpu_model() -> str | None:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model", "cpu model") and value.strip():
-                return " ".join(value.split())
-    if platform.system() == "Darwin":
-        return _output(["sysctl", "-n", "machdep.cpu.brand_string"])
-    return platform.processor() or platform.machine() or None
 
 
 def _system() -> str:

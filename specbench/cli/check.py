@@ -237,7 +237,7 @@ class _Request:
 
     def apply_defaults(self, model: LanguageModel) -> None:
         """Add the model's own settings to the transforms, as far as they are to be applied; say which they are."""
-        for line in model.defaults.notes(applied=self.decode.model_defaults):
+        for line in (*model.notes, *model.defaults.notes(applied=self.decode.model_defaults)):
             self.note(line)
         if self.decode.model_defaults:
             self.sampling = self.sampling.with_defaults(model.defaults, model.vocab_size)

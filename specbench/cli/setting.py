@@ -99,7 +99,8 @@ def facts(target: Target, drafter: Drafter, decode: DecodeOptions) -> list[str]:
     """What the user should know of them before reading an output."""
     from specbench.cli.options import widths_differ
 
-    lines = target.language_model.defaults.notes(applied=decode.model_defaults)
+    lines = list(target.language_model.notes)
+    lines += target.language_model.defaults.notes(applied=decode.model_defaults)
     if (shared := _shared(drafter)) is not None:
         lines.append(
             f"The drafter has another tokenizer: it drafts the {shared[0]:,} of the target's {shared[1]:,}"

@@ -360,6 +360,7 @@ def sweep(
         check_engine(engine_options, progress)
         RunStore.check_writable(folder)
         engine = load_engine(engine_options, progress)
+    notes += engine.target.language_model.notes
     notes += engine.target.language_model.defaults.notes(applied=decode.model_defaults)
     if engine.target.widths_differ is not None:
         notes.append(opt.widths_differ(engine.target.widths_differ))

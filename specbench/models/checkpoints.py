@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,6 +33,7 @@ __all__ = [
     "check_config",
     "check_memory",
     "custom_code",
+    "headers_digest",
     "plain_name",
     "read_config",
     "read_settings",
@@ -338,6 +341,27 @@ def safetensors_elements(path: Path) -> Counter[torch.dtype]:
             "Fetch it again.",
         )
     return counts
+
+
+def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) -> str:
+    """A hash of a model's configuration, and of its safetensors files' names, sizes and headers: not of their values.
+
+    Args:
+        folder: Holds the configuration.
+        files: The weights; their headers were found to be sound.
+        times: Hash also when they were last changed.
+
+    Raises:
+        OSError: One of them cannot be read.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in files:
+        with path.open("rb") as file:
+            state = os.fstat(file.fileno())
+            changed = state.st_mtime_ns if times else 0
+            digest.update(f"{path.name}\0{state.st_size}\0{changed}\0".encode())
+            digest.update(file.read(int.from_bytes(file.read(8), "little")))
+    return digest.hexdigest()
 
 
 # -- what the machine tells -------------------------------------------------------------------------

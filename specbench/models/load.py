@@ -12,7 +12,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specbench.backends.torch.kernels.instructions import allowed
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.stops import special_tokens
 from specbench.errors import RunError, SpecbenchError, UsageError
@@ -30,11 +31,20 @@ from specbench.models.checkpoints import (
     check_class,
     check_memory,
     custom_code,
+    headers_digest,
     read_config,
     safetensors_elements,
     text_config,
     weight_files,
     weight_memory,
+)
+from specbench.models.dtypes import (
+    DtypeChoice,
+    dtype_key,
+    exact_dtypes,
+    measure_dtypes,
+    read_dtype,
+    write_dtype,
 )
 from specbench.models.hub import HubModel
 from specbench.options import LoadOptions
@@ -80,6 +90,8 @@ class LanguageModel:
         quantise_int8: Whether "int8" was asked for; quantising is the caller's to do.
         head_rows: Which of its logits the model still computes, in this order; ``None`` for all.
         defaults: Settings of generation that the model's own file carries.
+        dtype_choice: How the dtype was measured; ``None`` where it was not.
+        notes: What there is to say of how it was loaded.
     """
 
     model: PreTrainedModel
@@ -95,6 +107,8 @@ class LanguageModel:
     head_rows: tuple[int, ...] | None = None
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     identity: str = ""
+    dtype_choice: DtypeChoice | None = None
+    notes: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -188,7 +202,9 @@ def _read_device_map(text: str) -> str | dict[str, Any]:
 
 
 def cpu_computes_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 matrices natively; elsewhere float32 is faster."""
+    """Whether this processor multiplies bfloat16 matrices natively; elsewhere float32 is usually faster."""
+    if not allowed("bfloat16"):
+        return False
     try:
         if platform.machine() in ("aarch64", "arm64"):
             return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -207,6 +223,7 @@ def load_model(
     progress: Progress | None = None,
     allow_pickle: bool = False,
     tokenizer: bool = True,
+    measure: bool = False,
 ) -> LanguageModel:
     """Load a model and its tokenizer, after every check that needs no weights.
 
@@ -216,6 +233,8 @@ def load_model(
         progress: Told how far fetching, converting and loading have come.
         allow_pickle: Load pickled weights if there are no others, with torch's restricted unpickler.
         tokenizer: Whether to load one.
+        measure: For the dtype "auto" on a CPU: measure which one is quickest where that was not done yet. (What was
+            measured is always taken.)
 
     Raises:
         UsageError: No such model, or one that cannot be decoded speculatively; an impossible device or dtype.
@@ -235,16 +254,16 @@ def load_model(
                 _placement(options, config, total // config.dtype.itemsize, config.dtype, loaded, spec.name)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
-        return _load_folder(hub.folder, hub, spec.name, options, progress, allow_pickle, tokenizer)
+        return _load_folder(hub.folder, hub, spec.name, options, progress, allow_pickle, tokenizer, measure)
     folder = _local_folder(spec, progress)
     try:
-        return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer)
+        return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer, measure)
     except RunError:
         # A prepared copy that fails may have been damaged since; fetch or convert it anew, once.
         if spec.kind == "folder" or not discard_if_damaged(folder):
             raise
     folder = _local_folder(spec, progress)
-    return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer)
+    return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer, measure)
 
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
@@ -320,6 +339,7 @@ def _load_folder(
     progress: Progress | None,
     allow_pickle: bool,
     with_tokenizer: bool,
+    measure: bool,
 ) -> LanguageModel:
     """Load what lies in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well)."""
     config = read_config(folder, name)
@@ -328,25 +348,87 @@ def _load_folder(
     counts = Counter[torch.dtype]()
     for file in files if not pickled else []:
         counts.update(safetensors_elements(file))
-    dtype = resolve_dtype(options, config, counts)
+    usual = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
-    needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
-    if pickled:
-        needed = sum(file.stat().st_size for file in files)
     stored = kinds[0] if len(kinds) == 1 else None
-    placement = _placement(options, config, needed // dtype.itemsize, stored, dtype, name)
-    tokenizer = _load_tokenizer(folder, hub, name) if with_tokenizer else None
 
-    stage = f"loading {name}"
+    def place(dtype: torch.dtype) -> Any:
+        needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
+        if pickled:
+            needed = sum(file.stat().st_size for file in files)
+        return _placement(options, config, needed // dtype.itemsize, stored, dtype, name)
+
+    def read(dtype: torch.dtype) -> PreTrainedModel:
+        return _read_weights(folder, name, config, dtype, place(dtype), not pickled, progress)
+
+    others = [dtype for dtype in exact_dtypes(counts) if dtype != usual] if _chooses(options) else []
+    key = dtype_key(headers_digest(folder, files)) if others else ""
+    choice = read_dtype(key) if others else None
+    dtype = usual if choice is None else getattr(torch, choice.dtype)
+    placement = place(dtype)  # before the tokenizer: it can refuse
+    tokenizer = _load_tokenizer(folder, hub, name) if with_tokenizer else None
+    model = _read_weights(folder, name, config, dtype, placement, not pickled, progress)
+    notes = []
+    if others and choice is None and measure and _fits(place, others[0]):
+        if progress is not None:
+            progress.update(f"timing {name} in {' and '.join(map(_dtype_name, (usual, others[0])))}", 0, None)
+        choice = measure_dtypes(model, name, usual, others[0])
+        if choice is not None:
+            write_dtype(key, choice)
+            notes.append(choice.sentence)
+            if choice.dtype != _dtype_name(usual):
+                del model
+                model = read(others[0])
+    model.config.name_or_path = name
+    loaded = wrap_model(model, tokenizer, name, quantise_int8=options.dtype == "int8")
+    loaded.dtype_choice, loaded.notes = choice, notes
+    return loaded
+
+
+def _chooses(options: LoadOptions) -> bool:
+    """Whether a dtype may be chosen by what was measured."""
+    return (
+        options.dtype == "auto"
+        and options.device_map is None
+        and resolve_device(options.device).type == "cpu"
+    )
+
+
+def _fits(place: Callable[[torch.dtype], Any], dtype: torch.dtype) -> bool:
+    try:
+        place(dtype)
+    except RunError:
+        return False
+    return True
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read_weights(
+    folder: Path,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    placement: Any,
+    safetensors: bool,
+    progress: Progress | None,
+) -> PreTrainedModel:
+    """The model with its weights.
+
+    Raises:
+        RunError: They are damaged, incomplete, or too large.
+    """
     loader: Any = AutoModelForCausalLM  # typed as if it returned no loading report
-    with quiet_transformers(progress, stage):
+    with quiet_transformers(progress, f"loading {name}"):
         try:
             model, report = loader.from_pretrained(
                 str(folder),
                 config=config,
                 dtype=dtype,
                 device_map=placement,
-                use_safetensors=not pickled,
+                use_safetensors=safetensors,
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
@@ -361,8 +443,8 @@ def _load_folder(
             f"The weights of {name} are incomplete: {len(missing)} of the model's tensors are not in them"
             f" (the first is {missing[0]})."
         )
-    model.config.name_or_path = name
-    return wrap_model(model, tokenizer, name, quantise_int8=options.dtype == "int8")
+    found: PreTrainedModel = model
+    return found
 
 
 def _loading_failed(name: str, error: Exception) -> RunError:
@@ -378,7 +460,10 @@ def _loading_failed(name: str, error: Exception) -> RunError:
 def resolve_dtype(
     options: LoadOptions, config: PreTrainedConfig, counts: Counter[torch.dtype]
 ) -> torch.dtype:
-    """The dtype weights are loaded in; ``counts``, of what the file holds, speak where the configuration names none."""
+    """The dtype weights are loaded in where none was measured.
+
+    ``counts``, of what the file holds, speak where the configuration names none.
+    """
     if options.dtype not in ("auto", "int8"):
         chosen: torch.dtype = getattr(torch, options.dtype)
         return chosen
@@ -392,7 +477,7 @@ def resolve_dtype(
         resolve_device(options.device).type != "cpu"
     ):  # "auto", which comes with a device map, prefers a GPU too
         return own
-    return torch.bfloat16 if own.itemsize == 2 and cpu_computes_bfloat16() else torch.float32
+    return torch.bfloat16 if own == torch.bfloat16 and cpu_computes_bfloat16() else torch.float32
 
 
 def _placement(

@@ -161,7 +161,7 @@ def load_target(
     Raises:
         UsageError, RunError: See ``specbench.models.load.load_model``.
     """
-    language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle)
+    language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
     int8 = language_model.quantise_int8
     return _prepare_target(language_model, cache or default_cache(language_model.model.config, int8=int8))
 
@@ -641,7 +641,9 @@ def prepare(
     """
     check_models(target, drafters, options, progress=progress)
 
-    language_model = load_model(target, options.target, progress=progress, allow_pickle=options.allow_pickle)
+    language_model = load_model(
+        target, options.target, progress=progress, allow_pickle=options.allow_pickle, measure=True
+    )
     config = language_model.model.config
     kind = cache or default_cache(config, int8=language_model.quantise_int8)
     loaded: dict[ModelSpec, LanguageModel | TrainedHead] = {}

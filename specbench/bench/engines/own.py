@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.bench.grid import LOOKUP_TOKENS, Config
@@ -246,6 +246,7 @@ class ModelEngine:
             "device": self._device,
             "vocab_size": model.vocab_size,
             "packed": self.target.packed,
+            "dtype_choice": None if model.dtype_choice is None else asdict(model.dtype_choice),
             "model_defaults": self._applied,
         }
 

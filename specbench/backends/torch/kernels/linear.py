@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specbench.backends.torch.kernels.instructions import allowed, has_vnni
 from specbench.errors import UsageError
 
 __all__ = ["Int8Linear", "PackedLinear", "can_pack", "quickest_rows"]
@@ -45,9 +46,9 @@ def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
     if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
         return False
     if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return dtype == torch.float32
 
 
@@ -192,7 +193,7 @@ class Int8Linear(nn.Module):
         self.quantised: Any
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
         # Without VNNI instructions pairs of products are added up in 16 bits, which bytes in full would overflow.
-        self._levels = 127 if torch.cpu._is_vnni_supported() else 63
+        self._levels = 127 if has_vnni() else 63
 
     @property
     def rounds_rows(self) -> bool:
@@ -286,7 +287,7 @@ def _pack_quick(quantised: torch.Tensor, scales: torch.Tensor) -> Any:
     """
     if quantised.device.type != "cpu" or quantised.shape[0] > _QUICK_OUTPUTS:
         return None
-    if "fbgemm" not in torch.backends.quantized.supported_engines or not torch.cpu._is_vnni_supported():
+    if "fbgemm" not in torch.backends.quantized.supported_engines or not has_vnni():
         return None
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     with _one_engine:

@@ -1,0 +1,56 @@
+"""Which instructions products may use here: the processor's, as far as nobody keeps the libraries from them.
+
+``ONEDNN_MAX_CPU_ISA`` keeps oneDNN from newer instructions, and ``ATEN_CPU_CAPABILITY`` torch's own operators, so that
+a new processor can stand in for an older one. What torch tells of the processor knows of neither.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["allowed", "has_vnni", "processor_name"]
+
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables by which oneDNN is limited, the newer one first."""
+
+_NO_AVX512 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"})
+_WITHOUT = {
+    "avx512": _NO_AVX512,
+    "vnni": frozenset({"SSE41", "AVX", "AVX2", "AVX512_CORE"}),
+    "bfloat16": _NO_AVX512 | {"AVX512_CORE", "AVX512_CORE_VNNI"},
+}
+"""Values of these variables that leave instructions out."""
+
+
+def allowed(instructions: Literal["avx512", "vnni", "bfloat16"]) -> bool:
+    """Whether nobody keeps libraries from such instructions; whether the processor has them is another question."""
+    limit = next((os.environ[name] for name in _LIMITS if name in os.environ), "")
+    return limit.upper() not in _WITHOUT[instructions]
+
+
+def has_vnni() -> bool:
+    """Whether bytes are multiplied and added up in 32 bits at once."""
+    import torch
+
+    return bool(torch.cpu._is_vnni_supported()) and allowed("vnni")
+
+
+def processor_name() -> str | None:
+    """The processor's model; ``None`` if nobody knows."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "cpu model") and value.strip():
+                return " ".join(value.split())
+    if platform.system() == "Darwin":
+        with suppress(OSError, subprocess.SubprocessError, ValueError):
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+    return platform.processor() or platform.machine() or None

@@ -1,0 +1,103 @@
+"""How quick a model's first layers are in several dtypes, timed in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.surgery import first_layers, pack_linears
+from specbench.backends.torch.scorer import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["sample_in", "time_samples"]
+
+_WEIGHTS = 96_000_000
+"""Numbers that a sample's layers hold, if the model has so many: more than caches do, in any dtype."""
+
+_WORDS = 64
+"""Tokens that a sample knows: a whole vocabulary takes as much memory as many layers."""
+
+_CONTEXT = 64
+"""Tokens that are read before passes are timed."""
+
+_DRAFTED = 4
+"""Drafts in a pass that verifies."""
+
+
+def sample_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model's first layers in a dtype, packed, with a vocabulary of a few tokens; the model is left as it is.
+
+    Raises:
+        ValueError: Its layers or its vocabulary were not found. UsageError: They are wrapped.
+    """
+    total = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    one, two = (_numbers(first_layers(model, min(count, total))) for count in (1, 2))
+    sample: Any = first_layers(model, min(total, max(1, _WEIGHTS // max(1, two - one))))
+    _shorten(sample.get_input_embeddings(), sample.get_output_embeddings())
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in sample.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                if weight not in made:
+                    made[weight] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+                module._parameters[name] = made[weight]
+    fold_attention(sample)
+    pack_linears(sample)
+    found: PreTrainedModel = sample
+    return found
+
+
+def _numbers(model: nn.Module) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _shorten(embeddings: Any, head: Any) -> None:
+    """Leave the first words of embeddings and a head, which belong to the sample alone."""
+    if not isinstance(embeddings, nn.Embedding) or type(head) is not nn.Linear:
+        raise ValueError("its vocabulary was not found")
+    for words in (embeddings, head):
+        words.weight = nn.Parameter(words.weight.detach()[:_WORDS], requires_grad=False)
+    embeddings.num_embeddings, embeddings.padding_idx = len(embeddings.weight), None
+    head.out_features = len(head.weight)
+    if head.bias is not None:
+        head.bias = nn.Parameter(head.bias.detach()[:_WORDS], requires_grad=False)
+
+
+@torch.inference_mode()
+def time_samples(
+    samples: Mapping[torch.dtype, PreTrainedModel], rounds: int
+) -> list[dict[torch.dtype, float]]:
+    """Seconds of a pass over one token and of one that verifies a draft, together.
+
+    Args:
+        samples: Models of the same layers, by their dtype.
+        rounds: How often each is timed. In every round they take turns, each time beginning with another one.
+
+    Returns:
+        The times of each round.
+    """
+    scorers = {dtype: Scorer(sample) for dtype, sample in samples.items()}
+    names, times = list(scorers), []
+    for scorer in scorers.values():
+        scorer.begin()
+        _seconds(scorer)  # reads the context, and meets every shape
+    for turn in range(rounds):
+        first = turn % len(names)
+        times.append({dtype: _seconds(scorers[dtype]) for dtype in (*names[first:], *names[:first])})
+    return times
+
+
+def _seconds(scorer: Scorer) -> float:
+    context: Sequence[int] = [place % min(_WORDS, scorer.embeddings) for place in range(_CONTEXT)]
+    began = time.perf_counter()
+    for drafted in ((), context[:_DRAFTED]):
+        scorer.logits(context, drafted)
+        scorer.keep(len(context) - 1)
+    return time.perf_counter() - began

@@ -1,0 +1,182 @@
+"""In which dtype a checkpoint is decoded on a CPU where none is asked for: measured once, and kept in the cache folder.
+
+Only dtypes that hold every value of the checkpoint are compared: the one it is stored in, and float32. Two of them give
+the same model up to the rounding of activations, and which one is quicker depends on the processor's instructions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from importlib import metadata
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbench._version import __version__
+from specbench.backends.torch.kernels.instructions import processor_name
+from specbench.backends.torch.samples import sample_in, time_samples
+from specbench.errors import SpecbenchError
+from specbench.models.shelf import Shelf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "DtypeChoice",
+    "decide",
+    "dtype_key",
+    "exact_dtypes",
+    "measure_dtypes",
+    "read_dtype",
+    "write_dtype",
+]
+
+_ROUNDS = 15
+_INNER = slice(3, -3)
+"""Of so many ratios in their order, these hold the median with a chance of 0.965, however they are distributed."""
+
+_MARGIN = 1.05
+"""Less than that is not worth another dtype."""
+
+_WORTH_MEASURING = 1 << 25
+"""Numbers of a checkpoint below which any dtype will do."""
+
+_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+
+
+@dataclass(frozen=True)
+class DtypeChoice:
+    """A dtype, and what it was chosen over.
+
+    Attributes:
+        target: The model's name.
+        dtype, other: Such as "bfloat16" and "float32".
+        speedup: How many times as quick passes are in ``dtype``, as the median of rounds.
+        low, high: Of its interval.
+    """
+
+    target: str
+    dtype: str
+    other: str
+    speedup: float
+    low: float
+    high: float
+
+    @property
+    def sentence(self) -> str:
+        """For whoever waited for it."""
+        return (
+            f"dtype auto is {self.dtype} for {self.target} on this processor: passes are {self.speedup:.2f}"
+            f" [{self.low:.2f}, {self.high:.2f}] times as quick as in {self.other}."
+        )
+
+
+def exact_dtypes(counts: Counter[torch.dtype]) -> tuple[torch.dtype, ...]:
+    """The dtypes that hold every value of files with such numbers; empty where that is not known.
+
+    Args:
+        counts: How many numbers there are of each dtype.
+    """
+    kinds = [kind for kind in counts if kind.is_floating_point]
+    if any(kind not in (torch.float32, torch.bfloat16, torch.float16) for kind in kinds) or not kinds:
+        return ()
+    return (torch.float32,) if len(kinds) > 1 or kinds == [torch.float32] else (kinds[0], torch.float32)
+
+
+def dtype_key(weights: str) -> str:
+    """The name of a choice's file: for such weights, this processor and what may use it, threads and versions.
+
+    Args:
+        weights: See ``checkpoints.headers_digest``.
+    """
+    facts = [
+        processor_name(),
+        torch.backends.cpu.get_cpu_capability(),
+        *(os.environ.get(limit) for limit in _LIMITS),
+        torch.get_num_threads(),
+        torch.__version__,
+        metadata.version("transformers"),
+        __version__,
+    ]
+    return f"{weights[:16]}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
+
+
+def measure_dtypes(
+    model: PreTrainedModel, name: str, usual: torch.dtype, other: torch.dtype
+) -> DtypeChoice | None:
+    """Time a model's first layers in two dtypes, in turn.
+
+    Args:
+        model: As ``transformers`` has loaded it; it is left as it is.
+        name: What it is called.
+        usual: What is taken where nothing can be said.
+        other: Another dtype that holds its values.
+
+    Returns:
+        ``None`` where the machine is too busy to tell, or the model is too small to, or cannot be cut.
+    """
+    if sum(weight.numel() for weight in model.parameters()) < _WORTH_MEASURING:
+        return None
+    try:
+        samples = {dtype: sample_in(model, dtype) for dtype in (usual, other)}
+    except (ValueError, SpecbenchError):
+        return None
+    times = time_samples(samples, _ROUNDS)
+    return decide(name, usual, other, [(each[usual], each[other]) for each in times])
+
+
+def decide(
+    name: str, usual: torch.dtype, other: torch.dtype, times: Sequence[tuple[float, float]]
+) -> DtypeChoice | None:
+    """The other dtype if it is surely worth it, the usual one if that is surely not so, and otherwise ``None``.
+
+    Args:
+        name, usual, other: See ``measure_dtypes``.
+        times: Of both in every round.
+    """
+    gains = sorted(mine / its for mine, its in times)
+    inner = gains[_INNER]
+    usual_name, other_name = (str(dtype).removeprefix("torch.") for dtype in (usual, other))
+    middle = median(gains)
+    if inner[0] >= _MARGIN:
+        return DtypeChoice(name, other_name, usual_name, middle, inner[0], inner[-1])
+    if inner[-1] <= _MARGIN:
+        return DtypeChoice(name, usual_name, other_name, 1 / middle, 1 / inner[-1], 1 / inner[0])
+    return None
+
+
+def _parse(data: Mapping[str, Any]) -> DtypeChoice | None:
+    values: dict[str, Any] = {field.name: data.get(field.name) for field in fields(DtypeChoice)}
+    names = [values["target"], values["dtype"], values["other"]]
+    figures = [values["speedup"], values["low"], values["high"]]
+    known = ("float32", "bfloat16", "float16")
+    if not (
+        all(isinstance(name, str) for name in names)
+        and values["dtype"] in known
+        and values["other"] in known
+        and all(type(figure) in (int, float) and figure > 0 for figure in figures)
+    ):
+        return None
+    return DtypeChoice(**values)
+
+
+_SHELF = Shelf("dtypes", "The stored dtype is", "It is measured again.", _parse)
+
+
+def read_dtype(key: str) -> DtypeChoice | None:
+    """What was chosen; ``None`` for nothing, or nothing that can be read: it is measured again."""
+    with suppress(SpecbenchError):
+        return _SHELF.read(key)
+    return None
+
+
+def write_dtype(key: str, choice: DtypeChoice) -> None:
+    """Keep a choice, where the cache folder can be written."""
+    with suppress(SpecbenchError):
+        _SHELF.write(key, choice)
