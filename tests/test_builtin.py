@@ -26,7 +26,8 @@ from transformers import AutoTokenizer
 from specbench.errors import RunError, UsageError
 from specbench.models import builtin, checkpoints
 from specbench.models import gguf as gguf_files
-from specbench.models.builtin import cache_folder, prepare_builtin, prepare_gguf
+from specbench.models.builtin import prepare_builtin, prepare_gguf
+from specbench.models.cache import cache_folder
 from specbench.models.gguf import read_gguf_header
 from specbench.models.load import load_config, load_model
 from specbench.options import LoadOptions

@@ -29,7 +29,7 @@ from specbench.drafters.model import SelfDrafter
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
-from specbench.models.builtin import cache_folder
+from specbench.models.cache import cache_folder
 from specbench.models.choices import Choice, ChoiceKey, any_choice, read_choice, write_choice
 from specbench.models.prepare import Target, check_drafter, choice_key, load_drafter, wrap_target
 from specbench.specs.drafters import SelfForm

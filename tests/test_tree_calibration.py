@@ -24,7 +24,7 @@ from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.lengths.trees import StaticTree
-from specbench.models.builtin import cache_folder
+from specbench.models.cache import cache_folder
 from specbench.models.prepare import Target, wrap_drafter, wrap_target
 from specbench.models.tree_choices import (
     TreeChoice,

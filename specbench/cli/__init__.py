@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from specbench._version import __version__
+from specbench.cli.cache import cache
 from specbench.cli.calibrate import calibrate
 from specbench.cli.chat import chat
 from specbench.cli.check import check
@@ -86,6 +87,7 @@ for _command in (
     export,
     check,
     trace,
+    cache,
 ):
     app.command(cls=GroupedCommand)(unfolded(_command))
 

@@ -14,6 +14,7 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from specbench.backends.torch.kernels.surgery import RoundedLayers
     from specbench.specs.drafters import SelfForm
 
 __all__ = ["cheaper_form", "check_form", "skippable_layers"]
@@ -69,7 +70,9 @@ def skippable_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(kinds) if i and kinds.index(kind) != i)
 
 
-def cheaper_form(model: PreTrainedModel, kept: Sequence[int], int8: bool) -> PreTrainedModel:
+def cheaper_form(
+    model: PreTrainedModel, kept: Sequence[int], int8: bool, layers: RoundedLayers | None = None
+) -> PreTrainedModel:
     """A model of some layers of the given one, with its embeddings, final norm and head.
 
     What stays as it is is shared; int8 layers are made one by one, and none of those that are left out.
@@ -78,6 +81,7 @@ def cheaper_form(model: PreTrainedModel, kept: Sequence[int], int8: bool) -> Pre
         model: Packed or not; it is left alone.
         kept: The decoder layers to use, ascending. Each keeps its own place in a cache of the whole model.
         int8: Quantise the linear layers.
+        layers: Where those of the whole model, rounded, are found and kept.
 
     Raises:
         ValueError: The list of decoder layers was not found.
@@ -85,7 +89,7 @@ def cheaper_form(model: PreTrainedModel, kept: Sequence[int], int8: bool) -> Pre
     """
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(kept) == total:
-        return int8_copy(model) if int8 else first_layers(model, total)
+        return int8_copy(model, layers) if int8 else first_layers(model, total)
     count = max(kept) + 1
     chosen = first_layers(model, count)
     if len(kept) < count:

@@ -21,39 +21,29 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-import platformdirs
 import torch
 import transformers
 
 from specbench._version import __version__
 from specbench.errors import RunError, SpecbenchError
 from specbench.files import SMALL_FILE, explained, locked, sha256, sync, write_text
+from specbench.models.cache import CACHE_VARIABLE, cache_folder
 from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.progress import Progress
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 from specbench.textsafe import excerpt
 
 __all__ = [
-    "cache_folder",
     "discard_if_damaged",
     "prepare_builtin",
     "prepare_gguf",
 ]
 
-CACHE_VARIABLE = "SPECBENCH_CACHE"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # 1: first release
 
 
 # -- the cache -------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """Where prepared models are kept: `SPECBENCH_CACHE`, or the user's cache folder."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen).expanduser()
-    return platformdirs.user_cache_path("specbench", appauthor=False)
 
 
 def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -56,6 +56,7 @@ __all__ = [
     "DTYPES",
     "LanguageModel",
     "Progress",
+    "WeightFiles",
     "check_options",
     "cpu_computes_bfloat16",
     "end_ids_of",
@@ -70,6 +71,20 @@ __all__ = [
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+class WeightFiles(NamedTuple):
+    """The safetensors files of a model.
+
+    Attributes:
+        place: A digest of the folder they lie in.
+        digest: Of their names, sizes, times and headers.
+        numbers: How many they hold.
+    """
+
+    place: str
+    digest: str
+    numbers: int
 
 
 @dataclass(repr=False)
@@ -91,7 +106,8 @@ class LanguageModel:
         head_rows: Which of its logits the model still computes, in this order; ``None`` for all.
         defaults: Settings of generation that the model's own file carries.
         dtype_choice: How the dtype was measured; ``None`` where it was not.
-        notes: What there is to say of how it was loaded.
+        notes: What there is to say of how it was loaded; of a target also of how its drafters were.
+        files: Those that it was loaded from; ``None`` if it came otherwise, or of a pickle.
     """
 
     model: PreTrainedModel
@@ -109,6 +125,7 @@ class LanguageModel:
     identity: str = ""
     dtype_choice: DtypeChoice | None = None
     notes: list[str] = field(default_factory=list)
+    files: WeightFiles | None = None
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -382,6 +399,10 @@ def _load_folder(
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantise_int8=options.dtype == "int8")
     loaded.dtype_choice, loaded.notes = choice, notes
+    if not pickled:
+        where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
+        digest = headers_digest(folder, files, times=True)
+        loaded.files = WeightFiles(where, digest, sum(counts.values()))
     return loaded
 
 

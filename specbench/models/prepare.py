@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from specbench.models.checkpoints import text_config
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
 from specbench.models.counts import any_counts, nothing_counted, read_counts
 from specbench.models.heads import TrainedHead, find_head, load_head
+from specbench.models.int8_layers import int8_layers
 from specbench.models.load import (
     LanguageModel,
     Progress,
@@ -211,7 +212,8 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
         fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
     if language_model.quantise_int8:
-        quantise_linears(model)
+        with int8_layers(language_model) as layers:
+            quantise_linears(model, layers=layers)
     elif pack:
         pack_linears(model)
     if holds(model, Int8Linear):
@@ -367,7 +369,8 @@ def wrap_drafter(
     else:
         _cut_head(language_model, draftable)
     if language_model.quantise_int8 or (int8 and model.device.type == "cpu"):
-        quantise_linears(model, alike=False)
+        with int8_layers(language_model) as layers:
+            quantise_linears(model, alike=False, layers=layers)
         dtype = "int8"
     else:
         pack_linears(model)
@@ -548,10 +551,11 @@ def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
             f"The target is int8 already, so {form} would draft with the same layers.",
             "Leave int8 out: use self:layers=N or self:skip=I-J-...",
         )
+    model, kept = target.language_model, form.kept(target.language_model.layers)
+    whole = form.int8 and len(kept) == model.layers
     try:
-        cheaper = cheaper_form(
-            target.language_model.model, form.kept(target.language_model.layers), form.int8
-        )
+        with int8_layers(model) if whole else nullcontext() as layers:
+            cheaper = cheaper_form(model.model, kept, form.int8, layers)
     except ValueError as error:
         raise UsageError(
             f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."
@@ -662,7 +666,11 @@ def prepare(
             progress.update("trying passes of several widths", 0, None)
         ready.scorer.require_bit_exact()
 
-    return ready, prepare_drafters(ready, drafters, options, cache=cache, progress=progress, loaded=loaded)
+    proposers = prepare_drafters(ready, drafters, options, cache=cache, progress=progress, loaded=loaded)
+    for own in loaded.values():
+        if isinstance(own, LanguageModel):
+            language_model.notes += own.notes
+    return ready, proposers
 
 
 def prepare_drafters(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from specbench.errors import RunError, UsageError
 from specbench.files import explained, reason, write_text
-from specbench.models.builtin import CACHE_VARIABLE, cache_folder
+from specbench.models.cache import CACHE_VARIABLE, cache_folder
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

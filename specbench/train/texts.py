@@ -24,7 +24,7 @@ from specbench.errors import RunError, UsageError
 from specbench.files import explained, refuse_link
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
-from specbench.models.builtin import CACHE_VARIABLE, cache_folder
+from specbench.models.cache import CACHE_VARIABLE, cache_folder
 from specbench.shapes import count, misfit
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torch import nn
 from specbench.backends.torch.kernels.instructions import allowed, has_vnni
 from specbench.errors import UsageError
 
-__all__ = ["Int8Linear", "PackedLinear", "can_pack", "quickest_rows"]
+__all__ = ["Int8Linear", "PackedLinear", "Rounded", "can_pack", "quickest_rows", "rounded"]
 
 _ROWS_HINT = 5
 """Rows the packed layout is chosen for: a verification pass of a usual draft length."""
@@ -32,8 +32,8 @@ _QUICK_OUTPUTS = 32_768
 _QUICK_ROWS = 128
 """Rows that FBGEMM gets at once: the results of many lie in memory that the system has to hand out every time."""
 
-_ROWS_AT_ONCE = 4096
-"""Rows of a weight that are quantised at once."""
+_ROUNDED_AT_ONCE = 1 << 18
+"""Numbers of a weight that are rounded at once: in float32 they fit into a processor's own caches."""
 
 _LEAST = 1e-30
 """The largest element of a row is taken to be no less, so that rows of zeros have a scale."""
@@ -169,21 +169,48 @@ def _single_rows_differ(packed: torch.Tensor, dtype: torch.dtype, width: int) ->
     return _single_rows[key]
 
 
+class Rounded(NamedTuple):
+    """A weight in bytes.
+
+    Attributes:
+        quantised: [out, in], int8.
+        scales: [out], float32: what a row is multiplied by.
+    """
+
+    quantised: torch.Tensor
+    scales: torch.Tensor
+
+
+def rounded(weight: torch.Tensor) -> Rounded:
+    """Round a weight [out, in], some rows after the others: in float32 all of it takes much memory."""
+    quantised = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    step = max(1, _ROUNDED_AT_ONCE // max(1, weight.shape[1]))
+    for first in range(0, len(weight), step):
+        rows = slice(first, first + step)
+        full = weight[rows].float()
+        scales[rows] = full.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        quantised[rows] = (full / scales[rows, None]).round_()
+    return Rounded(quantised, scales)
+
+
 class Int8Linear(nn.Module):
     """A linear layer with int8 weights (one scale per output channel) and int8 activations (one scale per row).
 
     Args:
-        weight: [out, in], any floating dtype.
+        weight: [out, in], any floating dtype; or what was made of it.
         bias: [out] or ``None``.
         alike: Whether a row's result is to be the same to the bit alone and among others. A drafter does without, and
             a small layer's product with one row then takes one operator of FBGEMM's, where there is that, and not ten.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, alike: bool = True) -> None:
+    def __init__(
+        self, weight: torch.Tensor | Rounded, bias: torch.Tensor | None, *, alike: bool = True
+    ) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        quantised, scales = rounded(weight.detach()) if isinstance(weight, torch.Tensor) else weight
+        self.out_features, self.in_features = quantised.shape
         self.bias = bias
-        quantised, scales = _quantise(weight.detach())
         self.register_buffer("scales", scales, persistent=False)
         self.scales: torch.Tensor
         self._quick = None if alike else _pack_quick(quantised, scales)
@@ -252,18 +279,6 @@ class Int8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, int8"
-
-
-def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 weights [out, in] and their scales [out], some rows after the others: in float32 all take much memory."""
-    quantised = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(len(weight), device=weight.device)
-    for first in range(0, len(weight), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-        full = weight[rows].float()
-        scales[rows] = full.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        quantised[rows] = (full / scales[rows, None]).round_()
-    return quantised, scales
 
 
 def _prepack_int8(quantised: torch.Tensor) -> torch.Tensor | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from specbench.backends.torch.kernels.huge_pages import give_back_free_memory, in_huge_pages
-from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, can_pack
+from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, Rounded, can_pack, rounded
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Hooks",
     "JoinedLinear",
+    "RoundedLayers",
     "first_layers",
     "float32_sample",
     "holds",
@@ -163,17 +163,39 @@ def pack_linears(model: PreTrainedModel) -> bool:
     Returns:
         Whether anything was packed; False where the operators are missing or the model is not on the CPU.
     """
-    return _replace(model, PackedLinear, lambda weight: can_pack(weight.dtype, weight.device))
+    return _replace(model, _packed)
 
 
-def quantise_linears(model: PreTrainedModel, *, alike: bool = True) -> bool:
+class RoundedLayers(Protocol):
+    """Weights of a model that were rounded at another time, by the places of its layers."""
+
+    def find(self, place: str) -> Rounded | None:
+        """What is kept of a place; ``None`` for nothing."""
+
+    def keep(self, place: str, weight: Rounded) -> None:
+        """Keep what was made for a place."""
+
+
+def quantise_linears(
+    model: PreTrainedModel, *, alike: bool = True, layers: RoundedLayers | None = None
+) -> bool:
     """Replace the linear layers of a model by int8 ones in place: from then on the int8 model is the model.
 
     Args:
         model: Changed in place.
         alike: See ``Int8Linear``.
+        layers: Where rounded weights of this model are found and kept.
     """
-    return _replace(model, partial(Int8Linear, alike=alike), lambda _: True)
+
+    def quantised(place: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> Int8Linear:
+        known = None if layers is None else layers.find(place)
+        if known is None:
+            known = rounded(weight().detach())
+            if layers is not None:
+                layers.keep(place, known)
+        return Int8Linear(known, bias, alike=alike)
+
+    return _replace(model, quantised)
 
 
 def trim_head(model: PreTrainedModel, rows: torch.Tensor) -> None:
@@ -207,10 +229,15 @@ def rounds_to_int8(model: nn.Module) -> bool:
     return any(isinstance(product, Int8Linear) and product.rounds_rows for product in products)
 
 
-def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A drafter with int8 linear layers that shares everything else with the given model, packed or not."""
+def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> PreTrainedModel:
+    """A drafter with int8 linear layers that shares everything else with the given model, packed or not.
+
+    Args:
+        model: Left as it is.
+        layers: See ``quantise_linears``.
+    """
     clone = _structural_copy(model)
-    quantise_linears(clone, alike=False)
+    quantise_linears(clone, alike=False, layers=layers)
     return clone
 
 
@@ -311,39 +338,43 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 _Linear = nn.Linear | PackedLinear | JoinedLinear
-_Kind = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear | Int8Linear]
+_Kind = Callable[[str, Callable[[], torch.Tensor], torch.Tensor | None], PackedLinear | Int8Linear]
 
 
-def _replace(model: nn.Module, kind: _Kind, suits: Callable[[torch.Tensor], bool]) -> bool:
+def _packed(_: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> PackedLinear:
+    return PackedLinear(weight(), bias)
+
+
+def _replace(model: nn.Module, kind: _Kind) -> bool:
     """Put layers of one kind, in huge pages, in the place of all linear layers that suit; shared layers stay shared.
 
     Args:
         model: Changed in place.
-        kind: What to make of them.
-        suits: Told a layer's weight (of joined layers the joined one).
+        kind: What to make of them: of a place's name, its weight (of joined layers the joined one) and its bias.
     """
     # Only parents are remembered, so that nothing holds a layer's weights once its successor is there.
-    places: dict[tuple[int, ...], list[tuple[nn.Module, list[str]]]] = {}
-    for parent in model.modules():
+    places: dict[tuple[int, ...], list[tuple[str, nn.Module, list[str]]]] = {}
+    for path, parent in model.named_modules():
         for names in _groups(parent):
-            places.setdefault(tuple(id(parent._modules[name]) for name in names), []).append((parent, names))
+            layers_there = tuple(id(parent._modules[name]) for name in names)
+            places.setdefault(layers_there, []).append((path, parent, names))
     changed = False
     large = sum(_weights_of(module) for module in model.modules()) >= _LARGE_MODEL
     laid: AbstractContextManager[list[tuple[int, int]]] = in_huge_pages() if large else nullcontext([])
     with laid as freed:
         for spots in places.values():
-            parent, names = spots[0]
+            path, parent, names = spots[0]
             layers: Any = [parent._modules[name] for name in names]
             freed += [
                 (layer.weight.data_ptr(), layer.weight.nbytes)
                 for layer in layers
                 if isinstance(layer, nn.Linear)
             ]
-            made = _build(layers, kind, suits)
+            made = _build(f"{path}.{'+'.join(names)}", layers, kind)
             if made == layers:
                 continue
             changed = True
-            for parent, names in spots:
+            for _, parent, names in spots:
                 for name, new in zip(names, made, strict=True):
                     setattr(parent, name, new)
         if large:
@@ -399,24 +430,28 @@ def _joinable(layers: Sequence[Any]) -> bool:
     )
 
 
-def _build(layers: Sequence[_Linear], kind: _Kind, suits: Callable[[torch.Tensor], bool]) -> list[nn.Module]:
+def _build(place: str, layers: Sequence[_Linear], kind: _Kind) -> list[nn.Module]:
     """The layers that take the place of these, or these themselves."""
     first = layers[0]
-    if kind is PackedLinear and not isinstance(first, nn.Linear):
+    if kind is _packed and not (
+        isinstance(first, nn.Linear) and can_pack(first.weight.dtype, first.weight.device)
+    ):
         return list(layers)
     sizes: tuple[int, ...] = tuple(layer.out_features for layer in layers)
-    if len(layers) == 1:
-        weight, bias = first.weight, first.bias
-    elif isinstance(first, JoinedLinear):
-        weight, bias = first.join.layer.weight, first.join.layer.bias
-    else:
-        if not suits(first.weight):
-            return list(layers)
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        bias = None if first.bias is None else torch.cat([layer.bias.detach() for layer in layers])  # type: ignore[union-attr]
-    if not suits(weight):
-        return list(layers)
-    new = kind(weight, bias)
+
+    def weight() -> torch.Tensor:
+        if len(layers) == 1:
+            return first.weight
+        if isinstance(first, JoinedLinear):
+            return first.join.layer.weight
+        return torch.cat([layer.weight.detach() for layer in layers])
+
+    bias = first.bias
+    if isinstance(first, JoinedLinear) and len(layers) > 1:
+        bias = first.join.layer.bias
+    elif bias is not None and len(layers) > 1:
+        bias = torch.cat([layer.bias.detach() for layer in layers])  # type: ignore[union-attr]
+    new = kind(place, weight, bias)
     if len(layers) == 1:
         _share_hooks(layers, [new])
         return [new]

@@ -1,0 +1,189 @@
+"""The int8 layers of a model are rounded once, and kept in the cache folder: a model that is int8 then starts sooner.
+
+Of a model there is one entry for each dtype and each cut of its head. It holds for the files as they were (their names,
+sizes, times and headers), this processor and these versions; every one of its files is held against its hash before
+any is used. What is damaged, or of files that have changed since, is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from specbench._version import __version__
+from specbench.backends.torch.kernels.instructions import has_vnni, processor_name
+from specbench.backends.torch.kernels.linear import Rounded
+from specbench.files import sha256, sync, write_text
+from specbench.models.cache import INT8_FOLDER, cache_folder, folder_size
+
+if TYPE_CHECKING:
+    from specbench.backends.torch.kernels.surgery import RoundedLayers
+    from specbench.models.load import LanguageModel, WeightFiles
+
+__all__ = ["MOST_BYTES", "int8_layers"]
+
+MOST_BYTES = 8 << 30
+"""What all entries may take; those that were not used for longest go first."""
+
+_WORTH_KEEPING = 1 << 25
+"""Numbers of a model below which rounding them takes no time."""
+
+_FORMAT = 1
+_MANIFEST = "manifest.json"
+_HASHERS = 2
+_ABANDONED_S = 86_400
+"""Age from which a half-made entry is nobody's any more."""
+
+
+@contextmanager
+def int8_layers(model: LanguageModel) -> Iterator[RoundedLayers | None]:
+    """Where quantising finds and keeps a model's rounded weights; ``None`` where they cannot be kept.
+
+    Args:
+        model: Its files are known, and it is on a CPU. It is told of an entry that had to be made anew.
+    """
+    files = model.files
+    if files is None or files.numbers < _WORTH_KEEPING or model.model.device.type != "cpu":
+        yield None
+        return
+    parent = cache_folder() / INT8_FOLDER
+    place, content = _names(model, files)
+    entry = parent / f"{place}-{content}"
+    others = [path for path in parent.glob(f"{place}-*") if path != entry]
+    if _is_sound(entry):
+        with suppress(OSError):
+            os.utime(entry / _MANIFEST)  # used just now
+        yield _Found(entry)
+        return
+    if entry.exists() or others:
+        reason = "are damaged" if entry.exists() else "were of other files or another version"
+        model.notes.append(f"The int8 layers kept of {model.name} {reason}: they are made anew.")
+    for path in (entry, *others):
+        shutil.rmtree(path, ignore_errors=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".", dir=parent))
+    except OSError:  # read-only, or full: it starts as it would without a cache
+        yield None
+        return
+    try:
+        made = _Made(work, parent)
+        yield made
+        made.finish(entry)
+        _make_room(parent, entry)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _names(model: LanguageModel, files: WeightFiles) -> tuple[str, str]:
+    """Digests of whose layers they are, and of what they hold for."""
+    cut = None if model.head_rows is None else hashlib.sha256(repr(model.head_rows).encode()).hexdigest()
+    versions = [_FORMAT, __version__, torch.__version__, processor_name(), has_vnni()]
+    named = [files.place, model.dtype, cut], [files.digest, *versions]
+    first, second = (hashlib.sha256(repr(facts).encode()).hexdigest()[:24] for facts in named)
+    return first, second
+
+
+def _is_sound(entry: Path) -> bool:
+    """Whether an entry holds exactly what its manifest tells, byte for byte."""
+    try:
+        manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
+        files: dict[str, str] = manifest["files"]
+        there = {path.name for path in entry.iterdir()} - {_MANIFEST}
+        if manifest["format"] != _FORMAT or not files or there != files.keys():
+            return False
+        paths = [entry / name for name in files]
+        if any(path.is_symlink() for path in (entry, *paths)):
+            return False
+        with ThreadPoolExecutor(_HASHERS) as hashers:
+            return list(hashers.map(sha256, paths)) == list(files.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _file(place: str) -> str:
+    """Of a layer; its place may hold what no file's name may."""
+    return hashlib.sha256(place.encode()).hexdigest()[:32] + ".safetensors"
+
+
+class _Found:
+    """What is kept of a model, sound."""
+
+    def __init__(self, entry: Path) -> None:
+        self.entry = entry
+
+    def find(self, place: str) -> Rounded | None:
+        path = self.entry / _file(place)
+        if not path.exists():
+            return None
+        tensors = load_file(path)
+        return Rounded(tensors["quantised"], tensors["scales"])
+
+    def keep(self, place: str, weight: Rounded) -> None:
+        """A layer that the entry lacks stays out of it."""
+
+
+class _Made:
+    """What is made of a model now, file by file; given up where it does not fit."""
+
+    def __init__(self, work: Path, parent: Path) -> None:
+        self.work, self.parent = work, parent
+        self.hashes: dict[str, str] | None = {}
+
+    def find(self, place: str) -> Rounded | None:  # noqa: ARG002 - nothing is there yet
+        return None
+
+    def keep(self, place: str, weight: Rounded) -> None:
+        if self.hashes is None:
+            return
+        path = self.work / _file(place)
+        try:
+            if 2 * weight.quantised.nbytes > shutil.disk_usage(self.parent).free:
+                raise OSError("no space")
+            save_file({"quantised": weight.quantised, "scales": weight.scales}, path)
+            self.hashes[path.name] = sha256(path)
+            sync(path)
+        except (OSError, SafetensorError):
+            self.hashes = None
+
+    def finish(self, entry: Path) -> None:
+        """Give it its name, complete."""
+        if not self.hashes:
+            return
+        manifest: dict[str, Any] = {"format": _FORMAT, "files": self.hashes}
+        with suppress(OSError):  # such as another process that was quicker
+            write_text(self.work / _MANIFEST, json.dumps(manifest) + "\n")
+            self.work.rename(entry)
+            sync(self.parent)
+
+
+def _make_room(parent: Path, newest: Path) -> None:
+    """Remove what was not used for longest until the rest fits, and what other processes have left half made."""
+    now, entries = time.time(), []
+    for path in parent.iterdir():
+        with suppress(OSError):
+            if path.name.startswith("."):
+                if now - path.stat().st_mtime > _ABANDONED_S:
+                    shutil.rmtree(path, ignore_errors=True)
+                continue
+            used = (path / _MANIFEST).stat().st_mtime if path != newest else now
+            entries.append((used, folder_size(path), path))
+    total = sum(size for _, size, _ in entries)
+    for _, size, path in sorted(entries):
+        if total <= MOST_BYTES:
+            return
+        shutil.rmtree(path, ignore_errors=True)
+        total -= size

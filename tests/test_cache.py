@@ -1,0 +1,321 @@
+"""The cache folder: int8 layers that are rounded once, what is bounded, and what is cleared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import Forked, specbench
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny
+
+from specbench.backends.torch.kernels import surgery
+from specbench.backends.torch.kernels.linear import Rounded, rounded
+from specbench.errors import RunError
+from specbench.models import int8_layers as module
+from specbench.models.cache import cache_folder, cached, clear_derived
+from specbench.models.int8_layers import int8_layers
+from specbench.models.load import LanguageModel, load_model
+from specbench.models.prepare import load_drafter, load_target, prepare
+from specbench.options import LoadOptions, ModelOptions
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
+
+CPU = LoadOptions(device="cpu")
+INT8 = LoadOptions(dtype="int8", device="cpu")
+TEXT = torch.arange(24)[None]
+
+
+@pytest.fixture(autouse=True)
+def _small_models_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_WORTH_KEEPING", 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "m", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def roundings(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of all weights that are rounded."""
+    done: list[torch.Size] = []
+
+    def counted(weight: torch.Tensor) -> Rounded:
+        done.append(weight.shape)
+        return rounded(weight)
+
+    monkeypatch.setattr(surgery, "rounded", counted)
+    return done
+
+
+def entries() -> list[Path]:
+    kept = cache_folder() / "int8"
+    return sorted(kept.iterdir()) if kept.exists() else []
+
+
+def int8_logits(folder: Path) -> torch.Tensor:
+    model: Any = load_target(str(folder), INT8).scorer.model
+    with torch.inference_mode():
+        found: torch.Tensor = model(TEXT).logits
+    return found
+
+
+def test_a_second_start_rounds_nothing_and_computes_the_same(folder, roundings):
+    first = int8_logits(folder)
+    made = len(roundings)
+    assert made == 2 * 4 + 1  # qkv, output, gate and up, down; the head
+    (entry,) = entries()
+    assert len(list(entry.glob("*.safetensors"))) == made
+    again = int8_logits(folder)
+    assert len(roundings) == made
+    assert torch.equal(first, again)
+
+
+def test_a_target_and_its_drafters_share_what_is_kept(folder, roundings):
+    load_target(str(folder), INT8)
+    made = len(roundings)
+    target = load_target(str(folder), CPU)
+    for drafter in ("self:int8", str(folder)):
+        load_drafter(drafter, target, CPU)
+        assert len(roundings) == made, drafter
+    assert len(entries()) == 1
+    load_drafter("self:int8,skip=1", target)  # its places are others
+    assert len(roundings) > made
+    assert len(entries()) == 1
+
+
+def test_a_cut_head_is_another_entry(folder, roundings):
+    def of(rows: tuple[int, ...] | None) -> LanguageModel:
+        model = load_model(str(folder), CPU)
+        model.head_rows = rows
+        return model
+
+    for number, rows in enumerate([None, (1, 2), (1, 3)], 1):
+        with int8_layers(of(rows)) as layers:
+            assert layers is not None
+            assert layers.find("lm_head") is None
+            layers.keep("lm_head", rounded(torch.ones(2, 8)))
+        assert len(entries()) == number
+    with int8_layers(of((1, 2))) as layers:
+        assert layers is not None
+        assert layers.find("lm_head") is not None
+        assert layers.find("another") is None
+
+
+def damage_a_byte(entry: Path) -> None:
+    path = max(entry.glob("*.safetensors"), key=lambda each: each.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(entry: Path) -> None:
+    path = next(iter(entry.glob("*.safetensors")))
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def remove_one(entry: Path) -> None:
+    next(iter(entry.glob("*.safetensors"))).unlink()
+
+
+def add_one(entry: Path) -> None:
+    (entry / "x.safetensors").write_bytes(b"")
+
+
+def spoil_manifest(entry: Path) -> None:
+    (entry / "manifest.json").write_text("[" * 100_000)
+
+
+def no_manifest(entry: Path) -> None:
+    (entry / "manifest.json").unlink()
+
+
+def another_format(entry: Path) -> None:
+    manifest = json.loads((entry / "manifest.json").read_text())
+    (entry / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
+
+
+def link_one(entry: Path) -> None:
+    path = next(iter(entry.glob("*.safetensors")))
+    elsewhere = entry.parents[1] / "elsewhere"
+    shutil.move(path, elsewhere)
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [damage_a_byte, cut, remove_one, add_one, spoil_manifest, no_manifest, another_format, link_one],
+)
+def test_what_is_damaged_is_made_anew_with_a_sentence(folder, harm, roundings):
+    expected = int8_logits(folder)
+    (entry,) = entries()
+    harm(entry)
+    made = len(roundings)
+    target = load_target(str(folder), INT8)
+    assert len(roundings) == 2 * made
+    (note,) = target.language_model.notes
+    assert note == "The int8 layers kept of m are damaged: they are made anew."
+    assert torch.equal(int8_logits(folder), expected)
+    assert len(roundings) == 2 * made
+    assert entries() == [entry]
+
+
+def test_files_that_have_changed_make_it_anew(folder, roundings):
+    int8_logits(folder)
+    made, (old,) = len(roundings), entries()
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"] = weights["lm_head.weight"] * 2  # of one size and header
+    state = path.stat()
+    save_file(weights, path, metadata={"format": "pt"})
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    target = load_target(str(folder), INT8)
+    assert len(roundings) == 2 * made
+    assert target.language_model.notes == [
+        "The int8 layers kept of m were of other files or another version: they are made anew."
+    ]
+    (new,) = entries()
+    assert new != old
+
+
+def test_another_version_makes_it_anew(folder, roundings, monkeypatch):
+    int8_logits(folder)
+    made = len(roundings)
+    monkeypatch.setattr(module, "__version__", "another")
+    int8_logits(folder)
+    assert len(roundings) == 2 * made
+    assert len(entries()) == 1
+
+
+def test_notes_of_drafters_stand_with_the_target(folder, tmp_path):
+    small = save_tiny(tmp_path / "small", seed=1, layers=1)
+    asked = parse_model(str(folder)), [parse_drafter(str(small))], ModelOptions(device="cpu")
+    prepare(*asked)
+    (entry,) = entries()
+    damage_a_byte(entry)
+    ready, _ = prepare(*asked)
+    assert ready.language_model.notes == ["The int8 layers kept of small are damaged: they are made anew."]
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path, monkeypatch):
+    folders = [save_tiny(tmp_path / name, seed=i) for i, name in enumerate("abcd")]
+    kept = []
+    for number, each in enumerate(folders[:3]):
+        load_target(str(each), INT8)
+        (new,) = set(entries()) - set(kept)
+        kept.append(new)
+        os.utime(new / "manifest.json", (number, number))
+    load_target(str(folders[0]), INT8)  # is used again
+    abandoned = cache_folder() / "int8" / ".abandoned"
+    abandoned.mkdir()
+    os.utime(abandoned, (0, 0))
+    monkeypatch.setattr(module, "MOST_BYTES", int(2.5 * module.folder_size(kept[0])))
+    load_target(str(folders[3]), INT8)
+    left = set(entries())
+    assert {kept[1], kept[2], abandoned}.isdisjoint(left)
+    assert kept[0] in left
+    assert len(left) == 2
+
+
+@pytest.mark.parametrize("problem", ["a file", "full"])
+def test_without_room_for_it_a_model_starts_as_before(folder, monkeypatch, problem):
+    expected = int8_logits(folder)
+    clear_derived()
+    if problem == "a file":
+        shutil.rmtree(cache_folder(), ignore_errors=True)
+        cache_folder().write_text("")
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: _Full())
+    target = load_target(str(folder), INT8)
+    assert target.dtype == "int8"
+    assert target.language_model.notes == []
+    assert torch.equal(int8_logits(folder), expected)
+    assert problem == "a file" or entries() == []
+
+
+class _Full:
+    free = 0
+
+
+def test_a_start_that_fails_leaves_nothing(folder):
+    def interrupted() -> None:
+        with int8_layers(load_model(str(folder), CPU)) as layers:
+            assert layers is not None
+            layers.keep("x", rounded(torch.ones(2, 2)))
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        interrupted()
+    assert entries() == []
+
+
+def test_models_that_came_of_no_file_keep_nothing(folder):
+    model = load_model(str(folder), CPU)
+    model.files = None
+    with int8_layers(model) as layers:
+        assert layers is None
+
+
+def test_small_models_keep_nothing(folder, monkeypatch):
+    monkeypatch.setattr(module, "_WORTH_KEEPING", 1 << 25)
+    load_target(str(folder), INT8)
+    assert entries() == []
+
+
+# -- the folder -------------------------------------------------------------------------------------
+
+
+def test_what_is_there_and_what_can_go(folder):
+    load_target(str(folder), INT8)
+    calibrations = cache_folder() / "calibrations"
+    calibrations.mkdir()
+    (calibrations / "a.json").write_text("{}")
+    found = {kind.folder: kind for kind in cached()}
+    assert (found["int8"].entries, found["int8"].derived) == (1, True)
+    assert (found["calibrations"].entries, found["calibrations"].size) == (1, 2)
+    assert found["trees"].entries == found["trees"].size == 0
+    assert clear_derived() == found["int8"].size > 0
+    assert [kind.folder for kind in cached() if kind.entries] == ["calibrations"]
+    assert clear_derived() == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders have no such rights there")
+def test_a_folder_that_cannot_be_cleared(folder, monkeypatch):
+    load_target(str(folder), INT8)
+
+    def refuse(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(RunError, match="cannot be cleared"):
+        clear_derived()
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Any:
+    def run(*words: str) -> tuple[int, str, str]:
+        streams = [tmp_path / name for name in ("out", "err")]
+        with streams[0].open("w") as out, streams[1].open("w") as err:
+            code = Forked(specbench, "cache", *words, stdout=out, stderr=err).wait()
+        return code, *(path.read_text() for path in streams)
+
+    return run
+
+
+def test_the_command(folder, command):
+    load_target(str(folder), INT8)
+    code, out, err = command()
+    lines = out.splitlines()
+    assert (code, err, lines[0]) == (0, "", str(cache_folder()))
+    assert [line.split()[:2] for line in lines[1:]][:2] == [["models", "0"], ["int8", "1"]]
+    assert command("--clear")[0] == 0
+    assert entries() == []
+    assert command("--clear")[1] == "0.00 MB removed.\n"
+    assert command("--all")[0] == 2
