@@ -30,7 +30,7 @@ from typing import Any
 
 import parts
 import torch
-from peers import PEERS, Taken, check_peer, load_peer
+from peers import PEERS, PeerError, Taken, check_peer, check_python, load_peer
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from specbench.backends.torch.parity import find_difference
@@ -162,7 +162,10 @@ def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions)
 
 
 def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], Target]:
-    """Everything that is to be timed, by name, and the target that judges outputs; peers convert into ``folder``."""
+    """Everything that is to be timed, by name, and the target that judges outputs; peers convert into ``folder``.
+
+    A peer that cannot be had is left out, with its reason on stderr.
+    """
     options = LoadOptions(dtype=given.dtype, device="cpu")
     target = load_target(given.target, options)
     model = load_model(given.target, options, tokenizer=False)
@@ -186,7 +189,11 @@ def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], 
         ways[name] = way
     for peer in given.peer:
         model.tokenizer = target.tokenizer
-        ways[peer.partition("=")[0]] = load_peer(peer, model, folder, torch.get_num_threads())
+        name = peer.partition("=")[0]
+        try:
+            ways[name] = load_peer(peer, model, folder, torch.get_num_threads(), dict(given.peer_python))
+        except PeerError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
     return {name: way for name, way in ways.items() if name not in given.without}, target
 
 
@@ -288,6 +295,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                         help="of specbench, repeatable: lookup@5, self:int8@auto, FOLDER@egag:max=8")  # fmt: skip
     parser.add_argument("--peer", action="append", default=[], type=check_peer, metavar="PEER",
                         help=f"another decoder that is installed, repeatable: {', '.join(PEERS)}")  # fmt: skip
+    parser.add_argument("--peer-python", action="append", default=[], type=check_python, metavar="PACKAGE=PATH",
+                        help="the interpreter that has it, repeatable; else this one")  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="of the target, here and there")
     parser.add_argument("--drafter-dtype", default="auto", help="of specbench's drafter models; auto is int8")
     parser.add_argument("--prompts", nargs="+", default=["all"], help="sets or files")
@@ -332,19 +341,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # By name: a path is nobody else's business.
     settings = {name: _without_folders(getattr(given, name)) for name in kept}
     settings["peer"] = others = [peer.partition("=")[0] for peer in given.peer]
-    progress = parts.Parts(given.resume, settings)
-    prompts = load_prompts(given.prompts, limit=given.limit)
-    jobs = [(prompt, repeat) for repeat in range(given.repeats) for prompt in prompts]
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    with tempfile.TemporaryDirectory() as place:
-        if len(progress.done) < len(jobs):
-            _run(given, progress, jobs, Path(place), until)
-    done = progress.done[: len(jobs)]
+    done, complete = decoded(given, parts.Parts(given.resume, settings), until)
     if not done:
         return 3
     lines = summary(done)
     show(lines)
-    complete = len(done) == len(jobs)
     print(
         json.dumps(
             {
@@ -356,13 +358,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 **versions,
                 "cpu": describe_environment()["cpu"],
                 "threads": torch.get_num_threads(),
-                "rows": [{key: _plain(value) for key, value in line.items()} for line in lines],
+                "rows": [{key: plain(value) for key, value in line.items()} for line in lines],
             }
         )
     )
     if any(line["differs"] for line in lines if line["name"] not in others):
         return 1
     return 0 if complete else 3
+
+
+def decoded(
+    given: argparse.Namespace, progress: parts.Parts, until: float
+) -> tuple[list[dict[str, Any]], bool]:
+    """Decode every prompt in every way, as far as the time reaches; what was measured, and whether that is all."""
+    prompts = load_prompts(given.prompts, limit=given.limit)
+    jobs = [(prompt, repeat) for repeat in range(given.repeats) for prompt in prompts]
+    with tempfile.TemporaryDirectory() as place:
+        if len(progress.done) < len(jobs):
+            _run(given, progress, jobs, Path(place), until)
+    done = progress.done[: len(jobs)]
+    return done, len(done) == len(jobs)
 
 
 def _run(
@@ -398,7 +413,7 @@ def _run(
         )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """An estimate as [value, low, high]."""
     if isinstance(value, stats.Estimate):
         ends = (value.value, value.low, value.high)

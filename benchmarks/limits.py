@@ -1,0 +1,233 @@
+"""What can this machine do at most, and how near to that do we and others come?
+
+    python benchmarks/limits.py                                         # the built-in model in four forms, two minutes
+    python benchmarks/limits.py --model FOLDER --model SMALL --form bfloat16 --form drafter-int8
+    python benchmarks/limits.py --model FOLDER --beside bfloat16 --assistant SMALL --setting SMALL@auto \\
+        --peer xllamacpp=FILE.gguf --peer xllamacpp:lookup=FILE.gguf --peer-python xllamacpp=PATH
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/limits.py        # as on an older processor
+
+A pass reads every weight of its linear layers once, and the keys and values of its context. For every model and form:
+the bytes of both, passes over one token and over five, timed in turn with the fastest of several ways of reading a
+large buffer with the same threads, what share of that bandwidth a pass reaches, and which operators take its time (by
+torch's profiler, which slows small ones down; "between" is what none of them takes).
+
+Forms: float32, bfloat16, float16 and int8 are what --dtype makes of a target, drafter-int8 what a drafter is on a CPU.
+With --beside DTYPE the model decodes prompts in that dtype beside `transformers` and --peer, plain and with drafts, as
+vs_transformers.py does, and the outputs are compared; what is not installed is left out with a reason. Ends with one
+line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import parts
+import passes
+import peers
+import torch
+import vs_transformers
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.surgery import quantise_linears
+from specbench.backends.torch.scorer import Scorer
+from specbench.bench.environment import describe_environment
+from specbench.bench.passes import time_in_turn
+from specbench.cli.options import DEFAULT_TARGET
+from specbench.errors import SpecbenchError
+from specbench.models.load import load_model
+from specbench.models.prepare import load_target
+from specbench.options import LoadOptions
+
+DRAFTER = "drafter-int8"
+FORMS = ("float32", "bfloat16", "float16", "int8", DRAFTER)
+VERIFIED = 5
+PROFILED = 10
+SHOWN = 5
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "OMP_NUM_THREADS")
+
+
+def load_form(name: str, form: str) -> PreTrainedModel:
+    """A model as it decodes in a form.
+
+    Raises:
+        SpecbenchError: It cannot be loaded.
+    """
+    if form != DRAFTER:
+        return load_target(name, LoadOptions(dtype=form, device="cpu")).scorer.model
+    model = load_model(name, LoadOptions(device="cpu"), tokenizer=False).model
+    fold_attention(model)
+    quantise_linears(model, alike=False)
+    return model
+
+
+def operators(action: Callable[[], object]) -> list[dict[str, Any]]:
+    """Of one call: the operators with their own milliseconds and calls, those that take longest first."""
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        for _ in range(PROFILED):
+            action()
+    found = [
+        {
+            "name": str(event.key).removeprefix("aten::"),
+            "ms": event.self_cpu_time_total / 1e3 / PROFILED,
+            "calls": event.count / PROFILED,
+        }
+        for event in watched.key_averages()
+    ]
+    return sorted(found, key=lambda each: -each["ms"])
+
+
+def measure(name: str, form: str, context: int, rounds: int) -> dict[str, Any]:
+    """Time a form's passes and readers of memory in turn."""
+    model = load_form(name, form)
+    scorer = Scorer(model)
+    text = torch.randint(
+        0, scorer.embeddings, (context + 1,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    scorer.begin()
+    scorer.logits(text[:context], rows=1)
+
+    def one_pass(drafted: int) -> float:
+        took = passes.seconds(lambda: scorer.logits(text, text[:drafted]))
+        scorer.keep(context)
+        return took
+
+    ways = passes.readers(torch.zeros(passes.BUFFER_BYTES, dtype=torch.uint8))
+    jobs: dict[int | str, Callable[[], float]] = {
+        1: lambda: one_pass(0),
+        VERIFIED: lambda: one_pass(VERIFIED - 1),
+        **{way: lambda read=read: passes.seconds(read) for way, (read, _) in ways.items()},  # type: ignore[misc]
+    }
+    times = time_in_turn(jobs, rounds, Random(0))
+    middle = {job: statistics.median(each) for job, each in times.items()}
+    bandwidth = max(moved / middle[way] for way, (_, moved) in ways.items())
+    weights, cache = passes.weight_bytes(model), passes.cache_bytes(model, context)
+    spent = operators(lambda: one_pass(0))
+    return {
+        "model": Path(name).name,
+        "form": form,
+        "weight_mb": round(weights / 1e6, 2),
+        "cache_mb": round(cache / 1e6, 2),
+        "bandwidth_gb_s": round(bandwidth / 1e9, 2),
+        "least_ms": round(1e3 * (weights + cache) / bandwidth, 3),
+        "pass_ms": round(1e3 * middle[1], 3),
+        "verified_ms": round(1e3 * middle[VERIFIED], 3),
+        "share": round((weights + cache) / bandwidth / middle[1], 3),
+        "operators": [{**each, "ms": round(each["ms"], 3)} for each in spent[:SHOWN]],
+        "other_operators_ms": round(sum(each["ms"] for each in spent[SHOWN:]), 3),
+    }
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """The table, and what takes the time of a pass."""
+    width = max(len(row["model"]) for row in rows)
+    heads = f"{'form':12} {'MB':>8} {'GB/s':>6} {'at least ms':>11} {'a pass ms':>9} {'of 5':>7} {'share':>6}"
+    print(f"\n{'':{width}} {heads}")
+    for row in rows:
+        if "reason" in row:
+            print(f"{row['model']:{width}} {row['form']:12} left out: {row['reason']}")
+            continue
+        print(
+            f"{row['model']:{width}} {row['form']:12} {row['weight_mb'] + row['cache_mb']:8.1f}"
+            f" {row['bandwidth_gb_s']:6.1f} {row['least_ms']:11.2f} {row['pass_ms']:9.2f} {row['verified_ms']:7.2f}"
+            f" {row['share']:6.2f}"
+        )
+    for row in rows:
+        if "reason" not in row:
+            spent = [f"{each['name']} {each['ms']:.2f} ({each['calls']:.0f})" for each in row["operators"]]
+            spent.append(f"other operators {row['other_operators_ms']:.2f}")
+            print(f"{row['model']} {row['form']}, ms of a pass (calls): {', '.join(spent)}")
+
+
+def beside(given: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """A model and others decoding the same prompts in one dtype."""
+    asked = ["--target", given.model[0], "--dtype", dtype, "--limit", str(given.limit)]
+    asked += ["--tokens", str(given.tokens), "--prompts", *given.prompts]
+    for option in ("setting", "peer"):
+        asked += [word for value in getattr(given, option) for word in (f"--{option}", value)]
+    asked += [word for name, path in given.peer_python for word in ("--peer-python", f"{name}={path}")]
+    asked += [] if given.assistant is None else ["--assistant", given.assistant]
+    settings = vs_transformers.parse(asked)
+    done, _ = vs_transformers.decoded(settings, parts.Parts(None, {}), math.inf)
+    lines = vs_transformers.summary(done)
+    print(
+        f"\n{Path(given.model[0]).name} in {dtype} beside others, {len(done)} prompts × {given.tokens} tokens"
+    )
+    vs_transformers.show(lines)
+    return {
+        "dtype": dtype,
+        "prompts": len(done),
+        "rows": [{name: vs_transformers.plain(value) for name, value in line.items()} for line in lines],
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", action="append", help=f"repeatable; {DEFAULT_TARGET}")
+    parser.add_argument("--form", action="append", choices=FORMS, help="repeatable; all but float16")
+    parser.add_argument("--context", type=int, default=256, help="tokens that were read before")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--beside", action="append", default=[], choices=FORMS[:-1], metavar="DTYPE",
+                        help="decode beside others in this dtype, repeatable")  # fmt: skip
+    parser.add_argument("--assistant", help="a small model, for transformers' assisted generation")
+    parser.add_argument("--setting", action="append", default=[], metavar="DRAFTER@RULE")
+    parser.add_argument("--peer", action="append", default=[], type=peers.check_peer, metavar="PEER",
+                        help=f"repeatable: {', '.join(peers.PEERS)}")  # fmt: skip
+    parser.add_argument("--peer-python", action="append", default=[], type=peers.check_python,
+                        metavar="PACKAGE=PATH", help="the interpreter that has it, repeatable")  # fmt: skip
+    parser.add_argument("--prompts", nargs="+", default=["all"], help="sets or files")
+    parser.add_argument("--limit", type=int, default=12, help="prompts, in turn from the categories")
+    parser.add_argument("--tokens", type=int, default=96)
+    given = parser.parse_args(arguments)
+    given.model = given.model or [DEFAULT_TARGET]
+    given.form = given.form or [form for form in FORMS if form != "float16"]
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code."""
+    given = parse(arguments)
+    rows: list[dict[str, Any]] = []
+    for name in given.model:
+        for form in given.form:
+            try:
+                rows.append(measure(name, form, given.context, given.rounds))
+            except SpecbenchError as error:
+                rows.append({"model": Path(name).name, "form": form, "reason": str(error)})
+            gc.collect()
+    show(rows)
+    compared = [beside(given, dtype) for dtype in given.beside]
+    environment = describe_environment()
+    print(
+        json.dumps(
+            {
+                "benchmark": "limits",
+                **{name: environment[name] for name in ("cpu", "cpu_capability", "threads", "huge_pages")},
+                "limited_by": {name: os.environ[name] for name in LIMITS if name in os.environ},
+                **{name: metadata.version(name) for name in ("torch", "transformers")},
+                "context": given.context,
+                "rows": rows,
+                "beside": compared,
+            }
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""What do cheaper copies of a model lose? Their distributions against the original's, on its own answers.
+
+    python benchmarks/quality.py                                     # the built-in model, 12 prompts × 64 tokens
+    python benchmarks/quality.py --model FOLDER --form bfloat16 --form int8 --form drafter-int8
+
+The original decodes every prompt greedily in float32, and then reads prompt and answer again; so does every copy, and
+at each place of the answer the two distributions of the next token are compared: KL divergence KL(original || copy) in
+nats, mean and 99th percentile over all places, and the share of places where the most probable token is the same
+(greedy agreement), each as a mean over prompts with a 95% interval. Copies: bfloat16 and int8, which --dtype makes of a
+target, and drafter-int8, a drafter's form on a CPU (self:int8 drafts with it too, on the target's own keys and values).
+
+A model that was itself made of a 4-bit file (all that is converted from GGUF, the built-in one too) has fewer
+different weights than its dtype could hold, and loses less in a copy than one that was trained in that dtype. Ends with
+one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import parts  # noqa: F401 - before torch
+import torch
+from limits import DRAFTER, load_form
+
+from specbench.backends.torch.scorer import Scorer
+from specbench.bench.prompts import load_prompts
+from specbench.cli.options import DEFAULT_TARGET
+from specbench.generate import autoregressive_generate, encode_prompt
+from specbench.models.prepare import load_target
+from specbench.options import LoadOptions
+from specbench.results.stats import mean_interval
+
+FORMS = ("bfloat16", "int8", DRAFTER)
+CHUNK = 32
+"""Tokens of an answer in a pass: as in verification, and not more logits at a time than that takes."""
+
+
+def answer_rows(scorer: Scorer, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """The logits at each place of an answer, [tokens, vocabulary], read in passes as wide as verifications."""
+    scorer.begin()
+    found, known = [], list(prompt)
+    for first in range(0, len(answer), CHUNK):
+        part = list(answer[first : first + CHUNK])
+        # A pass gives one row more than it reads drafts: the last draft's own place is the next pass's first row.
+        found.append(scorer.logits(known, part[:-1]).float().clone())
+        known += part
+        scorer.keep(len(known) - 1)
+    return torch.cat(found)
+
+
+def differences(original: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By row of two [rows, vocabulary] logits: KL(original || copy) in nats, and whether the best tokens agree."""
+    width = min(original.shape[1], copy.shape[1])
+    p, q = (each[:, :width].double().log_softmax(dim=-1) for each in (original, copy))
+    return (p.exp() * (p - q)).sum(dim=-1).clamp_min(0.0), p.argmax(dim=-1) == q.argmax(dim=-1)
+
+
+def with_interval(values: Sequence[float]) -> list[float | None]:
+    """The mean over prompts and the ends of its 95% interval."""
+    low, high = mean_interval(values) or (None, None)
+    return [statistics.mean(values), low, high]
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Read all answers with the original and with every copy."""
+    target = load_target(given.model, LoadOptions(dtype="float32", device="cpu"))
+    assert target.tokenizer is not None
+    texts = []
+    for prompt in load_prompts(given.prompts, limit=given.limit):
+        ids = encode_prompt(target.tokenizer, prompt.turns[0], system=prompt.system)
+        made = autoregressive_generate(
+            ids, target, max_new_tokens=given.tokens, ignore_eos=True, model_defaults=False
+        )
+        texts.append((ids, list(made.token_ids)))
+    originals = [answer_rows(target.scorer, ids, answer) for ids, answer in texts]
+    name = target.name
+    del target
+    rows = []
+    for form in given.form:
+        scorer = Scorer(load_form(given.model, form))
+        compared = [
+            differences(original, answer_rows(scorer, ids, answer))
+            for original, (ids, answer) in zip(originals, texts, strict=True)
+        ]
+        everywhere = torch.cat([kl for kl, _ in compared])
+        rows.append(
+            {
+                "form": form,
+                "places": len(everywhere),
+                "kl": with_interval([float(kl.mean()) for kl, _ in compared]),
+                "kl_99": float(everywhere.quantile(0.99)),
+                "agreement": with_interval([float(same.double().mean()) for _, same in compared]),
+            }
+        )
+        del scorer
+    return {
+        "benchmark": "quality",
+        "model": Path(name).name,
+        "prompts": len(texts),
+        "tokens": given.tokens,
+        "rows": rows,
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=DEFAULT_TARGET)
+    parser.add_argument("--form", action="append", choices=FORMS, help="repeatable; all of them")
+    parser.add_argument("--prompts", nargs="+", default=["all"], help="sets or files")
+    parser.add_argument("--limit", type=int, default=12, help="prompts, in turn from the categories")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    given = parser.parse_args(arguments)
+    given.form = given.form or list(FORMS)
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code."""
+    result = measure(parse(arguments))
+    print(f"{'':14} {'KL, nats':>28} {'99%':>9} {'greedy agreement':>24}")
+    for row in result["rows"]:
+        print(
+            f"{row['form']:14} {_interval(row['kl'], 5):>28} {row['kl_99']:9.4f} {_interval(row['agreement'], 4):>24}"
+        )
+    print(json.dumps(result))
+    return 0
+
+
+def _interval(values: Sequence[float | None], digits: int) -> str:
+    value, low, high = values
+    ends = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{value:.{digits}f}{ends}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
