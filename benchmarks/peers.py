@@ -82,7 +82,7 @@ def check_python(text: str) -> tuple[str, str]:
         ValueError: It is something else.
     """
     name, _, path = text.partition("=")
-    if name not in {peer.partition("=")[0].partition(":")[0] for peer in PEERS} or not Path(path).exists():
+    if name not in {peer.partition("=")[0].partition(":")[0] for peer in PEERS} or not Path(path).is_file():
         raise ValueError(text)
     return name, path
 

@@ -110,7 +110,7 @@ def _is_sound(entry: Path) -> bool:
             return False
         with ThreadPoolExecutor(_HASHERS) as hashers:
             return list(hashers.map(sha256, paths)) == list(files.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

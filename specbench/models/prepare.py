@@ -667,9 +667,9 @@ def prepare(
         ready.scorer.require_bit_exact()
 
     proposers = prepare_drafters(ready, drafters, options, cache=cache, progress=progress, loaded=loaded)
-    for own in loaded.values():
-        if isinstance(own, LanguageModel):
-            language_model.notes += own.notes
+    for drafting in loaded.values():
+        if isinstance(drafting, LanguageModel):
+            language_model.notes += drafting.notes
     return ready, proposers
 
 
