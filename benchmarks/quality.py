@@ -74,6 +74,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     texts = []
     for prompt in load_prompts(given.prompts, limit=given.limit):
         ids = encode_prompt(target.tokenizer, prompt.turns[0], system=prompt.system)
+        room = target.scorer.context_limit
+        if room is not None and len(ids) + given.tokens > room:
+            continue
         made = autoregressive_generate(
             ids, target, max_new_tokens=given.tokens, ignore_eos=True, model_defaults=False
         )
@@ -116,7 +119,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_TARGET)
     parser.add_argument("--form", action="append", choices=FORMS, help="repeatable; all of them")
     parser.add_argument("--prompts", nargs="+", default=["all"], help="sets or files")
-    parser.add_argument("--limit", type=int, default=12, help="prompts, in turn from the categories")
+    parser.add_argument("--limit", type=int, default=12, help="prompts, of which those are taken that fit")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     given = parser.parse_args(arguments)
     given.form = given.form or list(FORMS)

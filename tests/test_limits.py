@@ -198,7 +198,7 @@ def test_others_stand_in_the_table(models, gguf, python, capsys):
 
 def test_copies_are_compared_with_the_original(models, capsys):
     forms = [word for form in quality.FORMS for word in ("--form", form)]
-    sizes = ["--limit", "3", "--tokens", "20"]
+    sizes = ["--prompts", "chat", "--limit", "3", "--tokens", "20"]
     assert quality.main(["--model", str(models / "target"), *forms, *sizes]) == 0
     printed, result = last_json(capsys)
     rows = {row["form"]: row for row in result["rows"]}
