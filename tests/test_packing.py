@@ -154,10 +154,10 @@ def test_a_layer_is_gone_before_the_next_is_replaced(
 
 def test_rows_are_quantised_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_rows(10, 7)
-    quantised, scales = module._quantise(weight)
+    quantised, scales = module.rounded(weight)
     assert torch.equal(quantised, (weight / scales[:, None]).round().to(torch.int8))
-    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
-    assert all(map(torch.equal, module._quantise(weight), (quantised, scales)))
+    monkeypatch.setattr(module, "_ROUNDED_AT_ONCE", 4 * 7)
+    assert all(map(torch.equal, module.rounded(weight), (quantised, scales)))
 
 
 @needs_packing
