@@ -438,6 +438,15 @@ def test_the_prediction_from_shared_passes_is_what_was_measured(falls: Path) -> 
     assert len(lines) == 4 * 4 * (3 + 1)  # times, batches, widths and the drafter
 
 
+def test_passes_of_a_drafter_go_on_as_long_as_somebody_drafts() -> None:
+    costs = SharedCosts({2: {1: 1.0}}, {"d": {1: 3.0, 2: 4.0}})
+    assert costs.draft_s("d", 2, [2, 2]) == pytest.approx(8.0)
+    assert costs.draft_s("d", 2, [0, 0, 0]) == 0.0
+    # Every other draft has a second pass: it is made in three rounds of four, in two of these for one request.
+    assert costs.draft_s("d", 2, [1, 2]) == pytest.approx(4.0 + 0.75 * (3.0 + 1 / 3))
+    assert costs.draft_s("d", 1, [1, 2]) == pytest.approx(3.0 + 0.5 * 3.0)
+
+
 def test_the_formula_of_the_ratio_of_throughputs() -> None:
     assert predicted_throughput_ratio(1.0, 0.1, 0.1, 0.5, 10) == 1.0
     assert predicted_throughput_ratio(2.0, 0.1, 0.1, 0.0, 10) == pytest.approx(2.0)

@@ -50,6 +50,8 @@ class Draft:
             tokens that it had no part in.
         passes: How many passes of a model the draft took so far. A token with evidence took none then, and the next one
             takes none if there is evidence for it. ``None`` where they are not counted: one per token.
+        declined: A certain token that came without a pass, and that the rule did not want behind the others: what the
+            target puts in its place tells what would have become of it. ``None`` where there is none.
         parents: By token the index of the one it stands behind, -1 for the context; parents come before their children.
             ``None`` for a chain: -1, 0, 1, ...
         candidates: Of a tree whose tokens were drawn as one: what was drawn behind which node (-1: the context), in
@@ -64,6 +66,7 @@ class Draft:
     evidence: list[float] | None = None
     prefill_s: float = 0.0
     passes: int | None = None
+    declined: int | None = None
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Candidate]] | None = None
     chance: Callable[[int], float] | None = None

@@ -227,6 +227,23 @@ class SharedCosts:
         """Of a pass to which each of so many requests brings ``tokens`` on average; see ``PassCosts.target_pass_s``."""
         return _prolonged(self.target_s[requests], tokens)
 
+    def draft_s(self, drafter: str, requests: int, passes: Sequence[int]) -> float:
+        """Of the passes of a drafter in a step of so many requests, which go on as long as one of them drafts.
+
+        A pass that each takes part in with probability s is made with 1 - (1 - s)^requests, for those who do.
+
+        Args:
+            drafter: One that was timed.
+            requests: How many.
+            passes: How many passes requests make in their steps, of all steps; at least one.
+        """
+        times, seconds = self.drafter_s[drafter], 0.0
+        for j in range(1, max(passes) + 1):
+            share = sum(each >= j for each in passes) / len(passes)
+            any_drafts = 1.0 - (1.0 - share) ** requests
+            seconds += any_drafts * interpolate(times, requests * share / any_drafts)
+        return seconds
+
 
 def _by_text(seconds: Mapping[int, float]) -> dict[str, float]:
     return {str(n): value for n, value in seconds.items()}

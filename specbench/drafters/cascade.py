@@ -87,6 +87,7 @@ class CascadeDrafter(BaseDrafter):
                         guess = None
                 if guess is not None:
                     if not policy.another(draft):
+                        draft.declined = guess.token if guess.q is None else None
                         break
                     mixed.add_guess(guess, guess.token if guess.q is None else random.draw(guess.q))
                 else:

@@ -100,6 +100,7 @@ class FreeDrafter(BaseDrafter):
                 break
             draft.evidence.append(guess.evidence)  # type: ignore[union-attr]
             if not policy.another(draft):
+                draft.declined = guess.token if guess.q is None else None
                 break
             if guess.q is not None:
                 distributions.append(guess.q)

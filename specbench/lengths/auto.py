@@ -55,8 +55,10 @@ class AutoLength(Rule):
     which maximises the rate (Dinkelbach 1967): at its optimum a longer draft earns just R per second. P and a are
     learnt from how sure the drafter was and what was accepted, d and v from the times in the records, unless costs are
     given; no clock is read here. If not even a first token is worth it, nothing is drafted, but for a token as long as
-    too little is known to be sure, and now and then to see whether that has changed, at a bounded loss. Where a cascade
-    has a token without a pass, that is weighed in the same way against what its model's pass promises.
+    too little is known to be sure, and now and then to see whether that has changed, at a bounded loss. A drafter
+    without a model needs no such looks: it is asked for a token in every step, and whether that was right is seen when
+    it was not drafted too. Where a cascade has a token without a pass, that is weighed in the same way against what its
+    model's pass promises.
 
     Args:
         gamma_max: The most tokens drafted in a step.
@@ -72,7 +74,7 @@ class AutoLength(Rule):
         # Chance that a draft is accepted: of its own log-odds with the drafter, and of those of the draft before it.
         # The priors lie between what two pairs of models showed, that of evidence between lookup and ngram as well.
         self._drafted = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
-        self._matched = OnlineLogistic((-0.7, 1.4), (1.0, 0.4))  # of tokens without logits
+        self._matched = OnlineLogistic((-1.2, 1.4), (1.0, 0.4))  # of tokens without logits
         self._upcoming = OnlineLogistic((1.4, 0.3), (1.0, 0.2))
         self.reset()
 
@@ -88,6 +90,7 @@ class AutoLength(Rule):
         self._idle = 0  # steps since the drafter was last asked
         self._asked = True
         self._limit = 0
+        self._copies = False
         self._step = 0
         self._start_step()
         self._weigh()
@@ -113,6 +116,7 @@ class AutoLength(Rule):
         if (
             self._costs.timings > 0
             and self._limit > 0
+            and not self._copies
             and not self._worth(0, self._upcoming.chance(self._last), self._draft_s)
         ):
             self._idle += 1
@@ -149,9 +153,14 @@ class AutoLength(Rule):
     def another(self, draft: Draft) -> bool:
         self._draft = draft
         k = len(draft.tokens)
+        ahead = draft.evidence is not None and k < len(draft.evidence)
+        if ahead and draft.passes is None:
+            # Nothing is spent on asking who drafts without a model, and what is not drafted teaches as much.
+            self._copies, self._asked, self._paused, self._probing = True, True, False, False
         self._read(draft, k)
         free = is_free(draft, k)
-        if draft.evidence is not None and k < len(draft.evidence):
+        if ahead:
+            assert draft.evidence is not None
             chance = self._curve(draft, k).chance(log_odds(draft.evidence[k]))
         elif k == 0:
             return not self._paused
@@ -160,6 +169,9 @@ class AutoLength(Rule):
         if free:
             return self._worth(k, chance, 0.0)
         passes = k if draft.passes is None else draft.passes
+        if self._copies:
+            pass_s = self._costs.next_draft_s(passes) if self._costs.timings else 0.0
+            return self._exactly is not None or self._worth(k, chance, pass_s)
         if self._probing:
             return passes == 0
         forced = self._exactly is not None or self._costs.timings == 0
@@ -209,7 +221,7 @@ class AutoLength(Rule):
 
     def _curve(self, draft: Draft, i: int) -> OnlineLogistic:
         """What tells the chance of draft ``i``: evidence and probabilities are not on one scale."""
-        return self._matched if is_free(draft, i) else self._drafted
+        return self._matched if self._copies or is_free(draft, i) else self._drafted
 
     def row_price(self, rows: int) -> float:
         return self._rate * (self._verify_s[rows + 1] - self._verify_s[rows])
@@ -234,16 +246,20 @@ class AutoLength(Rule):
         self._weigh()
 
     def _learn(self, step: Step) -> None:
-        """Take in what became of the drafts."""
-        if self._draft is None:
+        """Take in what became of the drafts, and of the token that was not wanted behind them."""
+        if (draft := self._draft) is None:
             return
-        self._read(self._draft, step.tested)  # the last one may not have been asked about
+        self._read(draft, step.tested)  # the last one may not have been asked about
         for i in range(step.tested):
             accepted = i < step.accepted
-            if not is_free(self._draft, i):  # it is asked of tokens that cost a pass
+            if not is_free(draft, i):  # it is asked of tokens that cost a pass
                 self._upcoming.learn(self._last, accepted)
-            self._curve(self._draft, i).learn(self._log_odds[i], accepted)
+            self._curve(draft, i).learn(self._log_odds[i], accepted)
             self._last = self._log_odds[i]
+        k = len(draft.tokens)
+        if draft.declined is not None and step.accepted == k < len(step.tokens):
+            assert draft.evidence is not None
+            self._curve(draft, k).learn(log_odds(draft.evidence[k]), step.tokens[k] == draft.declined)
 
     def _weigh(self) -> None:
         """Renew what decisions go by: costs, and the rate."""

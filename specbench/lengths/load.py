@@ -9,6 +9,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from specbench.decoding.theory import SLOPE
 from specbench.lengths.auto import AutoLength
 from specbench.lengths.costs import (
     ASSUMED_C,
@@ -54,11 +55,15 @@ class _DraftPass(NamedTuple):
 class Load:
     """The passes that the requests of one scheduler share: what they cost, and what they give.
 
+    A pass in which somebody drafts takes longer than a plain one by more than its rows, for requests that bring equally
+    many attend in one call. So the two kinds are told apart, plain ones by their requests, the others by their rows.
+
     Attributes:
         rows: Of the target's last pass: one for each request, and one for each draft.
         requests: Who took part in it.
         rounds: Passes of the target so far.
-        target_s: Seconds of such a pass by its rows.
+        plain_s: Seconds of such a pass in which nobody drafts, by its requests.
+        drafted_s: Seconds of one in which somebody does, by its rows.
         tokens, seconds: What the latest steps of all requests have given, and the passes they took; older ones count
             less and less.
     """
@@ -66,7 +71,7 @@ class Load:
     def __init__(self) -> None:
         self.rows = self.requests = 1
         self.rounds = 0
-        self.target_s = WidthTimes(first=None)
+        self.plain_s, self.drafted_s = WidthTimes(first=None), WidthTimes(first=None)
         self.tokens = self.seconds = 0.0
         self._drafts: WeakKeyDictionary[object, deque[_DraftPass]] = WeakKeyDictionary()
         self._in_round: Counter[object] = Counter()  # by model
@@ -83,10 +88,8 @@ class Load:
             self._in_round.clear()
             self.rows, self.requests = requests + sum(made.drafted) if reading else sum(made.fed), requests
             if not reading:
-                # A width in rows is hardly ever seen twice: one of the nearest of whole rows for each is told.
-                width = requests * round(self.rows / requests)
-                self.target_s.add(width, made.seconds + (width - self.rows) * self.target_s.slope_s)
-            if self.target_s.seen:
+                self._timed(made.seconds)
+            if self.plain_s.seen:
                 self.tokens *= _MEMORY
                 self.seconds = _MEMORY * self.seconds + self.target_s(self.rows)
         elif not reading:
@@ -95,16 +98,34 @@ class Load:
             self._in_round[made.model] += 1
             self.seconds += median_low(each.seconds for each in passes)
 
+    def _timed(self, seconds: float) -> None:
+        """The target's last pass, in which nobody read a prompt, took so long."""
+        if self.rows == self.requests:
+            self.plain_s.add(self.requests, seconds)
+            return
+        # A width in rows is hardly ever seen twice: one of the next of half a row for each is told.
+        step = max(1, self.requests // 2)
+        width = step * -(-self.rows // step)
+        self.drafted_s.add(width, seconds + (width - self.rows) * self.drafted_s.slope_s)
+
+    def target_s(self, rows: int) -> float:
+        """Seconds of a pass by the requests of the last one, over so many rows in all; in units of one before any."""
+        plain = self.plain_s(self.requests)
+        if rows <= self.requests:
+            return plain
+        if not self.drafted_s.seen:
+            return plain * (1 + SLOPE * (rows - self.requests))
+        return max(plain, self.drafted_s(rows))
+
     def gave(self, step: Step) -> None:
         """A step has come of the target's last pass."""
-        if self.target_s.seen:
+        if self.plain_s.seen:
             self.tokens += len(step.tokens)
 
     @property
     def plain(self) -> bool:
         """Whether nobody drafts in this round: what rows more cost is only known beside a pass without any."""
-        seen = self.target_s.seen
-        return not seen or seen[0] > self.requests or self.rounds % _PLAIN == 0
+        return not self.plain_s.seen or self.rounds % _PLAIN == 0
 
     def drafts(self, model: object) -> Sequence[_DraftPass]:
         """The latest passes of a drafter's model."""

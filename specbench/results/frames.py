@@ -870,7 +870,7 @@ def _batch_predictions(
                 predicted_throughput_ratio(
                     tokens=float(tokens),
                     plain_s=timed.target_pass_s(batch, 1),
-                    step_s=float(mine["passes"].mean()) * drafter[batch]
+                    step_s=timed.draft_s(fields["drafter"], batch, mine["passes"].tolist())
                     + timed.target_pass_s(batch, verified),
                     first_s=float(first[name]),
                     behind=float(mine["emitted"].sum()) / requests,
