@@ -1310,6 +1310,37 @@ def test_auto_tells_matches_from_probabilities() -> None:
     assert policy._survival < 0.4
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_auto_learns_from_copies_that_it_does_not_make(right: bool) -> None:
+    policy = AutoLength(8, GivenCosts(0.0, PassCosts({1: 1.0, 2: 1.3, 9: 3.4})))
+    lengths = []
+    for index in range(40):
+        policy.begin(20)
+        made = Draft(evidence=[0.5])
+        if policy.another(made):
+            made.tokens.append(0)
+        else:
+            made.declined = 0 if right else 1
+        lengths.append(len(made.tokens))
+        policy.observe(a_step(lengths[-1], lengths[-1] * right, index=index))
+        assert policy.notes()["probe"] == 0, "there is nothing to find out"
+    assert lengths[0] == 0, "a row is dear here, and the match is of one token"
+    assert lengths[-1] == right
+    assert right or sum(lengths) == 0
+
+
+def test_a_copy_behind_a_wrong_one_says_nothing() -> None:
+    policies = [AutoLength(8, GivenCosts(0.0, PassCosts({1: 1.0, 2: 1.01}))) for _ in range(2)]
+    for policy, declined in zip(policies, (0, None), strict=True):
+        policy.begin(20)
+        made = Draft([1], evidence=[0.6, 0.7], declined=declined)
+        policy.another(made)
+        policy.observe(a_step(1, 0))
+        policy.begin(20)
+        policy.another(Draft([1, 1], evidence=[0.6, 0.7]))
+    assert policies[0].notes() == policies[1].notes()
+
+
 def step_of(kinds: str, accepted: int, index: int) -> tuple[Draft, Step]:
     """A cascade's draft (m for the model's tokens, f for free ones with an evidence of 0.6) and what became of it."""
     made = mixed(kinds)

@@ -98,6 +98,21 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw() -> None:
     assert asked == [0, 1, 2]
 
 
+@pytest.mark.parametrize("stop", [0, 2])
+def test_what_the_rule_did_not_want_is_told(stop: int) -> None:
+    class Stopping(FixedLength):
+        def another(self, draft: Draft) -> bool:
+            assert draft.declined is None, "it may not know the token"
+            return len(draft.tokens) < stop
+
+    drafter = LookupDrafter()
+    drafter.begin([1, 2, 3, 4, 1])
+    asking = drafter.propose([1, 2, 3, 4, 1], 9, Stopping(7), Sampling(), Randomness(0))
+    found = answered(asking)
+    assert found.tokens == [2, 3][:stop]
+    assert found.declined == [2, 3, 4][stop]
+
+
 def test_the_output_is_searched_as_well_as_the_prompt() -> None:
     drafter = LookupDrafter()
     context = [1, 2, 3]
