@@ -74,7 +74,7 @@ class AutoLength(Rule):
         # Chance that a draft is accepted: of its own log-odds with the drafter, and of those of the draft before it.
         # The priors lie between what two pairs of models showed, that of evidence between lookup and ngram as well.
         self._drafted = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
-        self._matched = OnlineLogistic((-1.2, 1.4), (1.0, 0.4))  # of tokens without logits
+        self._matched = OnlineLogistic((-1.6, 1.6), (1.0, 0.4))  # of tokens without logits
         self._upcoming = OnlineLogistic((1.4, 0.3), (1.0, 0.2))
         self.reset()
 

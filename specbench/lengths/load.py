@@ -61,6 +61,7 @@ class Load:
     Attributes:
         rows: Of the target's last pass: one for each request, and one for each draft.
         requests: Who took part in it.
+        drafters: Who of them had drafted.
         rounds: Passes of the target so far.
         plain_s: Seconds of such a pass in which nobody drafts, by its requests.
         drafted_s: Seconds of one in which somebody does, by its rows.
@@ -70,7 +71,7 @@ class Load:
 
     def __init__(self) -> None:
         self.rows = self.requests = 1
-        self.rounds = 0
+        self.drafters = self.rounds = 0
         self.plain_s, self.drafted_s = WidthTimes(first=None), WidthTimes(first=None)
         self.tokens = self.seconds = 0.0
         self._drafts: WeakKeyDictionary[object, deque[_DraftPass]] = WeakKeyDictionary()
@@ -87,9 +88,10 @@ class Load:
             self.rounds += 1
             self._in_round.clear()
             self.rows, self.requests = requests + sum(made.drafted) if reading else sum(made.fed), requests
+            self.drafters = sum(each > 0 for each in made.drafted)
             if not reading:
                 self._timed(made.seconds)
-            if self.plain_s.seen:
+            if self._timed_any:
                 self.tokens *= _MEMORY
                 self.seconds = _MEMORY * self.seconds + self.target_s(self.rows)
         elif not reading:
@@ -110,6 +112,8 @@ class Load:
 
     def target_s(self, rows: int) -> float:
         """Seconds of a pass by the requests of the last one, over so many rows in all; in units of one before any."""
+        if not self.plain_s.seen:
+            return self.drafted_s(rows)
         plain = self.plain_s(self.requests)
         if rows <= self.requests:
             return plain
@@ -117,9 +121,19 @@ class Load:
             return plain * (1 + SLOPE * (rows - self.requests))
         return max(plain, self.drafted_s(rows))
 
+    @property
+    def uneven_s(self) -> float:
+        """By how much more than by its row the first draft of all prolongs a pass of the last one's requests."""
+        alone, first, second = (self.target_s(self.requests + drafts) for drafts in range(3))
+        return max(0.0, first - alone - (second - first))
+
+    @property
+    def _timed_any(self) -> bool:
+        return bool(self.plain_s.seen or self.drafted_s.seen)
+
     def gave(self, step: Step) -> None:
         """A step has come of the target's last pass."""
-        if self.plain_s.seen:
+        if self._timed_any:
             self.tokens += len(step.tokens)
 
     @property
@@ -152,9 +166,10 @@ class SharedCosts:
 
         v(n) = V(B) / B + V(o + n) - V(o + 1)
 
-    its part of a plain pass, and the time by which more rows of its own hold everybody up. A drafter's pass costs each
-    who drafts in it the same part: in the later ones of a round these are fewer. And a second is worth what all
-    requests together gain in one.
+    its part of a plain pass, and the time by which more rows of its own hold everybody up. That a pass with drafts takes
+    longer than by its rows, those who draft pay for in equal parts. A drafter's pass costs each who drafts in it the
+    same part: in the later ones of a round these are fewer. And a second is worth what all requests together gain in
+    one.
 
     Args:
         load: The batch.
@@ -210,8 +225,12 @@ class SharedCosts:
     def verify_s(self, widest: int) -> Sequence[float]:
         load = self._load
         others = max(0, load.rows - self._rows)
-        plain = self._target_s(load.requests) / load.requests - self._target_s(others + 1)
-        return [max(plain + self._target_s(others + n), _INSTANT) for n in range(widest + 1)]
+        alone = self._target_s(load.requests) / load.requests
+        base = alone - self._target_s(others + 1)
+        if others >= load.requests and self._given is None:
+            base += load.uneven_s / (load.drafters - (self._rows > 1) + 1)
+        seconds = [max(base + self._target_s(others + n), _INSTANT) for n in range(2, widest + 1)]
+        return [0.0, alone, *seconds]
 
     def _target_s(self, rows: int) -> float:
         return self._load.target_s(rows) if self._given is None else self._given.passes.target_pass_s(rows)

@@ -48,10 +48,7 @@ PAGE = 16
 """Positions in a block of a paged pool."""
 
 _MOST_WASTE = 2
-"""Requests attend in one call as long as that makes no more than so many times the scores,"""
-
-_CALL = 1_500
-"""or so many more for every call that is saved."""
+"""Requests attend in one call as long as that makes no more than so many times the scores."""
 
 
 @dataclass(frozen=True)
@@ -602,8 +599,7 @@ class Joined:
         together = [*group, part]
         rows, ends = [len(each.positions) for each in together], [each.end for each in together]
         scores = sum(row * end for row, end in zip(rows, ends, strict=True))
-        most = max(_MOST_WASTE * scores, scores + _CALL * len(group))
-        return max(rows) <= LONGEST_PASS and len(together) * max(rows) * max(ends) <= most
+        return max(rows) <= LONGEST_PASS and len(together) * max(rows) * max(ends) <= _MOST_WASTE * scores
 
     def _spans(self, groups: Sequence[Sequence[Part]], window: int | None) -> list[tuple[Span, _Reach]]:
         """How the rows of each group attend, and to what of a layer's buffers."""
