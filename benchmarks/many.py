@@ -7,9 +7,10 @@
 Ways: *alone* is plain decoding by the driver of one request, prompt by prompt; *one* the same through the scheduler, at
 batch 1; *plain* the same at --batch; *transformers* its `generate`, with batches padded on the left; besides these
 each of --rules at --batch. Groups of prompts are decoded by all ways in a fresh random order, every output as long as
-asked for, and timed from the first pass to the last, prompts included. Prints tokens per second, the ratios with 95%
-intervals over groups, and of every rule over *plain* the speed that each request saw, by category with intervals over
-prompts. Ends with one line of JSON; exit code 1 if a rule has changed an output in float32.
+asked for. The scheduler gets them as a closed loop, which other prompts keep full until the last of the group has
+ended; tokens per second are clients · tokens / latencies, see docs/metrics.md. Prints them, the ratios with 95%
+intervals over groups, and of every rule over *plain* the tokens of each request over its latency, by category with
+intervals over prompts. Ends with one line of JSON; exit code 1 if a rule has changed an output in float32.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ import torch
 from transformers import GenerationConfig
 
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.decoding.metrics import tokens_per_second
+from specbench.bench.serving import Asked, Load, SkippingClock, serve
+from specbench.decoding.clocks import WallClock
 from specbench.decoding.protocols import Drafter
-from specbench.decoding.records import Generation
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
@@ -48,14 +49,14 @@ class Taken:
     """What a way made of a group of prompts.
 
     Attributes:
-        seconds: From the first pass to the last.
+        seconds: That they took, prompts included; in a closed loop their latencies over the clients.
         outputs: Token ids of each.
-        speeds: Tokens per second that each saw behind its prompt; NaN where nobody says.
+        latencies: Seconds from when each was sent to its end; NaN where nobody says.
     """
 
     seconds: float
     outputs: list[tuple[int, ...]]
-    speeds: list[float]
+    latencies: list[float]
 
     @property
     def speed(self) -> float:
@@ -83,24 +84,33 @@ class Ours:
         self.given, self.target, self.drafter, self.rule, self.batch = given, target, drafter, rule, batch
 
     def __call__(self, prompts: Sequence[list[int]]) -> Taken:
-        runs = [self._run(prompt) for prompt in prompts]
-        many = None
-        if self.batch is not None:
-            many = GenerationRuns(runs, max_batch=self.batch, pool=self.given.pool)
-        began = time.perf_counter()
-        if many is None:
-            for run in runs:
-                for _ in run:
-                    pass
-            found: Sequence[Generation | Exception] = [run.result() for run in runs]
-        else:
-            found = many.results()
-        seconds = time.perf_counter() - began
-        done = [each for each in found if isinstance(each, Generation)]
-        if len(done) < len(found):
-            raise next(each for each in found if isinstance(each, Exception))
-        speeds = [tokens_per_second(each.prefill, each.steps) for each in done]
-        return Taken(seconds, [each.token_ids for each in done], [each or float("nan") for each in speeds])
+        if self.batch is None:
+            return self._one_by_one(prompts)
+        clock = SkippingClock(WallClock())
+        asked = [Asked(prompt, 0) for prompt in prompts]
+        load = Load(asked, clients=self.batch, beside=asked)
+        runs = GenerationRuns(
+            [],
+            max_batch=self.batch,
+            pool=self.given.pool,
+            later=[self._run(prompt) for prompt in prompts],
+            clock=clock,
+        )
+        served = serve(load, runs, lambda each: self._run(each.prompt), clock).requests
+        latencies = [each.last_s - each.arrived_s for each in served]
+        outputs = [each.run.result().token_ids for each in served]
+        return Taken(sum(latencies) / self.batch, outputs, latencies)
+
+    def _one_by_one(self, prompts: Sequence[list[int]]) -> Taken:
+        outputs, latencies = [], []
+        for prompt in prompts:
+            run = self._run(prompt)
+            began = time.perf_counter()
+            for _ in run:
+                pass
+            latencies.append(time.perf_counter() - began)
+            outputs.append(run.result().token_ids)
+        return Taken(sum(latencies), outputs, latencies)
 
     def _run(self, prompt: Sequence[int]) -> GenerationRun:
         return GenerationRun(
@@ -209,16 +219,17 @@ def _ratios(
 def _by_category(
     taken: Sequence[tuple[list[Prompt], dict[str, Taken]]], rules: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """The speeds that requests saw with a rule over those without, by category and over all."""
+    """Latencies of requests without a rule over those with it, by category and over all."""
     made: dict[str, dict[str, Any]] = {}
     for rule in rules:
         if any("plain" not in found for _, found in taken):
             continue
         ratios: dict[str, list[tuple[str, float]]] = {"all": []}
         for prompts, found in taken:
-            for prompt, fast, slow in zip(prompts, found[rule].speeds, found["plain"].speeds, strict=True):
+            pairs = zip(prompts, found[rule].latencies, found["plain"].latencies, strict=True)
+            for prompt, took, plain in pairs:
                 for name in ("all", prompt.category):
-                    ratios.setdefault(name, []).append((prompt.id, fast / slow))
+                    ratios.setdefault(name, []).append((prompt.id, plain / took))
         made[rule] = {
             name: _told(geometric_mean([ratio for _, ratio in each], [prompt for prompt, _ in each]))
             for name, each in sorted(ratios.items())
