@@ -166,10 +166,10 @@ class SharedCosts:
 
         v(n) = V(B) / B + V(o + n) - V(o + 1)
 
-    its part of a plain pass, and the time by which more rows of its own hold everybody up. That a pass with drafts takes
-    longer than by its rows, those who draft pay for in equal parts. A drafter's pass costs each who drafts in it the
-    same part: in the later ones of a round these are fewer. And a second is worth what all requests together gain in
-    one.
+    its part of a plain pass, and the time by which more rows of its own hold everybody up. That a pass with drafts
+    takes longer than by its rows, those who draft pay for in equal parts. A drafter's pass costs each who drafts in it
+    the same part: in the later ones of a round these are fewer. And a second is worth what all requests together gain
+    in one.
 
     Args:
         load: The batch.
