@@ -102,7 +102,7 @@ def test_a_conversation_and_its_thoughts() -> None:
     ("more", "drafted", "accepted", "cached"),
     [
         ({"timings": {"draft_n": 30, "draft_n_accepted": 12, "cache_n": 3}}, 30, 12, 3),
-        ({"timings": {"predicted_n": 5}}, None, None, None),
+        ({"timings": {"predicted_n": 5}}, 0, 0, None),
         (
             {"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2},
                        "prompt_tokens_details": {"cached_tokens": 8}}},

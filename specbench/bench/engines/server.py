@@ -437,8 +437,9 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, int]
     meta = _inner(choice, "meta_info") or _inner(body, "meta_info")
     accepted, rejected = (details.get(f"{name}_prediction_tokens") for name in ("accepted", "rejected"))
     predicted = accepted + rejected if isinstance(accepted, int) and isinstance(rejected, int) else 0
+    nothing = 0 if "predicted_n" in timings else None  # llama.cpp then leaves the drafts out
     drafted_and_kept = (
-        (timings.get("draft_n"), timings.get("draft_n_accepted")),
+        (timings.get("draft_n", nothing), timings.get("draft_n_accepted", nothing)),
         (metrics.get("num_draft_tokens"), metrics.get("num_accepted_draft_tokens")),
         (meta.get("spec_draft_token_num"), meta.get("spec_accept_token_num")),
         (predicted or None, accepted),

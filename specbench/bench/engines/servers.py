@@ -70,17 +70,19 @@ class _Dialect:
         salt: The field whose value keeps its cache of prompts from finding anything.
         sampled: Fields that leave the model's distribution as it is where the server's defaults would cut it.
         caches: Whether its cache of prompts would find something nevertheless.
+        tells: Whether it says of every answer what it drafted, and nothing if that is nothing.
     """
 
     always: Mapping[str, Any] = field(default_factory=dict)
     salt: str | None = None
     sampled: Mapping[str, Any] = field(default_factory=dict)
     caches: bool = False
+    tells: bool = False
 
 
 _WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0}
 _DIALECTS = {
-    "specbench": _Dialect(sampled=_WHOLE_DISTRIBUTION),  # it keeps nothing of a prompt
+    "specbench": _Dialect(sampled=_WHOLE_DISTRIBUTION, tells=True),  # it keeps nothing of a prompt
     "llamacpp": _Dialect(always={"cache_prompt": False}, sampled=_WHOLE_DISTRIBUTION),
     "vllm": _Dialect(always={"return_token_ids": True}, salt="cache_salt", sampled=_WHOLE_DISTRIBUTION),
     "sglang": _Dialect(always={"return_token_ids": True}, salt="cache_salt", sampled=_WHOLE_DISTRIBUTION),
@@ -122,6 +124,12 @@ class MeasuredServer:
     @property
     def dialect(self) -> _Dialect:
         return _DIALECTS.get(self.owner, _UNKNOWN)
+
+    def drafted(self, answer: Answer) -> tuple[int | None, int | None]:
+        """Tokens drafted for an answer and kept; ``None`` if it does not say."""
+        if answer.drafted is None and self.dialect.tells:
+            return 0, 0
+        return answer.drafted, answer.accepted
 
 
 class ServerEngine:
@@ -313,7 +321,7 @@ class ServerEngine:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
         answer, attempts = await self._answer(config, asked, max_new_tokens, ignore_eos)
-        drafted = answer.drafted, answer.accepted
+        drafted = server.drafted(answer)
         if None in drafted:
             meanwhile = await self._since(server, before)
             drafted = (None, None) if meanwhile is None else (meanwhile.drafted, meanwhile.accepted)
@@ -331,7 +339,7 @@ class ServerEngine:
         crowd = _Crowd(load, answer, self._clock, self._pause)
         seconds = await crowd.served()
         outcomes = {
-            number: self._outcome(each.answer, each.attempts, (each.answer.drafted, each.answer.accepted))
+            number: self._outcome(each.answer, each.attempts, server.drafted(each.answer))
             for number, each in crowd.answered.items()
         }
         measured = [outcomes[number] for number in range(len(load.requests))]
@@ -402,12 +410,11 @@ class ServerEngine:
     async def _since(
         self, server: MeasuredServer, before: SpeculationCounters | None
     ) -> SpeculationCounters | None:
-        """What was drafted since then; ``None`` if nothing, or if the server does not say."""
+        """What was drafted since then; ``None`` if the server does not say."""
         now = await self._counters(server)
         if now is None or before is None:
             return None
-        found = now.since(before)
-        return found if found.drafted else None
+        return now.since(before)
 
     def _outcome(self, answer: Answer, attempts: int, drafted: tuple[int | None, int | None]) -> Outcome:
         count = count_tokens(answer, self._tokenizer)
