@@ -21,7 +21,16 @@ from specbench.bench.prompts import prompt_sets
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "docs", "prompts", "specbench", "tests")
-FILES = (".ci/run", "CHANGELOG.md", "LICENSE", "README.md", "constraints.txt", "mkdocs.yml", "pyproject.toml")
+FILES = (
+    ".ci/run",
+    "CHANGELOG.md",
+    "LICENSE",
+    "NOTICE",
+    "README.md",
+    "constraints.txt",
+    "mkdocs.yml",
+    "pyproject.toml",
+)
 
 
 def output(command: list[str], cwd: Path, **more: str) -> str:
@@ -92,7 +101,7 @@ def test_a_wheel_of_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
         metadata = message_from_bytes(archive.read(information))
         commands = archive.read(f"{folder}/entry_points.txt").decode()
         held = {name: archive.read(name) for name in names if not name.startswith(f"{folder}/")}
-    assert f"{folder}/licenses/LICENSE" in names
+    assert {f"{folder}/licenses/LICENSE", f"{folder}/licenses/NOTICE"} <= set(names)
     prompts = {f"specbench/_prompts/{name}" for name in files_under(ROOT / "prompts")}
     assert held.keys() == {f"specbench/{name}" for name in files_under(ROOT / "specbench")} | prompts
     assert len(prompts) > 9

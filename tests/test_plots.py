@@ -32,7 +32,8 @@ from specbench.show.plots import canvas
 TREES = {"trees", "ranks"}
 BATCHES = {"batches", "latency"}
 SERVERS = {"servers"}
-CHAINS = [name for name in plots.FIGURES if name not in TREES | BATCHES | SERVERS]
+HEADS = {"training"}
+CHAINS = [name for name in plots.FIGURES if name not in TREES | BATCHES | SERVERS | HEADS]
 LONG = Drafter("an-organisation/with-a-rather-long-model-name-$1B$_{x}-[red]-Int4", 0.7, 0.3)
 
 
@@ -107,7 +108,7 @@ def texts(figure: Figure) -> str:
 class TestContent:
     def test_every_figure_is_there(self, drawn: plots.Drawn) -> None:
         assert list(drawn.figures) == CHAINS
-        assert set(drawn.skipped) == TREES | BATCHES | SERVERS
+        assert set(drawn.skipped) == TREES | BATCHES | SERVERS | HEADS
         assert ", ".join(plots.FIGURES) == NAMES, "what --help says"
         assert all(isinstance(figure, Figure) for figure in drawn.figures.values())
 

@@ -29,6 +29,7 @@ def describe_run(
     environment: Mapping[str, Any],
     sources: Mapping[str, Any],
     command: Sequence[str] = (),
+    heads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """What ``run.json`` holds when a run begins; docs/results-format.md describes it.
 
@@ -38,6 +39,7 @@ def describe_run(
         environment: The machine, see ``describe_environment``.
         sources: Options that say where models and prompts came from, by name and without paths.
         command: The command line, without paths (see ``command_line``).
+        heads: How trained heads came about, by the names of their drafters.
     """
     options = sweep.options
     return {
@@ -48,6 +50,7 @@ def describe_run(
         "environment": dict(environment),
         "target": dict(target),
         "configs": [asdict(config) for config in sweep.configs],
+        **({"heads": dict(heads)} if heads else {}),
         "prompts": [
             {
                 "id": prompt.id,
@@ -213,6 +216,7 @@ def merge_runs(old: Mapping[str, Any], new: Mapping[str, Any], differing: Sequen
     }
     return {
         **{name: new[name] for name in fields},
+        **({"heads": heads} if (heads := {**old.get("heads", {}), **new.get("heads", {})}) else {}),
         "configs": list(configs.values()),
         "prompts": list(prompts.values()),
         "finished": None,

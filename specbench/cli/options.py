@@ -61,6 +61,10 @@ DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "lookup"
 """What measured best for the built-in model on ordinary prompts (docs/log.md)."""
 
+HEADS_AHEAD: Mapping[str, str] = {}
+"""Drafters that are taken in its place, by target, where the head that comes with specbench is there: those that a
+stored run shows ahead of it, as {"smollm2-135m": "lookup+smollm2-135m-head"} would say (docs/training.md)."""
+
 
 # -- groups of options -----------------------------------------------------------------------------
 
@@ -131,6 +135,15 @@ def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[
         )
 
 
+def default_drafter(target: str) -> str:
+    """What drafts for a target where nothing is said."""
+    from specbench.models.stories import is_packaged
+    from specbench.specs import models
+
+    there = any(is_packaged(alias) for alias, model in models.PACKAGED_HEADS.items() if model == target)
+    return HEADS_AHEAD.get(target, DEFAULT_DRAFTER) if there else DEFAULT_DRAFTER
+
+
 class GroupedCommand(TyperCommand):
     """A command whose help lists its options under the headings of their ``rich_help_panel``.
 
@@ -146,7 +159,11 @@ class GroupedCommand(TyperCommand):
             given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             if not given.get("help"):
                 lists = [name for name, parameter in names.items() if getattr(parameter, "multiple", False)]
-                ctx.default_map = defaults_from_config(given, lists)
+                defaults = defaults_from_config(given, lists)
+                drafter = default_drafter(given.get("target") or defaults.get("target", DEFAULT_TARGET))
+                if drafter != DEFAULT_DRAFTER:
+                    defaults.setdefault("drafter", [drafter] if "drafter" in lists else drafter)
+                ctx.default_map = defaults
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -19,7 +19,7 @@ __all__ = ["plot"]
 
 NAMES = (
     "speedup, servers, batches, latency, tokens-per-second, acceptance, positions, time, prediction, categories,"
-    " accepted-length, trees, ranks, generation"
+    " accepted-length, trees, ranks, training, generation"
 )
 """Of ``specbench.show.plots.FIGURES``, which takes too long to import for a help text."""
 

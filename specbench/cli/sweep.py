@@ -782,6 +782,7 @@ class _Job:
             environment=describe_environment(),
             sources=sources,
             command=command_line(sys.argv[1:]),
+            heads=self.engine.heads,
         )
         if not RunStore.exists(self.folder):
             return RunStore.create(self.folder, run)

@@ -261,6 +261,7 @@ class _Job:
             environment=describe_environment(),
             sources=sources,
             command=command_line(sys.argv[1:]),
+            heads=self.loaded.engine.heads,
         )
         if not RunStore.exists(self.folder):
             return RunStore.create(self.folder, run)

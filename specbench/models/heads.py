@@ -43,6 +43,7 @@ from specbench.models.checkpoints import (
     weight_files,
 )
 from specbench.models.hub import HubModel
+from specbench.models.stories import check_weights, packaged_folder
 from specbench.progress import Progress
 from specbench.specs.models import ModelSpec
 from specbench.textsafe import excerpt
@@ -355,9 +356,13 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
     hub = None
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
-    elif spec.kind != "folder":
+        folder = hub.folder
+    elif spec.kind == "packaged":
+        folder = packaged_folder(spec.source)
+    elif spec.kind == "folder":
+        folder = Path(spec.source)
+    else:
         return None
-    folder = Path(spec.source) if hub is None else hub.folder
     settings = read_settings(folder, spec.name)
     kind = _kind(settings)
     if kind is None and _may_be_eagle_one(settings) and _is_eagle_one(settings, folder, hub):
@@ -534,10 +539,11 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
 
     Raises:
         UsageError: They are pickled, lack scales, or their draft vocabulary is none.
-        RunError: They are missing or damaged, or do not fit into memory.
+        RunError: They are missing or damaged, others than its ``training.json`` tells of, or do not fit into memory.
     """
     if files.hub is not None:
         files.hub.fetch_weights(PreTrainedConfig(), allow_pickle=allow_pickle, check_size=lambda _: None)
+    check_weights(files.folder, files.name)
     paths = _weight_files(files, allow_pickle)
     check_memory(2 * sum(path.stat().st_size for path in paths), name=files.name)
     found: dict[str, torch.Tensor] = {}

@@ -49,7 +49,7 @@ from specbench.models.dtypes import (
 from specbench.models.hub import HubModel
 from specbench.options import LoadOptions
 from specbench.progress import Progress, quiet_transformers
-from specbench.specs.models import ModelSpec, parse_model
+from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.textsafe import excerpt
 
 __all__ = [
@@ -345,6 +345,11 @@ def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:
         return prepare_builtin(spec.source, progress=progress)
     if spec.kind == "gguf":
         return prepare_gguf(Path(spec.source), progress=progress)
+    if spec.kind == "packaged":
+        raise UsageError(
+            f"{spec.name} is a head, which only drafts for {PACKAGED_HEADS[spec.source]}.",
+            f"Name it with --drafter, and --target {PACKAGED_HEADS[spec.source]}.",
+        )
     return Path(spec.source)
 
 

@@ -46,6 +46,7 @@ from specbench.models.load import (
     wrap_model,
 )
 from specbench.models.pairing import translation_of
+from specbench.models.stories import story_of
 from specbench.options import LoadOptions, ModelOptions
 from specbench.specs.drafters import (
     Cascade,
@@ -593,6 +594,12 @@ class Proposer:
         if isinstance(self.outcome, RunError):
             raise self.outcome
         return self.outcome
+
+    @property
+    def story(self) -> dict[str, Any] | None:
+        """How its head came about; ``None`` without one, or where nothing tells of it."""
+        heads = [model for model in self.models if isinstance(model, TrainedHead)]
+        return next(filter(None, (story_of(head.files.folder) for head in heads)), None)
 
     @property
     def weights(self) -> str:

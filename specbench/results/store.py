@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.errors import RunError, UsageError
 from specbench.files import explained, reason, refuse_link, sync, try_lock, write_text
+from specbench.models.stories import STORY_SHAPE
 from specbench.results.rows import (
     STEP_FIELDS,
     STEP_OTHERS,
@@ -427,6 +428,7 @@ _RUN_SHAPE = {
     "differences?": (None, [(_DIFFERENCE, _UNEXPLAINED)]),
     "warnings?": [{"id": str, "severity": str, "message": str, "advice": str}],
     "tuning?": (None, {"predicted": {str: number}, "raced": [str], "left_out": {str: str}}),
+    "heads?": {str: STORY_SHAPE},
     "changes?": [{"differing?": [str], "environment?": _ENVIRONMENT, "options?": dict}],
 }  # fmt: skip
 """Of ``run.json``, as docs/results-format.md describes it; what came later may be missing."""

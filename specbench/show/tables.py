@@ -67,6 +67,8 @@ def sheet_of(frame: pd.DataFrame) -> Sheet:
         return _category_sheet(frame)
     if kind == "position":
         return _plain_sheet(frame, _POSITION_COLUMNS)
+    if kind == "heads":
+        return dataclasses.replace(_plain_sheet(frame, _HEAD_COLUMNS), notes=_head_notes(frame))
     if kind == "requests":
         return dataclasses.replace(_plain_sheet(frame, _REQUEST_COLUMNS), notes=_request_notes(frame))
     raise ValueError("not a frame of figures made by this module")
@@ -308,6 +310,17 @@ _POSITION_COLUMNS = [
 ]
 
 
+_HEAD_COLUMNS = [
+    _Column("configuration", "label", 0, lambda row: str(row["label"])),
+    _Column("category", "category", 0, lambda row: str(row["category"])),
+    _Column("tokens/step", "tokens_per_step", 0, _as(stats.decimals, "tokens_per_step")),
+    _Column("when trained", "trained", 3, _as(stats.decimals, "trained")),
+    _Column("first kept", "first", 1, _as(_percent, "first")),
+    _Column("second kept", "second", 2, _as(_percent, "second")),
+    _Column("speedup", "speedup", 0, lambda row: _ratio_text(row, "speedup")),
+]
+
+
 def _plain_sheet(frame: pd.DataFrame, columns: Sequence[_Column]) -> Sheet:
     lines = records(frame)
     rows = [[one_line(column.text(line)) for column in columns] for line in lines]
@@ -332,6 +345,24 @@ def _request_notes(frame: pd.DataFrame) -> list[str]:
             f" fewer than {_FOR_P95}."
         )
     return out
+
+
+def _head_notes(frame: pd.DataFrame) -> list[str]:
+    """Where each configuration with a trained head loses."""
+    out = [
+        "Kept: of the drafts tested at that place. When trained: tokens per step, greedily and as a chain, on prompts"
+        " of a category of that name that it was not trained on."
+    ]
+    for label, mine in frame.groupby("label", sort=False):
+        slower = mine[mine["verdict"] == "slower"]["category"]
+        if len(slower):
+            out.append(f"{label} loses to plain decoding on {', '.join(slower)}.")
+        known = mine[mine["first"].notna()]
+        if len(known) > 1:
+            worst = min(records(known), key=lambda row: float(row["first"]))
+            share = _percent(worst["first"])
+            out.append(f"{label} drafts worst on {worst['category']}: {share} of its first drafts are kept.")
+    return [one_line(note) for note in out]
 
 
 def _summary_sheet(frame: pd.DataFrame) -> Sheet:

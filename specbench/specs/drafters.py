@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specbench.errors import UsageError
-from specbench.specs.models import BUILTIN_MODELS, ModelSpec, parse_model
+from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.specs.notation import Options, add_option, join_spec, split_spec
 
 __all__ = [
@@ -641,7 +641,7 @@ def _mistyped(text: str) -> str | None:
     What names an organisation, as models on the hub do, and what exists, is taken at its word.
     """
     name, colon, options = text.partition(":")
-    if "/" in text or text in BUILTIN_MODELS or Path(text).exists():
+    if "/" in text or text in BUILTIN_MODELS or text in PACKAGED_HEADS or Path(text).exists():
         return None
     if near := get_close_matches(name, _WORDS, 1, 0.7):
         return near[0] + colon + options

@@ -9,7 +9,7 @@ from typing import Literal
 
 from specbench.errors import UsageError
 
-__all__ = ["BUILTIN_MODELS", "BuiltinModel", "ModelSpec", "parse_model"]
+__all__ = ["BUILTIN_MODELS", "PACKAGED_HEADS", "BuiltinModel", "ModelSpec", "parse_model"]
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,21 @@ BUILTIN_MODELS = {
 }
 
 
+PACKAGED_HEADS = {"smollm2-135m-head": "smollm2-135m"}
+"""Trained heads that may come with specbench, and the built-in model that each of them drafts for."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Which model is meant.
 
     Attributes:
-        kind: How it is found.
+        kind: How it is found; ``packaged`` are trained heads.
         source: The hub id, path or built-in name.
         revision: Branch, tag or commit on the hub; ``None`` is the default branch.
     """
 
-    kind: Literal["hub", "folder", "gguf", "builtin"]
+    kind: Literal["hub", "folder", "gguf", "builtin", "packaged"]
     source: str
     revision: str | None = None
 
@@ -80,6 +84,8 @@ def parse_model(text: str) -> ModelSpec:
     """
     if text in BUILTIN_MODELS:
         return ModelSpec("builtin", text)
+    if text in PACKAGED_HEADS:
+        return ModelSpec("packaged", text)
     path = os.path.expanduser(text)  # noqa: PTH111 - pathlib's raises for a user there is not
     is_gguf = text.lower().endswith(".gguf")
     if text and os.path.isdir(path):  # noqa: PTH112 - the pathlib forms raise for names no file can have

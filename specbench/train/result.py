@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save
 
-from specbench.files import explained, write_bytes, write_text
+from specbench.files import explained, sha256, write_bytes, write_text
+from specbench.models.stories import TRAINING_FILE, WEIGHTS
 from specbench.train.students import Student
 
 if TYPE_CHECKING:
     from specbench.models.prepare import Target
 
-__all__ = ["TRAINING_FILE", "write_head", "write_story"]
+__all__ = ["write_head", "write_story"]
 
-TRAINING_FILE = "training.json"
 FORMAT = 1
 """Version of it. 1: first release."""
 
@@ -57,18 +57,19 @@ def write_head(
         found |= _narrowed(name, tensor.cpu(), compact=compact)
     with explained(f"The folder {str(folder)!r} cannot be written", "Name another one with --out."):
         folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(folder / "model.safetensors", save(found, metadata={"format": "pt"}))
+        write_bytes(folder / WEIGHTS, save(found, metadata={"format": "pt"}))
         write_text(folder / "config.json", _as_json(_settings(student, target, head)))
 
 
 def write_story(folder: Path, story: Mapping[str, Any]) -> None:
-    """Write how a head came about beside it.
+    """Write how a head came about beside it, and the sha256 of its weights.
 
     Raises:
         RunError: The folder cannot be written.
     """
     with explained(f"The folder {str(folder)!r} cannot be written", "Name another one with --out."):
-        write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, **story}))
+        weights = sha256(folder / WEIGHTS)
+        write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, "sha256": weights, **story}))
 
 
 def _settings(student: Student, target: Target, head: torch.Tensor) -> dict[str, Any]:

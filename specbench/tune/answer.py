@@ -370,7 +370,7 @@ def _written(drafter: DrafterSpec) -> str:
 
 
 def _named(model: ModelSpec) -> str:
-    return model.name if model.kind in ("hub", "builtin") else model.source
+    return model.name if model.kind in ("hub", "builtin", "packaged") else model.source
 
 
 # -- for engines -----------------------------------------------------------------------------------

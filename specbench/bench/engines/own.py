@@ -154,6 +154,11 @@ class Engine(Protocol[Encoded]):
         """The field ``target`` of ``run.json``."""
         ...
 
+    @property
+    def heads(self) -> Mapping[str, Mapping[str, Any]]:
+        """How trained heads came about, by the names of the drafters (``specbench.models.stories``)."""
+        ...
+
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Encoded:
         """A conversation as the engine takes it: models as token ids.
 
@@ -203,6 +208,7 @@ class ModelEngine:
         reference: The same model as ``transformers`` loads it, for configurations that it decodes.
         assistants: Drafter models as ``transformers`` loads them, by the names of the drafters.
         fingerprints: Of the drafter models' weights, by the names of the drafters.
+        heads: See ``Engine``.
         costs: What ``auto`` goes by, as ``specbench.lengths.parse_costs`` takes it; ``None`` lets it measure.
         keep_policy_state: Let the draft-length rule of a configuration carry what it learns from one call to the next.
         model_defaults: Apply the target's own settings of generation, see ``specbench.decoding.model_defaults``.
@@ -218,6 +224,7 @@ class ModelEngine:
         reference: LanguageModel | None = None,
         assistants: Mapping[str, LanguageModel | SpecbenchError] | None = None,
         fingerprints: Mapping[str, str] | None = None,
+        heads: Mapping[str, Mapping[str, Any]] | None = None,
         costs: object = None,
         keep_policy_state: bool = False,
         model_defaults: bool = True,
@@ -228,6 +235,7 @@ class ModelEngine:
         self.target, self.drafters, self.specs = target, dict(drafters), dict(specs or {})
         self.reference, self.assistants = reference, dict(assistants or {})
         self.fingerprints = dict(fingerprints or {})
+        self.heads: Mapping[str, Mapping[str, Any]] = heads or {}
         self._costs, self._keep = costs, keep_policy_state
         self._kept: dict[str, DraftPolicy] = {}
         self._device = str(target.scorer.device)
@@ -718,6 +726,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         reference=reference,
         assistants=assistants,
         fingerprints={each.name: each.weights for each in proposers if each.models},
+        heads={each.name: each.story for each in proposers if each.story is not None},
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
         model_defaults=options.model_defaults,

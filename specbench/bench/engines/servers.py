@@ -202,6 +202,11 @@ class ServerEngine:
         self._clients = {}
         self._loop.close()
 
+    @property
+    def heads(self) -> Mapping[str, Mapping[str, Any]]:
+        """Nobody tells how a server's drafters came about."""
+        return {}
+
     def describe_target(self) -> dict[str, Any]:
         """The field ``target`` of ``run.json``: what is known of the model of the first server."""
         return {"name": self.servers[0].model_name, "fingerprint": None, "dtype": None}

@@ -23,6 +23,7 @@ from specbench.results import frames
 from specbench.show.plots.acceptance import acceptance, accepted_length, positions
 from specbench.show.plots.batches import latency, speedup_by_batch
 from specbench.show.plots.canvas import SIZES, STYLE, Look, NoDataError, Run, lay_out
+from specbench.show.plots.heads import training
 from specbench.show.plots.servers import servers
 from specbench.show.plots.speed import by_category, prediction, speedup, tokens_per_second
 from specbench.show.plots.steps import generation, time
@@ -125,6 +126,7 @@ FIGURES: dict[str, tuple[Callable[[Run], Figure], str]] = {
     "accepted-length": (accepted_length, "accepted drafts per step"),
     "trees": (trees, "tokens per step by tree and way to verify, and speed against rows"),
     "ranks": (rank_rates, "acceptance in trees by rank and depth"),
+    "training": (training, "what was kept of a trained head's drafts as it learnt, and tokens per step"),
     "generation": (generation, "draft length, acceptance and entropy over one generation"),
 }
 """Every figure by name: what draws it, and a line about it."""

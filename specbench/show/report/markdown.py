@@ -14,8 +14,7 @@ __all__ = ["to_markdown"]
 _TABLES = {
     "speedup": "Summary", "tokens-per-second": "Summary", "prediction": "Summary", "acceptance": "Summary",
     "time": "Summary", "positions": "Acceptance by position", "categories": "By category", "batches": "Summary",
-    "servers": "Summary",
-    "latency": "Requests side by side",
+    "servers": "Summary", "latency": "Requests side by side", "training": "Trained heads",
 }  # fmt: skip
 
 
@@ -32,6 +31,8 @@ def to_markdown(report: Report) -> str:
         parts += ["## Requests side by side", tables.to_markdown(report.requests).rstrip()]
     if len(report.categories):
         parts += ["## By category", tables.to_markdown(report.categories).rstrip()]
+    if len(report.heads):
+        parts += ["## Trained heads", tables.to_markdown(report.heads).rstrip()]
     if report.pictures:
         parts += ["## Figures"]
         parts += [

@@ -46,7 +46,7 @@ _NO_INTERVAL = "[too few to say]"  # of tables.ratio_text
 _TABLES = {
     "speedup": "Speed", "tokens-per-second": "Speed", "prediction": "Speed", "acceptance": "Acceptance and time",
     "time": "Acceptance and time", "positions": "Acceptance by position", "categories": "By category",
-    "batches": "Speed", "servers": "Speed", "latency": "Requests side by side",
+    "batches": "Speed", "servers": "Speed", "latency": "Requests side by side", "training": "Trained heads",
 }  # fmt: skip
 
 
@@ -56,8 +56,9 @@ def to_html(report: Report) -> str:
     summary = tables.sheet_of(report.summary)
     steps = [i for i, heading in enumerate(summary.headings) if heading in _STEP_HEADINGS]
     shown = [
-        *([_request_table("Requests side by side", report.requests)] if len(report.requests) else []),
+        *([_noted_table("Requests side by side", report.requests)] if len(report.requests) else []),
         *([_category_table("By category", report.categories)] if len(report.categories) else []),
+        *([_noted_table("Trained heads", report.heads)] if len(report.heads) else []),
         *([_table("Acceptance and time", summary, [0, *steps])] if steps else []),
         *(
             [_table("Acceptance by position", tables.sheet_of(report.positions))]
@@ -252,7 +253,7 @@ class _Scale:
         }
 
 
-def _request_table(title: str, frame: pd.DataFrame) -> _Table:
+def _noted_table(title: str, frame: pd.DataFrame) -> _Table:
     sheet = tables.sheet_of(frame)
     table = _table(title, sheet)
     table.notes = sheet.notes

@@ -1,0 +1,130 @@
+"""What results tell of trained heads: their training, and how they do by category."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from synthetic_runs import Drafter, write_run
+from told import refusal
+
+from specbench.errors import UsageError
+from specbench.models.stories import STORY_SHAPE, story_of
+from specbench.results.frames import category_frame, step_arrays
+from specbench.results.heads import best_measure, head_frame, stories
+from specbench.results.store import load_results
+from specbench.shapes import misfit
+from specbench.show import tables
+from specbench.show.plots import draw_figures
+from specbench.show.report import write_report
+
+HEAD, FREE = Drafter("head (int8)", 0.4, 0.1, spread=0.2), Drafter("lookup", 0.6, 0.001)
+EVIL = "<b>chat</b>"
+STORY: dict[str, Any] = {
+    "kind": "eagle",
+    "tokens": 400_000,
+    "seconds": 5400.0,
+    "measured": [
+        {"tokens": 0, "tokens_per_step": 1.01, "accepted": [0.01], "categories": {"code": 1.0, EVIL: 1.02}},
+        {"tokens": 300_000, "tokens_per_step": 1.5, "accepted": [0.4, 0.3], "categories": {"code": 1.7}},
+        {"tokens": 600_000, "tokens_per_step": 1.4, "accepted": [0.35, 0.3], "categories": {"code": 1.6}},
+    ],
+}
+
+
+def run_with(path: Path, heads: dict[str, Any] | None) -> Path:
+    """A run with a head and without, in three categories."""
+    categories = ("code", "story", EVIL)
+    write_run(
+        path, drafters=(HEAD, FREE), gammas=(2, 4), categories=categories, prompts_per_category=3, tokens=24
+    )
+    run = json.loads((path / "run.json").read_text())
+    if heads is not None:
+        run["heads"] = heads
+    (path / "run.json").write_text(json.dumps(run))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_with(tmp_path_factory.mktemp("results") / "heads", {HEAD.name: STORY})
+
+
+@pytest.fixture(scope="module")
+def df(folder: Path) -> pd.DataFrame:
+    return load_results(folder)
+
+
+def test_heads_are_told_by_category(df: pd.DataFrame) -> None:
+    frame = head_frame(df)
+    assert list(zip(frame["config"], frame["category"], strict=True)) == [
+        (f"head (int8)-g{gamma}", category) for gamma in (2, 4) for category in ("code", "story", EVIL)
+    ]
+    steps = step_arrays(df)
+    speedups = category_frame(df).set_index(["config", "category"])
+    rows = df.reset_index(drop=True)
+    for row in frame.to_dict("records"):
+        chosen = rows.index[(rows["config"] == row["config"]) & (rows["category"] == row["category"])]
+        mine = steps.take(pd.Series(steps.row).isin(chosen).to_numpy())
+        assert row["tokens_per_step"] == pytest.approx(mine["emitted"].sum() / len(mine))
+        assert row["first"] == pytest.approx((mine["accepted"] > 0).sum() / (mine["tested"] > 0).sum())
+        assert row["second"] == pytest.approx((mine["accepted"] > 1).sum() / (mine["tested"] > 1).sum())
+        assert row["speedup"] == speedups.loc[(row["config"], row["category"]), "speedup"]
+        assert row["trained"] == 1.7 if row["category"] == "code" else pd.isna(row["trained"])
+
+
+def test_the_best_measure_is_that_of_the_head_that_was_kept(df: pd.DataFrame) -> None:
+    told = stories(df.attrs["run"])
+    assert told == {HEAD.name: STORY}
+    assert best_measure(told[HEAD.name])["tokens"] == 300_000
+    assert stories({"heads": {"x": {**STORY, "measured": []}}}) == {}
+
+
+def test_the_report_says_where_a_head_loses(df: pd.DataFrame, folder: Path, tmp_path: Path) -> None:
+    frame = head_frame(df)
+    sheet = tables.sheet_of(frame)
+    worst = frame.loc[frame[frame["config"] == "head (int8)-g2"]["first"].idxmin()]
+    assert f"head (int8) γ=2 drafts worst on {worst['category']}: " in "\n".join(sheet.notes)
+    slower = set(frame[frame["verdict"] == "slower"]["label"])
+    assert {note.partition(" loses")[0] for note in sheet.notes if " loses" in note} == slower
+    report, (page, markdown) = write_report(folder, tmp_path)
+    assert "training" in {picture.name for picture in report.pictures}
+    for text in (page.read_text(encoding="utf-8"), markdown.read_text(encoding="utf-8")):
+        assert "Trained heads" in text
+        assert "first kept" in text
+        assert EVIL not in text
+
+
+def test_the_figure_shows_acceptance_by_place_against_tokens(df: pd.DataFrame) -> None:
+    left, right = draw_figures(df, ["training"]).figures["training"].axes
+    assert [line.get_xydata().tolist() for line in left.lines] == [
+        [[0, 0.01], [300_000, 0.4], [600_000, 0.35]],
+        [[300_000, 0.3], [600_000, 0.3]],
+    ]
+    assert [line.get_ydata().tolist() for line in right.lines] == [[1.01, 1.5, 1.4], [1.0, 1.7, 1.6]]
+
+
+def test_runs_without_trained_heads_say_nothing_of_them(tmp_path: Path) -> None:
+    df = load_results(run_with(tmp_path / "run", None))
+    assert head_frame(df).empty
+    assert "no head was trained by specbench" in draw_figures(df).skipped["training"]
+
+
+def test_a_damaged_story_is_refused(tmp_path: Path) -> None:
+    path = run_with(tmp_path / "run", {HEAD.name: {**STORY, "tokens": -1}})
+    assert "heads" in refusal(load_results, path, kind=UsageError)
+
+
+def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path: Path) -> None:
+    assert story_of(tmp_path) is None
+    file = tmp_path / "training.json"
+    whole = {**STORY, "data": {"tokens": 400_000, "texts": 3}, "settings": {}}
+    file.write_text(json.dumps({name: value for name, value in whole.items() if name != "tokens"}))
+    assert story_of(tmp_path) == STORY
+    assert misfit(story_of(tmp_path), STORY_SHAPE) is None
+    for damaged in ("{", "[]", json.dumps({**whole, "measured": [{"tokens": "many"}]}), '{"seconds": NaN}'):
+        file.write_text(damaged)
+        assert story_of(tmp_path) is None

@@ -1,0 +1,126 @@
+"""Heads that come with specbench: found by name, read with their hash checked, and drafting by default where they are
+ahead."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from head_files import eagle_tensors, speculators_settings, write_head
+from test_heads import PLAIN, tiny_target
+from tiny import save_tiny
+from told import Result, refusal
+
+from specbench.cli import options, run
+from specbench.config import Config
+from specbench.errors import RunError, UsageError
+from specbench.files import sha256
+from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.models import stories
+from specbench.models.load import load_config
+from specbench.models.prepare import load_drafter
+from specbench.models.stories import STORY_SHAPE, TRAINING_FILE, WEIGHTS, is_packaged, story_of
+from specbench.shapes import misfit
+from specbench.specs import models as specs
+from specbench.specs.drafters import Cascade, SmallModel, parse_drafter
+from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
+
+ALIAS = "smollm2-135m-head"
+LARGEST = 10_000_000
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for the head, for a tiny target."""
+    monkeypatch.setattr(stories, "_PACKAGED", tmp_path / "packaged")
+    folder = write_head(tmp_path / "packaged" / ALIAS, speculators_settings(), eagle_tensors())
+    story = {"sha256": sha256(folder / WEIGHTS), "kind": "eagle"}
+    (folder / TRAINING_FILE).write_text(json.dumps(story))
+    return folder
+
+
+def test_it_is_a_model_by_name() -> None:
+    spec = parse_drafter(f"lookup+{ALIAS}")
+    assert isinstance(spec, Cascade)
+    assert spec.back == SmallModel(ModelSpec("packaged", ALIAS))
+    assert parse_drafter(str(spec)) == spec
+    assert Config(drafter=f"lookup+{ALIAS}").drafter == str(spec)
+
+
+def test_it_drafts(packaged: Path) -> None:
+    target = tiny_target()
+    drafter = load_drafter(ALIAS, target, PLAIN)
+    assert drafter.name == f"{ALIAS} (float32)"
+    found = speculative_generate([5, 9, 14], target, drafter, gamma=3, max_new_tokens=20)
+    assert found.token_ids == autoregressive_generate([5, 9, 14], target, max_new_tokens=20).token_ids
+    assert any(step.drafted for step in found.steps)
+
+
+def test_weights_that_are_not_its_own_are_refused(packaged: Path) -> None:
+    whole = (packaged / WEIGHTS).read_bytes()
+    (packaged / WEIGHTS).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    message = refusal(load_drafter, ALIAS, tiny_target(), PLAIN, kind=RunError)
+    assert "are not those that its training.json tells of" in message
+    (packaged / TRAINING_FILE).write_text("{}")
+    assert "is damaged" in refusal(load_drafter, ALIAS, tiny_target(), PLAIN, kind=RunError)
+
+
+def test_the_hash_of_any_head_is_checked_where_it_is_told(tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
+    assert load_drafter(str(folder), tiny_target(), PLAIN).takes_trees
+    (folder / TRAINING_FILE).write_text(json.dumps({"sha256": "0" * 64}))
+    assert "Copy the whole folder again" in refusal(
+        load_drafter, str(folder), tiny_target(), PLAIN, kind=RunError
+    )
+
+
+def test_where_it_is_missing_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stories, "_PACKAGED", tmp_path)
+    assert "does not come with this specbench" in refusal(load_drafter, ALIAS, tiny_target(), kind=UsageError)
+    assert "only drafts for smollm2-135m" in refusal(load_config, ALIAS, kind=UsageError)
+
+
+def test_it_drafts_by_default_where_it_is_there_and_ahead(
+    packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_tiny(tmp_path / "tiny", layers=3)
+    monkeypatch.setattr(specs, "PACKAGED_HEADS", {ALIAS: str(target)})
+    monkeypatch.chdir(tmp_path)
+
+    def drafter(*more: object) -> str:
+        words = ["generate", "the thing", "--target", target, "--dtype", "float32", "-n", 8, "--json", *more]
+        capsys.readouterr()
+        code = run([str(word) for word in words])
+        return str(Result(code, *capsys.readouterr()).json()["drafter"])
+
+    assert drafter() == "lookup"
+    monkeypatch.setattr(options, "HEADS_AHEAD", {str(target): f"lookup+{ALIAS}"})
+    assert drafter() == f"lookup+{ALIAS} (int8)"
+    assert drafter("--drafter", "ngram") == "ngram"
+    (tmp_path / "specbench.toml").write_text('version = 1\ndrafter = "suffix"\n')
+    assert drafter() == "suffix"
+    (tmp_path / "specbench.toml").unlink()
+    (packaged / TRAINING_FILE).unlink()
+    assert drafter() == "lookup"
+
+
+@pytest.mark.parametrize("alias", PACKAGED_HEADS)
+def test_what_is_shipped_is_small_whole_and_attributed(alias: str) -> None:
+    """Of the heads that are there."""
+    if not is_packaged(alias):
+        pytest.skip(f"{alias} is not there")
+    folder = stories.packaged_folder(alias)
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= LARGEST
+    stories.check_weights(folder, alias)
+    assert misfit(story_of(folder), STORY_SHAPE) is None
+    assert alias in (ROOT / "NOTICE").read_text(encoding="utf-8")
+
+
+def test_every_head_is_for_a_built_in_model_and_ahead_of_it_alone() -> None:
+    assert set(PACKAGED_HEADS.values()) <= set(BUILTIN_MODELS)
+    assert set(options.HEADS_AHEAD) <= set(PACKAGED_HEADS.values())
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    assert all(re.search(rf"\b{alias}\b", notice) for alias in PACKAGED_HEADS)
