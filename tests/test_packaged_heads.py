@@ -107,6 +107,22 @@ def test_it_drafts_by_default_where_it_is_there_and_ahead(
     assert drafter() == "lookup"
 
 
+def test_a_sweep_keeps_how_its_heads_came_about(
+    packaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = {"kind": "eagle", "seconds": 9.0, "data": {"tokens": 70}}
+    measured = {"tokens": 0, "tokens_per_step": 1.0, "accepted": [0.1], "categories": {}}
+    told = {"sha256": sha256(packaged / WEIGHTS), **story, "measured": [measured]}
+    (packaged / TRAINING_FILE).write_text(json.dumps(told))
+    target, prompts, out = save_tiny(tmp_path / "tiny", layers=3), tmp_path / "p.jsonl", tmp_path / "run"
+    prompts.write_text(json.dumps({"id": "one", "category": "a", "turns": ["the thing"]}) + "\n")
+    words = ["sweep", "--target", target, "--dtype", "float32", "--drafter", f"lookup+{ALIAS}", "--gamma", 2]
+    words += ["--prompts", prompts, "-n", 6, "--repeats", 1, "--out", out, "--no-config", "--quiet"]
+    assert run([str(word) for word in words]) == 0, capsys.readouterr().err
+    (kept,) = json.loads((out / "run.json").read_text())["heads"].items()
+    assert kept == (f"lookup+{ALIAS} (int8)", story_of(packaged))
+
+
 @pytest.mark.parametrize("alias", PACKAGED_HEADS)
 def test_what_is_shipped_is_small_whole_and_attributed(alias: str) -> None:
     """Of the heads that are there."""

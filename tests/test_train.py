@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,12 @@ from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.prepare import Target, load_drafter, wrap_target
 from specbench.options import LoadOptions
+from specbench.train import learner as learner_module
 from specbench.train import texts as texts_module
+from specbench.train.learner import Learner
 from specbench.train.lessons import Lesson, Teacher, batches, fitting, padded
 from specbench.train.result import write_head
-from specbench.train.run import Training
+from specbench.train.run import Training, _Stand, processes
 from specbench.train.settings import Measured, TrainingSettings
 from specbench.train.state import read_state, write_state
 from specbench.train.students import KINDS, make_student, soft_cross_entropy
@@ -96,8 +99,8 @@ def made_up(*lengths: int, start: int = 4) -> list[Text]:
 def lesson_of(
     model: Any, student: Any, texts: Sequence[Text], drafted: torch.Tensor | None = DRAFTED
 ) -> Lesson:
-    batch = padded(texts, torch.device("cpu"))
-    return Teacher(model, drafted).lesson(batch, student.layers, keeps_cache=student.needs_cache)
+    batch, teacher = padded(texts, torch.device("cpu")), Teacher(model, drafted)
+    return teacher.lesson(teacher.read(batch, student.layers, keeps_cache=student.needs_cache))
 
 
 # -- what is learnt is what is drafted -------------------------------------------------------------
@@ -136,12 +139,13 @@ def decoders_rows(
     return scorer.score(Pass(scorer, context, draft)).logits
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_those_of_what_the_decoder_drafts(model: Any, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "every"), [*((kind, 1) for kind in KINDS), ("eagle", 3)])
+def test_losses_are_those_of_what_the_decoder_drafts(model: Any, kind: str, every: int) -> None:
     """Position by position, draft by draft, with a pass of the decoder's scorer for each."""
     texts = made_up(19, 12)
     teacher = Teacher(model, DRAFTED)
     student = make_student(kind, model, teacher.head, DEPTH, 0)
+    student.every = every
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -163,6 +167,9 @@ def test_losses_are_those_of_what_the_decoder_drafts(model: Any, kind: str) -> N
                 if end >= len(text.tokens) or text.tokens[end] not in drafted:
                     break
                 losses[place].append(float(-(p[end - 1] * rows[place].log_softmax(-1)).sum()))
+                right = rows[place].argmax() == p[end - 1].argmax()
+                if kind == "eagle" and not right and (behind + int(lesson.ids.sum())) % every:
+                    break
     assert marks.counted.tolist() == [len(each) for each in losses]
     expected = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
     torch.testing.assert_close(marks.losses.detach(), expected, atol=1e-4, rtol=1e-4)
@@ -183,11 +190,12 @@ def test_cross_entropy_and_its_gradient_are_torchs() -> None:
     (gradient,) = torch.autograd.grad(2 * expected, hidden)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(found, gradient, atol=1e-5, rtol=1e-4)
-    assert right == ((hidden @ head.T).argmax(-1) == p[rows].argmax(-1)).sum()
+    assert torch.equal(right, (hidden @ head.T).argmax(-1) == p[rows].argmax(-1))
 
 
 def test_padding_teaches_nothing(model: Any) -> None:
     student = make_student("eagle", model, Teacher(model).head, DEPTH, 0)
+    student.every = 1  # which of the others go on hangs on the batch
     short, long = made_up(9, 30)
     together = student(lesson_of(model, student, [short, long], None))
     apart = [student(lesson_of(model, student, [text], None)) for text in (short, long)]
@@ -364,6 +372,56 @@ def test_minutes_are_kept_to(target: Target, tmp_path: Path) -> None:
     told = story(out)
     assert told["data"]["texts"] > 0
     assert told["steps"] < 10_000
+
+
+def test_texts_are_read_once_for_several_turns() -> None:
+    course: Any = SimpleNamespace(epoch_steps=5, _together=2, turns=3)
+    places = [Learner._place(course, number) for number in range(30)]
+    assert [place for _, _, place in places[:15]] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 4, 4]
+    assert [(whole, chunk) for whole, chunk, _ in places[:15]] == 6 * [(0, 0)] + 6 * [(0, 1)] + 3 * [(0, 2)]
+    assert places[15:] == [(1, chunk, place) for _, chunk, place in places[:15]]
+
+
+def test_a_text_is_read_again_only_after_all_others(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = made_up(*range(8, 40))
+    monkeypatch.setattr(learner_module, "_READ_BYTES", 3 * 64 * 4 * 32 * 4)  # three batches of 64 tokens
+    settings = replace(QUICK, batch_tokens=64)
+    learner = Learner(target, target.language_model.model, texts, settings, processes(cpu=True))
+    read: list[Sequence[Text]] = []
+    reads = learner._read
+    monkeypatch.setattr(learner, "_read", lambda each: (read.append(each), reads(each))[1])
+    learner.plan(2 * learner.epoch_steps + 1)
+    assert learner.turns == 2
+    for number in range(2 * learner.epoch_steps):
+        learner.step(number, 2 * learner.epoch_steps)
+    assert sorted(text.prompt for batch in read for text in batch) == list(range(32))
+    learner.plan(100 * learner.epoch_steps)
+    assert learner.turns == 4
+
+
+def test_measures_are_spread_over_the_steps_there_are_time_for() -> None:
+    stand = _Stand(measures_made=1)  # untrained
+    found = []
+    for steps in (100, 70, 70, 90):  # the machine becomes slower, and quicker again
+        stand.plan(steps, 4)
+        found.append(stand.measured_next)
+        stand.step, stand.measures_made = stand.measured_next, stand.measures_made + 1
+    assert found == [25, 40, 55, 90]
+    assert stand.measures_left(4) == 0
+
+
+def test_with_minutes_steps_go_by_the_pace_of_the_last_ones(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(QUICK, tokens=None, minutes=2.0, epochs=None, measures=4)
+    running: Any = training(target, tmp_path / "head", settings)
+    monkeypatch.setattr(Training, "_seconds", 60.0)
+    stand = _Stand(step=10, measures_made=2, measure_s=5.0)
+    learner: Any = SimpleNamespace(epoch_steps=20)
+    assert running._in_time(learner, stand, 0.5) == 10 + (60 - 3 * 5) / 0.5
+    assert running._in_time(learner, stand, 1e9) == 11
+    capped: Any = training(target, tmp_path / "other", replace(settings, epochs=3))
+    assert capped._in_time(learner, stand, 0.5) == 60
 
 
 def test_it_ends_when_nothing_is_gained(target: Target, tmp_path: Path) -> None:

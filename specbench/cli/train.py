@@ -69,8 +69,14 @@ def train(
         ),
     ] = None,
     epochs: Annotated[
-        int, _training("--epochs", min=1, metavar="N", help="Train on each answer so often, at most.")
-    ] = 4,
+        int | None,
+        _training(
+            "--epochs",
+            min=1,
+            metavar="N",
+            help="Train on each answer so often, at most. Default: 4 times, or as often as there are --minutes for.",
+        ),
+    ] = None,
     depth: Annotated[
         int, _training("--depth", min=1, metavar="N", help="Tokens that the head learns to draft.")
     ] = 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from specbench.models.counts import TokenCounts
-from specbench.train.lessons import Teacher, batches, padded
+from specbench.train.lessons import Reading, Teacher, batches, padded
 from specbench.train.state import restore_optimizer, stored_optimizer
 from specbench.train.students import make_student
 from specbench.tune.vocabulary import ranked_tokens
@@ -28,8 +29,14 @@ __all__ = ["Learner", "Learnt"]
 _DECAY = 0.8
 """Weight of each place of a draft beside the one before it."""
 
-_WARM_UP, _LOWEST = 0.05, 0.1
+_WARM_UP, _LOWEST = 0.05, 0.02
 """Share of the steps in which the learning rate rises, and what it falls to, of its highest."""
+
+_TURNS = 4
+"""Steps at most for which a text is read once."""
+
+_READ_BYTES = 128 << 20
+"""Of the texts that are read at a time for as many steps."""
 
 _BETAS, _WEIGHT_DECAY = (0.9, 0.95), 0.01
 _LARGEST_GRADIENT = 1.0
@@ -52,7 +59,9 @@ class Learnt(NamedTuple):
 class Learner:
     """A head that learns from texts.
 
-    The order of the texts follows from the seed, batch by batch; processes take turns.
+    The order of the texts follows from the seed, batch by batch; processes take turns. The target's pass over a text
+    takes longer than a step that learns from it, so some batches are read together, and learnt from in several turns
+    before others are read.
 
     Args:
         target: Whose texts they are.
@@ -66,6 +75,7 @@ class Learner:
         head: The rows of the target's head that it drafts with.
         drafted: The tokens of these rows, ascending; ``None`` for all.
         epoch_steps: Steps in which each text is seen once.
+        turns: How often a text is learnt from before others are read.
     """
 
     def __init__(
@@ -83,26 +93,62 @@ class Learner:
         self.student: Any = make_student(settings.kind, model, self.head, settings.depth, settings.seed)
         self._names: Mapping[str, nn.Parameter] = dict(self.student.named_parameters())
         self._optimizer = torch.optim.AdamW(
-            [*self._names.values()], settings.rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY
+            [*self._names.values()],
+            settings.rate,
+            betas=_BETAS,
+            weight_decay=_WEIGHT_DECAY,
+            fused=self._teacher.device.type == "cpu",
         )
         self._module: Any = group.prepare_model(self.student)
         self._half = model.dtype == torch.bfloat16
         self._weights = torch.tensor(
             [_DECAY**place for place in range(settings.depth)], device=self.head.device
         )
-        self._epoch, self._order = 0, self._batches(0)
+        self._round, self._order = 0, self._batches(0)
         self.epoch_steps = max(1, len(self._order) // group.num_processes)
+        self.turns = 1
+        width = (len(self.student.layers) + 1) * self.head.shape[1] * self.head.element_size()
+        self._together = (
+            1 if self.student.needs_cache else max(1, _READ_BYTES // (settings.batch_tokens * width))
+        )
+        self._chunk, self._readings = (0, 0), dict[int, Reading]()
 
-    def _batches(self, epoch: int) -> list[list[int]]:
-        return batches(self._texts, self._settings.batch_tokens, self._settings.seed, epoch)
+    def plan(self, steps: int) -> None:
+        """There will be about so many steps. All texts come before any of them is read again."""
+        most = 1 if self.student.needs_cache else _TURNS
+        self.turns = min(most, max(1, steps // self.epoch_steps))
 
-    def _batch(self, number: int) -> Sequence[Text]:
-        """What this process reads in a step."""
-        epoch, place = divmod(number, self.epoch_steps)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._batches(epoch)
+    def _batches(self, number: int) -> list[list[int]]:
+        return batches(self._texts, self._settings.batch_tokens, self._settings.seed, number)
+
+    def _place(self, number: int) -> tuple[int, int, int]:
+        """Which batch a step is about: in the how manieth round over all texts, among which that are read together,
+        and its place in the round."""
+        whole, rest = divmod(number, self.epoch_steps * self.turns)
+        chunk, rest = divmod(rest, self._together * self.turns)
+        first = chunk * self._together
+        return whole, chunk, first + rest % min(self._together, self.epoch_steps - first)
+
+    def _batch(self, whole: int, place: int) -> Sequence[Text]:
+        """What this process reads."""
+        if whole != self._round:
+            self._round, self._order = whole, self._batches(whole)
         place = place * self._group.num_processes + self._group.process_index
         return [self._texts[text] for text in self._order[place % len(self._order)]]
+
+    def _reading(self, number: int) -> tuple[Reading, int]:
+        """What the target says about the texts of a step, and how many tokens of answers these have."""
+        whole, chunk, place = self._place(number)
+        texts = self._batch(whole, place)
+        if (whole, chunk) != self._chunk:
+            self._chunk, self._readings = (whole, chunk), {}
+        if place not in self._readings:
+            self._readings[place] = self._read(texts)
+        return self._readings[place], sum(text.written for text in texts)
+
+    def _read(self, texts: Sequence[Text]) -> Reading:
+        batch = padded(texts, self._teacher.device)
+        return self._teacher.read(batch, self.student.layers, keeps_cache=self.student.needs_cache)
 
     def step(self, number: int, steps: int) -> Learnt:
         """Learn from a batch.
@@ -111,29 +157,32 @@ class Learner:
             number: Of the step, from 0.
             steps: How many there are, which decides the learning rate.
         """
-        texts = self._batch(number)
-        marks = self._gradients(texts)
+        reading, written = self._reading(number)
+        marks = self._gradients(reading)
         self._group.clip_grad_norm_([*self._names.values()], _LARGEST_GRADIENT)
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.rate * _course(number, steps)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        tokens = torch.tensor(sum(text.written for text in texts), device=self.head.device)
+        tokens = torch.tensor(written, device=self.head.device)
         right = marks.right / marks.counted.clamp_min(1)
         counts = self._group.reduce(tokens, "sum")
         figures = self._group.reduce(torch.stack((marks.losses.detach(), right)), "mean")
         losses, shares = figures.tolist()
         return Learnt(int(counts), tuple(losses), tuple(shares))
 
-    def rehearse(self) -> None:
-        """What a step computes, without learning from it."""
-        self._gradients(self._batch(0))
+    def rehearse(self, number: int) -> tuple[float, float]:
+        """Seconds that a batch takes to be read, and to compute what a step learns from it, which it does not."""
+        began = time.monotonic()
+        reading = self._read(self._batch(0, number))
+        read = time.monotonic()
+        self._gradients(reading)
         self._optimizer.zero_grad()
+        return read - began, time.monotonic() - read
 
-    def _gradients(self, texts: Sequence[Text]) -> Any:
-        student, device = self.student, self._teacher.device
-        lesson = self._teacher.lesson(padded(texts, device), student.layers, keeps_cache=student.needs_cache)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._half):
+    def _gradients(self, reading: Reading) -> Any:
+        lesson = self._teacher.lesson(reading)
+        with torch.autocast(self._teacher.device.type, torch.bfloat16, enabled=self._half):
             marks = self._module(lesson)
             loss = (marks.losses * self._weights).sum()
         self._group.backward(loss)

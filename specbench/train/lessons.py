@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from specbench.train.texts import Text
 
-__all__ = ["Batch", "Lesson", "Teacher", "batches", "fitting", "padded"]
+__all__ = ["Batch", "Lesson", "Reading", "Teacher", "batches", "fitting", "padded"]
 
 
 class Batch(NamedTuple):
@@ -69,6 +69,25 @@ def padded(texts: Sequence[Text], device: torch.device) -> Batch:
     return Batch(ids.to(device), wanted.to(device))
 
 
+class Reading(NamedTuple):
+    """What the target's pass over a batch is kept as, small enough to keep that of several.
+
+    Attributes:
+        ids: See ``Batch``.
+        states: Of the target's layers that were asked for, [texts, longest, layers, width].
+        places: Where each position is among those that are wanted, -1 for one that is not, [texts, longest].
+        last: At these positions, what is multiplied by the head, [n, width]; or, where more than that makes logits of
+            it, the logits over the draft vocabulary, [n, vocab].
+        cache: The target's keys and values, where they were asked for; whoever reads on with them changes them.
+    """
+
+    ids: torch.Tensor
+    states: torch.Tensor
+    places: torch.Tensor
+    last: torch.Tensor
+    cache: Any = None
+
+
 class Lesson(NamedTuple):
     """What is learnt from a batch.
 
@@ -92,7 +111,7 @@ class Lesson(NamedTuple):
 
 
 class Teacher:
-    """The target, reading texts. Nothing of what it says is kept.
+    """The target, reading texts.
 
     Args:
         model: A causal language model of ``transformers``.
@@ -116,13 +135,13 @@ class Teacher:
         self._plain = self._has_a_plain_head()
 
     @torch.no_grad()
-    def lesson(self, batch: Batch, layers: Sequence[int] = (), *, keeps_cache: bool = False) -> Lesson:
-        """Read texts.
+    def read(self, batch: Batch, layers: Sequence[int] = (), *, keeps_cache: bool = False) -> Reading:
+        """Read texts, which takes a pass of the target.
 
         Args:
             batch: The texts.
             layers: Whose hidden states are wanted, see ``Pass``.
-            keeps_cache: Whether the lesson is to hold keys and values.
+            keeps_cache: Whether keys and values are wanted.
         """
         ids = batch.ids
         followed = torch.zeros_like(batch.wanted)
@@ -130,21 +149,30 @@ class Teacher:
         wanted = batch.wanted & followed
         output = self._read(ids, layers, 1 if self._plain else 0, cached=keeps_cache)
         last = output.hidden_states[self._last]
-        logits = (
-            linear(last[wanted], self.head) if self._plain else output.logits[wanted][:, self._drafted]
-        ).float()
+        found = last[wanted] if self._plain else output.logits[wanted][:, self._drafted]
         places = torch.full(ids.shape, -1, device=ids.device)
-        places[wanted] = torch.arange(len(logits), device=ids.device)
-        width = last.shape[-1]
+        places[wanted] = torch.arange(len(found), device=ids.device)
         states = [output.hidden_states[layer] for layer in layers]
-        return Lesson(
+        return Reading(
             ids,
-            self._model.get_input_embeddings()(ids).float(),
-            torch.stack(states, dim=2) if states else last.new_empty(*ids.shape, 0, width),
+            torch.stack(states, dim=2) if states else last.new_empty(*ids.shape, 0, last.shape[-1]),
+            places,
+            found,
+            output.past_key_values if keeps_cache else None,
+        )
+
+    @torch.no_grad()
+    def lesson(self, reading: Reading) -> Lesson:
+        """What is learnt from texts that were read."""
+        logits = (linear(reading.last, self.head) if self._plain else reading.last).float()
+        return Lesson(
+            reading.ids,
+            self._model.get_input_embeddings()(reading.ids).float(),
+            reading.states,
             logits.softmax(-1),
             logits.argmax(-1),
-            places,
-            output.past_key_values if keeps_cache else None,
+            reading.places,
+            reading.cache,
         )
 
     def _read(self, ids: torch.Tensor, layers: Sequence[int], rows: int, *, cached: bool = False) -> Any:

@@ -26,14 +26,16 @@ from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
 from specbench.errors import RunError, UsageError
 from specbench.files import explained, try_lock, write_text
 from specbench.generate import GenerationRun
+from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
 from specbench.models.heads import find_head, load_head
 from specbench.models.prepare import require_states, wrap_head
+from specbench.models.stories import TRAINING_FILE
 from specbench.specs.models import parse_model
 from specbench.train.learner import Learner, Learnt
 from specbench.train.lessons import fitting
 from specbench.train.prompts import held_out_prompts
-from specbench.train.result import TRAINING_FILE, write_head, write_story
+from specbench.train.result import write_head, write_story
 from specbench.train.settings import Measured, TrainingSettings, Watch
 from specbench.train.state import read_state, write_state
 from specbench.train.texts import Text, TextStore, store_for, write_texts
@@ -50,8 +52,11 @@ __all__ = ["Training", "check_folder", "processes"]
 _STATE = "state"
 """Folder of a training that has not ended, within its result's."""
 
-_WRITING = 0.45
+_WRITING = 0.4
 """Share of the time given in which the target writes (docs/training.md)."""
+
+_EPOCHS = 4
+"""How often each text is seen where the tokens decide."""
 
 _TIMED_STEPS = 4
 _RECORDS = 200
@@ -343,64 +348,76 @@ class Training:
             if self._main:
                 write_state(path, learner.tensors(), asdict(stand))
 
-        if not stand.measures:
-            self._measure(learner, stand, 0)
-        steps = self._agreed(self._planned(learner, stand))
-        every, record = -(-steps // self._settings.measures), -(-steps // _RECORDS)
+        if not stand.measures_made:
+            self._measure(learner, stand)
+        self._plan(learner, stand)
         saved, pace = time.monotonic(), _Pace(stand.step)
-        while stand.step < steps and not self._agreed(stand.ended):
-            stand.took(learner.step(stand.step, steps), record, last=stand.step + 1 == steps)
-            left = steps - stand.step
-            measuring = -(-left // every) * stand.measure_s
-            self._watch.trained(stand.step, steps, stand.loss, left * pace.of(stand.step) + measuring)
-            if stand.step % every == 0 or stand.step == steps:
-                self._measure(learner, stand, steps)
+        while stand.step < stand.steps and not self._agreed(stand.ended):
+            stand.took(learner.step(stand.step, stand.steps))
+            self._watch.trained(stand.step, stand.steps, stand.loss, self._left(stand, pace))
+            if stand.step == stand.measured_next or self._agreed(self._time_is_up):
+                self._measure(learner, stand)
+                self._plan_again(learner, stand, pace)
                 save()
-                saved = time.monotonic()
-                pace = _Pace(stand.step)
+                saved, pace = time.monotonic(), _Pace(stand.step)
             elif time.monotonic() - saved >= self._saved_every_s:
                 save()
                 saved = time.monotonic()
         if self._main:
-            write_story(self._out, self._story(learner, stand, steps))
+            write_story(self._out, self._story(learner, stand))
         return max(map(Measured.of, self._agreed(stand.measures)), key=lambda each: each.tokens_per_step)
 
-    def _planned(self, learner: Learner, stand: _Stand) -> int:
-        """How many steps there will be: settled once, for the learning rate goes by it."""
+    @property
+    def _time_is_up(self) -> bool:
+        minutes = self._settings.minutes
+        return minutes is not None and self._seconds >= 60 * minutes
+
+    def _left(self, stand: _Stand, pace: _Pace) -> float:
+        """Seconds to the end, as things go."""
+        measures = stand.measures_left(self._settings.measures)
+        return (stand.steps - stand.step) * pace.of(stand.step) + measures * stand.measure_s
+
+    def _plan(self, learner: Learner, stand: _Stand) -> None:
+        """Settle how many steps there will be, for the learning rate goes by it; noted before the first is made."""
         if self._begun["steps"] is None:
-            settings = self._settings
-            steps = settings.epochs * learner.epoch_steps
-            if settings.minutes is not None:
-                learner.rehearse()
-                began = time.monotonic()
-                for _ in range(_TIMED_STEPS):
-                    learner.rehearse()
-                pace = (time.monotonic() - began) / _TIMED_STEPS
-                left = 60 * settings.minutes - self._seconds - settings.measures * stand.measure_s
-                steps = max(1, min(steps, int(left / pace)))
+            if self._settings.minutes is None:
+                steps = (self._settings.epochs or _EPOCHS) * learner.epoch_steps
+            else:
+                learner.rehearse(0)
+                timed = [learner.rehearse(number) for number in range(_TIMED_STEPS)]
+                reading_s, learning_s = (sum(each) / _TIMED_STEPS for each in zip(*timed, strict=True))
+                learner.plan(self._in_time(learner, stand, learning_s))
+                steps = self._in_time(learner, stand, learning_s + reading_s / learner.turns)
             if self._main:
                 self._note(steps=steps)
             self._begun["steps"] = steps
-        return int(self._begun["steps"])
+        first = int(self._agreed(self._begun["steps"]))
+        learner.plan(first)
+        if not stand.steps:
+            stand.plan(first, self._settings.measures)
 
-    def _measure(self, learner: Learner, stand: _Stand, steps: int) -> None:
-        """Let the real decoder draft with the head as it is; the best one is kept in the folder."""
+    def _plan_again(self, learner: Learner, stand: _Stand, pace: _Pace) -> None:
+        """With minutes, so many steps as there is time for, at the pace of the last ones: the learning rate has to come
+        to its end, however slow the machine has become."""
+        steps = stand.steps
+        if self._settings.minutes is not None and stand.step < steps:
+            steps = self._agreed(self._in_time(learner, stand, pace.before_measure(stand)))
+        stand.plan(steps, self._settings.measures)
+
+    def _in_time(self, learner: Learner, stand: _Stand, pace: float) -> int:
+        """Steps in all, of so many seconds each, for which there is time besides measures."""
+        settings = self._settings
+        assert settings.minutes is not None
+        measures = stand.measures_left(settings.measures)
+        left = 60 * settings.minutes - self._seconds - measures * stand.measure_s
+        steps = stand.step + max(1, int(left / pace))
+        return steps if settings.epochs is None else min(steps, settings.epochs * learner.epoch_steps)
+
+    def _measure(self, learner: Learner, stand: _Stand) -> None:
+        """Let the real decoder draft with the head as it is, for all prompts side by side; the best head is kept."""
         if self._main:
             began = time.monotonic()
-            candidate = (self._out / _STATE / "candidate").resolve()
-            self._write(learner, candidate)
-            found = find_head(parse_model(str(candidate)))
-            assert found is not None
-            drafter = wrap_head(load_head(found), self._target)
-            by_category: dict[str, list[Step]] = {}
-            gamma = FixedLength(self._settings.depth + (self._settings.kind == "pass"))
-            for prompt, ids in self._held:
-                run = GenerationRun(
-                    ids, self._target, drafter, policy=gamma, max_new_tokens=self._settings.measured_tokens
-                )
-                for _ in run:
-                    pass
-                by_category.setdefault(prompt.category, []).extend(run.result().steps)
+            by_category = self._decoded(learner)
             every = [step for steps in by_category.values() for step in steps]
             measured = Measured(
                 stand.step,
@@ -413,13 +430,36 @@ class Training:
             )
             stand.measure_s = time.monotonic() - began
             best = stand.add(measured, self._settings.patience)
-            limit = self._settings.minutes
-            stand.ended = stand.ended or (limit is not None and self._seconds >= 60 * limit)
+            stand.ended = stand.ended or self._time_is_up
             if best:
                 self._write(learner, self._out)
-                write_story(self._out, self._story(learner, stand, steps))
+                write_story(self._out, self._story(learner, stand))
             self._watch.measured(measured, best=best)
+        stand.measures_made += 1
         self._group.wait_for_everyone()
+
+    def _decoded(self, learner: Learner) -> dict[str, list[Step]]:
+        """The steps of the held-out prompts, by category."""
+        candidate = (self._out / _STATE / "candidate").resolve()
+        self._write(learner, candidate)
+        head = find_head(parse_model(str(candidate)))
+        assert head is not None
+        drafter = wrap_head(load_head(head), self._target)
+        gamma = FixedLength(self._settings.depth + (self._settings.kind == "pass"))
+        runs = [
+            GenerationRun(
+                ids, self._target, drafter, policy=gamma, max_new_tokens=self._settings.measured_tokens
+            )
+            for _, ids in self._held
+        ]
+        found: dict[str, list[Step]] = {}
+        for (prompt, _), made in zip(
+            self._held, GenerationRuns(runs, max_batch=len(runs)).results(), strict=True
+        ):
+            if isinstance(made, Exception):
+                raise made
+            found.setdefault(prompt.category, []).extend(made.steps)
+        return found
 
     def _write(self, learner: Learner, folder: Path) -> None:
         write_head(
@@ -431,7 +471,7 @@ class Training:
             compact=self._settings.compact,
         )
 
-    def _story(self, learner: Learner, stand: _Stand, steps: int) -> dict[str, Any]:
+    def _story(self, learner: Learner, stand: _Stand) -> dict[str, Any]:
         """How the head came about."""
         target, settings = self._target, self._settings
         words = "The rows of its head are the target's"
@@ -455,7 +495,7 @@ class Training:
                 "texts": len(self._texts),
                 "tokens": sum(text.written for text in self._texts),
             },
-            "steps": steps,
+            "steps": stand.steps,
             "seconds": round(self._seconds, 1),
             "loss": stand.curve,
             "measured": stand.measures,
@@ -468,10 +508,13 @@ class _Stand:
 
     Attributes:
         step, tokens: Made, and trained on.
+        steps: To be made; 0 before that is settled.
+        measured_next: The step behind which it is measured again.
         since: Sums since the last point of the curve: of losses and shares of right tokens by place, and how many.
         heard, losses: Losses of the first place since the last measure: how many, and their sum.
         curve: Points of the loss curve.
-        measures: What was measured, as ``Measured`` says it.
+        measures_made: How often it was measured, untrained the first time.
+        measures: What came of it, as ``Measured`` says it; of the main process alone.
         stale: Measures since the best one.
         ended: Whether to stop.
         measure_s: How long the last measure took.
@@ -480,10 +523,13 @@ class _Stand:
 
     step: int = 0
     tokens: int = 0
+    steps: int = 0
+    measured_next: int = 0
     since: list[list[float]] = field(default_factory=list)
     heard: int = 0
     losses: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
+    measures_made: int = 0
     measures: list[dict[str, Any]] = field(default_factory=list)
     stale: int = 0
     ended: bool = False
@@ -505,13 +551,22 @@ class _Stand:
         """Of the first place since the last measure."""
         return self.losses / self.heard if self.heard else None
 
-    def took(self, learnt: Learnt, every: int, *, last: bool) -> None:
+    def measures_left(self, measures: int) -> int:
+        """Of so many, besides that of the untrained head."""
+        return max(0, measures + 1 - self.measures_made)
+
+    def plan(self, steps: int, measures: int) -> None:
+        """There will be so many steps, and so many measures in all, from now on at the same distances."""
+        self.steps = steps
+        self.measured_next = self.step + -(-(steps - self.step) // max(1, self.measures_left(measures)))
+
+    def took(self, learnt: Learnt) -> None:
         """A step was made; every so many steps there is a point of the curve."""
         self.step += 1
         self.tokens += learnt.tokens
         self.heard, self.losses = self.heard + 1, self.losses + learnt.losses[0]
         self.since.append([*learnt.losses, *learnt.right])
-        if len(self.since) < every and not last:
+        if len(self.since) < -(-self.steps // _RECORDS) and self.step < self.steps:
             return
         means = [sum(column) / len(self.since) for column in zip(*self.since, strict=True)]
         depth = len(means) // 2
@@ -538,3 +593,7 @@ class _Pace:
 
     def of(self, step: int) -> float:
         return (time.monotonic() - self._began) / max(1, step - self._first)
+
+    def before_measure(self, stand: _Stand) -> float:
+        """The same where a measure has been made since the last step."""
+        return max(0.0, time.monotonic() - self._began - stand.measure_s) / max(1, stand.step - self._first)

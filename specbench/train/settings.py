@@ -23,7 +23,7 @@ class TrainingSettings:
         tokens: Tokens of the target's own texts to train on; ``None`` if the time decides.
         minutes: How long all of it may take, over all starts; ``None`` if the tokens decide.
         answer_tokens: Length of an answer at most.
-        epochs: How often each text is trained on at most.
+        epochs: How often each text is trained on at most; ``None`` for 4 times, or as often as there are minutes for.
         depth: Tokens it learns to draft.
         vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, which small ones keep whole.
         learning_rate: At its highest; ``None`` for what the kind takes.
@@ -43,14 +43,14 @@ class TrainingSettings:
     tokens: int | None = None
     minutes: float | None = None
     answer_tokens: int = 256
-    epochs: int = 4
+    epochs: int | None = None
     depth: int = 4
     vocab: int | None = None
     learning_rate: float | None = None
     batch_tokens: int = 1024
     held_out: int = 16
     measured_tokens: int = 64
-    measures: int = 12
+    measures: int = 10
     patience: int = 4
     seed: int = 0
     compact: bool = False

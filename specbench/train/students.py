@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedConfig
 
 from specbench.backends.torch.heads import EagleHead, EagleShape, MedusaHeads
@@ -30,9 +30,12 @@ KINDS = ("eagle", "medusa", "pass")
 _ROWS = 256
 """Rows whose logits are computed at once."""
 
+_EVERY = 4
+"""See ``EagleStudent``."""
+
 
 class Marks(NamedTuple):
-    """How a head did, by place of the draft.
+    """How a head did, by place of the draft, over the drafts that got there.
 
     Attributes:
         losses: Mean cross-entropy with the target's distribution over the draft vocabulary, [depth]; it can be learnt
@@ -90,15 +93,15 @@ class _SoftCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         gradient = torch.empty_like(hidden)
         loss = hidden.new_zeros((), dtype=torch.float32)
-        right = torch.zeros((), dtype=torch.long, device=hidden.device)
+        right = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
         for first in range(0, len(hidden), _ROWS):
             part = slice(first, first + _ROWS)
             wanted = p[rows[part]]
-            logits = (hidden[part].to(head.dtype) @ head.T).float()
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            loss += (normaliser[:, 0] - (wanted * logits).sum(-1)).sum()
-            right += (logits.argmax(-1) == choices[rows[part]]).sum()
-            difference = logits.sub_(normaliser).exp_().sub_(wanted)
+            log_q = (hidden[part].to(head.dtype) @ head.T).float().log_softmax(-1)
+            loss -= torch.linalg.vecdot(wanted, log_q).sum()
+            of_choice = log_q.gather(1, choices[rows[part], None])[:, 0]
+            right[part] = of_choice >= log_q.amax(-1)
+            difference = log_q.exp_().sub_(wanted)
             gradient[part] = (difference.to(head.dtype) @ head).to(gradient.dtype)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
@@ -113,7 +116,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 def soft_cross_entropy(
     hidden: torch.Tensor, head: torch.Tensor, p: torch.Tensor, rows: torch.Tensor, choices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of a head's distributions with the target's, summed, and how often their likeliest tokens agree.
+    """Cross-entropy of a head's distributions with the target's, summed, and where their likeliest tokens agree, [n].
 
     Args:
         hidden: What is multiplied by the head, [n, width]; the gradient goes there alone.
@@ -146,21 +149,27 @@ class _Marking:
         """Where the target's distributions are that drafts at this place are compared with, [texts, longest - 1]."""
         return ahead(self._lesson.places, place + 1, -1)
 
-    def add(self, hidden: torch.Tensor, place: int, rows: torch.Tensor) -> None:
+    def add(
+        self, hidden: torch.Tensor, place: int, rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         """Mark drafts.
 
         Args:
             hidden: What is multiplied by the target's head, for these rows, [n, width].
             place: Of the draft.
-            rows: As ``rows`` gave them, or some of them.
+            rows: As ``rows`` gave them, or some of them; or the texts and positions of these.
+
+        Returns:
+            Which of them drafted the target's likeliest token, [n].
         """
         lesson = self._lesson
         loss, right = soft_cross_entropy(
             hidden, self._head, lesson.p, self._wanted(place)[rows], lesson.choices
         )
         self._losses.append(loss / max(1, len(hidden)))
-        self._right.append(right)
+        self._right.append(right.sum())
         self._counted.append(len(hidden))
+        return right
 
     def marks(self) -> Marks:
         """Of all places."""
@@ -178,31 +187,69 @@ def ahead(x: torch.Tensor, by: int, filling: float = 0) -> torch.Tensor:
 
 
 class DraftAttention:
-    """Attention of drafts behind every position at once (EAGLE-3's training-time test).
+    """Attention of drafts behind many positions at once (EAGLE-3's training-time test).
 
-    The first pass is the context itself, causal. In pass i row p is the i-th token of a draft that was begun behind
-    position p: it attends to the context up to there, and to that draft's own tokens, which are the rows p of the
-    passes before and its own. See ``Attend`` of ``specbench.backends.torch.heads``.
+    The first pass is the context itself, causal. From then on a row is the next token of a draft that was begun behind
+    one of its positions: it attends to the context up to there, and to that draft's own tokens, its own row of the
+    passes before among them. See ``Attend`` of ``specbench.backends.torch.heads``.
     """
 
     def __init__(self) -> None:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
+        self._later = torch.empty(0)
+
+    def go_on(self, drafts: torch.Tensor, behind: torch.Tensor) -> None:
+        """The next pass is about some of the last one's drafts.
+
+        Args:
+            drafts: Their places among these, [texts, drafts].
+            behind: The positions behind which they were begun, [texts, drafts].
+        """
+        self._later = torch.arange(self._keys[0].shape[2], device=behind.device) > behind[:, None, :, None]
+        for kept in (self._keys, self._values):
+            kept[1:] = [_picked(each.transpose(1, 2), drafts).transpose(1, 2) for each in kept[1:]]
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
         self._keys.append(key.repeat_interleave(groups, dim=1))
         self._values.append(value.repeat_interleave(groups, dim=1))
+        if len(self._keys) == 1:
+            out = scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)
+            return out.transpose(1, 2)
         query = query * query.shape[-1] ** -0.5
-        length = query.shape[2]
-        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu_(1)
-        scores = (query @ self._keys[0].mT).masked_fill(later, float("-inf"))
+        scores = (query @ self._keys[0].mT).masked_fill(self._later, float("-inf"))
         own = [(query * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
         weights = torch.cat((scores, *own), dim=-1).softmax(-1)
+        length = scores.shape[-1]
         out = weights[..., :length] @ self._values[0]
         for place, values in enumerate(self._values[1:]):
             out = out + weights[..., length + place, None] * values
         return out.transpose(1, 2)
+
+
+def _side_by_side(text: torch.Tensor, draft: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts by their texts, filled up with place 0.
+
+    Args:
+        text: Of each draft, ascending, [n].
+        draft: Its place in the text, [n].
+        texts: How many there are.
+
+    Returns:
+        Places, and which of them are no filling, both [texts, most of a text].
+    """
+    counts = text.bincount(minlength=texts)
+    column = torch.arange(len(text), device=text.device) - (counts.cumsum(0) - counts)[text]
+    widest = max(1, int(counts.max()))
+    places = text.new_zeros(texts, widest)
+    places[text, column] = draft
+    return places, torch.arange(widest, device=text.device) < counts[:, None]
+
+
+def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[texts, any, ...] at these places of each text, [texts, n] -> [texts, n, ...]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], places]
 
 
 class EagleStudent(nn.Module):
@@ -215,6 +262,9 @@ class EagleStudent(nn.Module):
         head: See ``Teacher``.
         depth: Tokens it learns to draft.
         seed: Of what is random at the beginning.
+
+    Attributes:
+        every: Of drafts whose last token was not right, which the decoder would drop, one in so many is gone on from.
     """
 
     kind = "eagle"
@@ -223,6 +273,7 @@ class EagleStudent(nn.Module):
     def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int) -> None:
         super().__init__()
         self.depth, config = depth, text_config(model.config)
+        self.every = _EVERY
         total = config.num_hidden_layers
         self.layers = tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
         shape = EagleShape(len(self.layers), config.hidden_size, len(head), _layer_like(config))
@@ -237,12 +288,23 @@ class EagleStudent(nn.Module):
         """See ``Student``."""
         marking, attend, head = _Marking(lesson, self._rows), DraftAttention(), self.head
         features = head.fuse(lesson.states[:, :-1].to(head.norm.weight.dtype)).float()
-        positions = torch.arange(features.shape[1], device=features.device)[None]
+        texts, last = features.shape[:2]
+        behind = torch.arange(last, device=features.device).expand(texts, -1)
+        always = (behind + lesson.ids.sum()) % self.every == 0
+        kept = marking.rows(0)
         for place in range(self.depth):
-            out = head.read(ahead(lesson.embedded, place + 1), features, positions + place, attend)
-            rows = marking.rows(place)
-            marking.add(head.norm(out[rows]), place, rows)
-            features = head.recurring(out)
+            tokens = (behind + place + 1).clamp(max=last)
+            out = head.read(_picked(lesson.embedded, tokens), features, behind + place, attend)
+            text, draft = kept.nonzero(as_tuple=True)
+            begun = text, behind[text, draft]
+            right = marking.add(head.norm(out[text, draft]), place, begun)
+            if place + 1 == self.depth:
+                break
+            goes_on = marking.rows(place + 1)[begun] & (right | always[begun])
+            drafts, kept = _side_by_side(text[goes_on], draft[goes_on], texts)
+            behind = _picked(behind, drafts)
+            features = _picked(head.recurring(out), drafts)
+            attend.go_on(drafts, behind)
         return marking.marks()
 
     def settings(self) -> dict[str, Any]:

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Text", "TextStore", "store_for", "without_a_gap", "write_texts"]
 
-BATCH = 32
+BATCH = 64
 """Texts that are written side by side."""
 
-_GROUP = 8
+_GROUP = 4
 """Batches that are begun together."""
 
 _WARMER = (0.7, 1.0)
