@@ -19,10 +19,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, TURN_START, tiny_llama, tiny_tokenizer
 from told import refusal
 from transformers import AutoTokenizer
 
+from specbench.decoding.stops import special_tokens
 from specbench.errors import RunError, UsageError
 from specbench.models import builtin, checkpoints
 from specbench.models import gguf as gguf_files
@@ -53,8 +54,25 @@ def write_gguf(
     parts: int = 1,
 ) -> Path:
     """`tiny_llama` and `tiny_tokenizer` as a GGUF file, with matrices of the given kind."""
-    model: Any = tiny_llama(seed)
-    config, tokenizer = model.config, tiny_tokenizer()
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = TURN_START
+    return write_as_gguf(
+        path, tiny_llama(seed), tokenizer, kind=kind, architecture=architecture, pre=pre, parts=parts
+    )
+
+
+def write_as_gguf(
+    path: Path,
+    model: Any,
+    tokenizer: Any,
+    *,
+    kind: str = "F32",
+    architecture: str = "llama",
+    pre: str = "smollm",
+    parts: int = 1,
+) -> Path:
+    """A Llama with a byte-level BPE tokenizer as a GGUF file, with matrices of the given kind."""
+    config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -74,14 +92,17 @@ def write_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([token for token, _ in tokens])
-    writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token, _ in tokens])
+    specials = special_tokens(tokenizer)
+    writer.add_token_types([control if token in specials else normal for token, _ in tokens])
     writer.add_token_merges([" ".join(pair) for pair in state["merges"]])
-    writer.add_bos_token_id(tokenizer.convert_tokens_to_ids("<|im_start|>"))
-    writer.add_eos_token_id(tokenizer.convert_tokens_to_ids("<|endoftext|>"))
-    writer.add_chat_template(CHAT_TEMPLATE)
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         data = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
             name.split(".")[-2]
