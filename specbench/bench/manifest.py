@@ -15,11 +15,12 @@ from uuid import uuid4
 from specbench._version import __version__
 from specbench.bench.grid import Sweep, SweepOptions, turns_of
 from specbench.errors import UsageError
+from specbench.results.store import RunStore
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
 
-__all__ = ["changes", "command_line", "describe_run", "merge_runs", "now", "option_changes"]
+__all__ = ["changes", "command_line", "describe_run", "merge_runs", "now", "open_run", "option_changes"]
 
 
 def describe_run(
@@ -222,3 +223,52 @@ def merge_runs(old: Mapping[str, Any], new: Mapping[str, Any], differing: Sequen
         "finished": None,
         "changes": [*old.get("changes", ()), change],
     }
+
+
+def open_run(
+    folder: Path,
+    sweep: Sweep,
+    *,
+    target: Mapping[str, Any],
+    sources: Mapping[str, Any],
+    advice: str,
+    command: Sequence[str] = (),
+    heads: Mapping[str, Mapping[str, Any]] | None = None,
+    accept_changes: bool = False,
+) -> RunStore:
+    """The folder of a run to measure into: a new one, or the stored one if it was made as this would be.
+
+    Args:
+        folder: With or without a run.
+        sweep, target, sources, command, heads: See ``describe_run``.
+        advice: What to do about a run that was made otherwise.
+        accept_changes: Go on with such a run, and write down what differs.
+
+    Raises:
+        UsageError: The run was made otherwise, in what cannot be accepted or is not to be.
+    """
+    from specbench.bench.environment import describe_environment  # which imports torch
+
+    run = describe_run(
+        sweep,
+        target=target,
+        environment=describe_environment(),
+        sources=sources,
+        command=command,
+        heads=heads,
+    )
+    if not RunStore.exists(folder):
+        return RunStore.create(folder, run)
+    store = RunStore.open(folder)
+    try:
+        differing = changes(store.run, run)
+        if differing and not accept_changes:
+            raise UsageError(
+                f"The run in {str(folder)!r} was made otherwise ({'; '.join(differing)}).", advice
+            )
+        if differing:
+            store.update(**merge_runs(store.run, run, differing))
+    except BaseException:
+        store.close()
+        raise
+    return store

@@ -771,35 +771,18 @@ class _Job:
 
     def open_store(self, sources: dict[str, Any], *, accept_changes: bool) -> RunStore:
         """A new run, or the stored one if it is the same as this."""
-        from specbench.bench.environment import describe_environment
-        from specbench.bench.manifest import changes, command_line, describe_run, merge_runs
-        from specbench.errors import UsageError
-        from specbench.results.store import RunStore
+        from specbench.bench.manifest import command_line, open_run
 
-        run = describe_run(
+        return open_run(
+            self.folder,
             self.sweep,
             target=self.engine.describe_target(),
-            environment=describe_environment(),
             sources=sources,
             command=command_line(sys.argv[1:]),
             heads=self.engine.heads,
+            advice="Restore that, give another --out, or add --accept-changes to go on all the same.",
+            accept_changes=accept_changes,
         )
-        if not RunStore.exists(self.folder):
-            return RunStore.create(self.folder, run)
-        store = RunStore.open(self.folder)
-        try:
-            differing = changes(store.run, run)
-            if differing and not accept_changes:
-                raise UsageError(
-                    f"The run in {str(self.folder)!r} was made otherwise ({'; '.join(differing)}).",
-                    "Restore that, give another --out, or add --accept-changes to go on all the same.",
-                )
-            if differing:
-                store.update(**merge_runs(store.run, run, differing))
-        except BaseException:
-            store.close()
-            raise
-        return store
 
     def found(self, store: RunStore, *, retry_failed: bool) -> str:
         """How many of the generations that are to be measured are stored; empty if none is."""

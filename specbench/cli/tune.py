@@ -250,32 +250,17 @@ class _Job:
 
     def open_store(self, sources: dict[str, Any]) -> RunStore:
         """A new run, or the stored one if it is the same as this."""
-        from specbench.bench.environment import describe_environment
-        from specbench.bench.manifest import changes, command_line, describe_run
-        from specbench.errors import UsageError
-        from specbench.results.store import RunStore
+        from specbench.bench.manifest import command_line, open_run
 
-        run = describe_run(
+        return open_run(
+            self.folder,
             self.sweep,
             target=self.loaded.engine.describe_target(),
-            environment=describe_environment(),
             sources=sources,
             command=command_line(sys.argv[1:]),
             heads=self.loaded.engine.heads,
+            advice="Restore that, or give other --results.",
         )
-        if not RunStore.exists(self.folder):
-            return RunStore.create(self.folder, run)
-        store = RunStore.open(self.folder)
-        try:
-            if differing := changes(store.run, run):
-                raise UsageError(
-                    f"The run in {str(self.folder)!r} was made otherwise ({'; '.join(differing)}).",
-                    "Restore that, or give other --results.",
-                )
-        except BaseException:
-            store.close()
-            raise
-        return store
 
     def say_at_start(self, start: Any, *, resumed: bool) -> None:
         """What the machine is like, and what there is to say of the models."""
