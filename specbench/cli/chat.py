@@ -61,20 +61,9 @@ def chat(
             from specbench.conversation import Conversation
 
             stack.enter_context(quiet_transformers())
+            rule = (length_policy, egag, tree, gamma, length)
             setting = load_setting(
-                target,
-                drafter,
-                models,
-                length_policy,
-                egag,
-                tree,
-                gamma,
-                length,
-                decode,
-                sampling,
-                cache=kind,
-                chained=opt.chained(models, decode),
-                progress=progress,
+                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress
             )
             conversation = Conversation(
                 setting.target,

@@ -152,20 +152,9 @@ def generate(
             stack.enter_context(quiet_transformers())
             if show.compare:
                 refuse_keep(parse_drafter(drafter))
+            rule = (length_policy, egag, tree, gamma, length)
             setting = load_setting(
-                target,
-                drafter,
-                models,
-                length_policy,
-                egag,
-                tree,
-                gamma,
-                length,
-                decode,
-                sampling,
-                cache=kind,
-                chained=opt.chained(models, decode),
-                progress=progress,
+                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress
             )
             loaded = setting.target
             job = _Job(

@@ -108,20 +108,9 @@ def serve(
             from specbench.serve.server import Server
 
             stack.enter_context(quiet_transformers())
+            rule = (length_policy, egag, tree, gamma, length)
             setting = load_setting(
-                target,
-                drafter,
-                models,
-                length_policy,
-                egag,
-                tree,
-                gamma,
-                length,
-                decode,
-                sampling,
-                cache=kind,
-                chained=opt.chained(models, decode),
-                progress=progress,
+                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress
             )
             engine = _engine(setting, server)
         rule_is_given = bool(length_policy or egag or tree or gamma or length.costs or length.given)

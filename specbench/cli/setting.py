@@ -53,7 +53,6 @@ def load_setting(
     sampling: SamplingOptions,
     *,
     cache: CacheKind,
-    chained: str | None,
     progress: Progress,
 ) -> Setting:
     """Load what these options of a command name; what cannot work is refused before that.
@@ -61,12 +60,12 @@ def load_setting(
     Args:
         target, drafter, models, length_policy, egag, tree, gamma, length, decode, sampling: As on the command line.
         cache: See ``cli.options.cache_for``.
-        chained: See ``cli.options.chained``.
         progress: Told how far it has come.
 
     Raises:
         UsageError, RunError: Something is wrong with one of them, or it cannot be loaded.
     """
+    from specbench.cli.options import chained
     from specbench.cli.rule import length_rule
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import prepare
@@ -82,7 +81,7 @@ def load_setting(
         length.costs,
         {**length.given, "gamma": gamma},
         greedy=transforms.greedy and len(spec.parts) == 1,  # several draft chains of one length
-        chained=chained,
+        chained=chained(models, decode),
     )
     if not spec.is_plain:
         rule.spec.check(spec)
