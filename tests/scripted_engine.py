@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,13 +116,17 @@ class ScriptedEngine:
         )
 
     def measure_shared_costs(
-        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        requests: int,
+        widths: Sequence[int],
+        only: Collection[str] | None = None,
     ) -> SharedTimes:
         self.shared_calls.append((requests, *widths))
         others = requests - 1
         return SharedTimes(
             {(requests, n): [0.3, 0.01 * (1 + (2.0 if n > 1 else 0.2) * others), 0.001] for n in widths},
-            {("d", requests): [0.001 * (1 + 2.0 * others)]},
+            {(name, requests): [0.001 * (1 + 2.0 * others)] for name in only or ("d",)},
             128,
         )
 

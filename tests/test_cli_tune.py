@@ -352,3 +352,20 @@ def test_a_generation_that_fails_is_told(tune: Tune, monkeypatch: pytest.MonkeyP
     assert said.code == 0, said.err
     assert "not raced: failed: There was not enough memory for this configuration." in said.out
     assert said.out.startswith("lookup with auto: 2.00")
+
+
+def test_a_calibrated_tree_is_tried(tune: Tune, tmp_path: Path, models: Path) -> None:
+    assert tune("--drafter", models / "small").code == 0
+    small = "small (int8)"
+    assert not any("static" in config["policy"] for config in _configs(tmp_path / "results"))
+    asked = ["calibrate", "--tree", "--target", models / "target", "--drafter", models / "small"]
+    asked += ["--dtype", "float32", "--prompts", "./mine.jsonl", "--quiet"]
+    assert run([str(word) for word in asked]) == 0
+    assert tune("--drafter", models / "small", "--results", "again", "--overwrite").code in (0, 1)
+    static = [config for config in _configs(Path("again").parent) if "static" in config["policy"]]
+    assert [config["drafter"] for config in static] == [small]
+    assert "ranks=" in static[0]["policy"]
+
+
+def _configs(folder: Path) -> list[dict[str, Any]]:
+    return [config for path in folder.glob("*/run.json") for config in read_run(path.parent)["configs"]]

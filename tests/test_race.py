@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import regret
 from exact_runs import write_exact
-from regret import FakeClock, Simulated, choice_of, race_over, regret_in, simulated
+from regret import FakeClock, Simulated, choice_of, race_over, regret_in, scatter_of, simulated
 
 from specbench.results.store import load_results
 from specbench.tune.race import ERROR, MARGIN, Block, Race, Timing, run_race
@@ -39,6 +39,10 @@ def run(
     return run_race(race, blocks(count), measure, clock=clock, **options)  # type: ignore[arg-type]
 
 
+def new(*names: str, limit: int = 100) -> Race:
+    return Race(names, PLAIN, limit=limit)
+
+
 # -- simulated and stored runs ---------------------------------------------------------------------
 
 
@@ -46,7 +50,8 @@ def run(
 def test_the_choice_is_within_5_percent_of_the_best(number: int) -> None:
     """Ten runs with other speeds, prompts, drift and neighbours each."""
     made = simulated(number)
-    assert made.regret(made.race()) <= MARGIN
+    race, _ = made.race()
+    assert made.regret(race) <= MARGIN
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -54,34 +59,36 @@ def test_a_planted_good_candidate_is_found(seed: int) -> None:
     """Behind eleven others, on a machine that drifts and that others use; and within the time of some thirty blocks."""
     truth = {PLAIN: 0.0, **{f"c-{n}": 0.02 * n for n in range(11)}, "planted": 0.5}
     made = Simulated(truth, seed=seed, spread=0.2, noise=0.05, drift=0.4, busy=0.3)
-    race = made.race(prompts=60, seconds=800.0)
+    race, _ = made.race(prompts=60, seconds=800.0)
     assert race.leader == "planted"
     assert race.verdict in ("faster", "open")
     assert race.ratio("planted", PLAIN).value > 1.2
     assert made.clock.seconds <= 800.0 + 47 / 5  # no more than the last generation over
 
 
-def test_the_fastest_is_dropped_no_oftener_than_it_may_be() -> None:
-    lost = 0
+def test_a_choice_is_wrong_no_oftener_than_it_may_be() -> None:
+    """Where that is most likely: all others are just outside the margin behind the best."""
+    wrong = 0
     for seed in range(60):
-        truth = {PLAIN: 0.0, "best": 0.11, "a": 0.1, "b": 0.1, "c": 0.09, "d": 0.08}
-        race = Simulated(truth, seed=seed, spread=0.25, noise=0.05).race(prompts=32)
-        lost += "best" in race.fallen
-    assert lost <= ERROR * 60
+        truth = {PLAIN: 0.0, "best": 0.16, **dict.fromkeys(("a", "b", "c", "d", "e"), 0.1)}
+        made = Simulated(truth, seed=seed, spread=0.1, noise=0.03)
+        race, _ = made.race(prompts=32)
+        wrong += race.decided and race.leader != "best"
+    assert wrong <= ERROR * 60
 
 
 def test_plain_decoding_wins_where_nothing_is_faster() -> None:
     truth = {PLAIN: 0.0, "a": -0.3, "b": -0.5}
     made = Simulated(truth, spread=0.05, noise=0.02)
-    race = made.race()
+    race, _ = made.race()
     assert (choice_of(race), race.verdict) == (PLAIN, "plain")
     assert race.running == [PLAIN]
 
 
 def test_what_is_within_the_margin_of_plain_decoding_counts_as_equal() -> None:
-    race = Simulated({PLAIN: 0.0, "a": 0.01, "b": -0.4}, spread=0.01, noise=0.01).race()
-    assert race.verdict in ("equal", "plain")
-    assert "a" in race.running
+    race, ending = Simulated({PLAIN: 0.0, "a": 0.01, "b": -0.4}, spread=0.01, noise=0.01).race()
+    assert race.verdict in ("equal", "faster", "plain")
+    assert ending == "decided"
     assert "b" in race.fallen
 
 
@@ -118,36 +125,33 @@ def test_the_benchmark_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_a_race_ends_as_soon_as_nothing_is_left_to_tell_apart() -> None:
-    race = Race(["slow", "fast"], PLAIN)
+    race = new("slow", "fast")
     assert run(race, steady(plain=10, slow=8, fast=20)) == "decided"
     assert race.blocks == 6
     assert race.running == [PLAIN, "fast"]
     fall = race.fallen["slow"]
     assert (fall.blocks, fall.leader) == (6, "fast")
-    assert fall.ratio is not None
-    assert fall.ratio.value == pytest.approx(0.4)
+    assert fall.most == pytest.approx(0.4)
 
 
 def test_looks_come_ever_more_rarely() -> None:
-    race, looks = Race([], PLAIN), []
+    race, looks = new(), []
     for block in blocks(100):
         race.take(block, {PLAIN: Timing(1, 1.0)})
         looks += [race.blocks] if race.due else []
     assert looks == [6, 8, 12, 16, 24, 32, 48, 64, 96]
 
 
-def test_later_looks_spend_less_and_all_of_them_no_more_than_there_is() -> None:
-    race = Race(["a", "b", "c"], PLAIN)
+def test_all_looks_together_spend_no_more_than_there_is() -> None:
+    """One bound for each of the others at every look on the way, and at the last one."""
+    race = new("a", "b", "c", limit=24)
     for block in blocks(6):
-        race.take(block, dict.fromkeys(race.running, Timing(1, 1.0)))
-    spent = []
-    for _ in range(1000):
-        race.look()
-        spent.append((1 - race.confidence) / 2 * 3)  # one end, three others
-    assert spent[0] == pytest.approx(ERROR / 2)
-    assert spent == sorted(spent, reverse=True)
-    assert sum(spent) <= ERROR
-    assert sum(spent) == pytest.approx(ERROR, rel=0.01)
+        race.take(block, {name: Timing(1, 1.0 + wobble(name, block)) for name in race.running})
+    race.look()
+    spent = 5 * 3 * race.level  # after 6, 8, 12, 16 and 24 blocks
+    assert spent == pytest.approx(ERROR / 2)
+    race.look(last=True)
+    assert spent + 3 * race.level == pytest.approx(ERROR)
 
 
 def test_who_fails_is_out_and_plain_decoding_that_fails_spoils_the_block() -> None:
@@ -155,9 +159,9 @@ def test_who_fails_is_out_and_plain_decoding_that_fails_spoils_the_block() -> No
         fails = (name == "broken" and block.prompt == "p-1") or block.prompt == "p-0"
         return None if fails else steady(plain=10, broken=30, good=20)(name, block)
 
-    race = Race(["broken", "good"], PLAIN)
+    race = new("broken", "good")
     assert run(race, measure) == "decided"
-    assert race.fallen["broken"].ratio is None
+    assert race.fallen["broken"].most is None
     assert race.measured("broken") == 0
     assert race.leader == "good"
     assert race.blocks == 6
@@ -168,7 +172,7 @@ def test_a_block_in_which_somebody_says_nothing_counts_for_nobody() -> None:
         silent = name == "a" and block.prompt == "p-0"
         return Timing(0, 0.0) if silent else steady(plain=10, a=20)(name, block)
 
-    race = Race(["a"], PLAIN)
+    race = new("a")
     run(race, measure)
     assert race.measured("a") == race.measured(PLAIN) == 6
     assert not race.fallen
@@ -181,7 +185,7 @@ def test_a_race_keeps_to_its_time() -> None:
         clock.seconds += 3.0
         return Timing(10, 1.0 + wobble(name, block))
 
-    race = Race(["a", "b"], PLAIN)
+    race = new("a", "b")
     assert run(race, measure, clock=clock, until=100.0) == "time"
     assert clock.seconds <= 100.0
     assert race.blocks == 11  # another one would take until 108
@@ -189,13 +193,13 @@ def test_a_race_keeps_to_its_time() -> None:
 
 def test_a_race_that_is_not_over_says_how_much_more_it_takes() -> None:
     made = Simulated({PLAIN: 0.0, "a": 0.5, "b": 0.46}, spread=0.1, noise=0.02)
-    few = made.race(prompts=6)
+    few, _ = made.race(prompts=6)
     assert few.open == [name for name in ("a", "b") if name != few.leader]
     wanted = few.blocks_wanted()
     assert wanted is None or wanted > 20
-    many = Simulated(made.truth, spread=0.1, noise=0.02).race(prompts=24)
+    many, _ = Simulated(made.truth, spread=0.1, noise=0.02).race(prompts=24)
     assert many.blocks_wanted() is not None
-    over = Race(["fast"], PLAIN)
+    over = new("fast")
     run(over, steady(plain=1, fast=3))
     assert over.blocks_wanted() == 0
 
@@ -204,7 +208,7 @@ def test_the_same_times_and_seed_give_the_same_race() -> None:
     def standing(race: Race) -> tuple[object, ...]:
         return race.leader, race.running, race.fallen, race.blocks
 
-    assert standing(simulated(3).race()) == standing(simulated(3).race())
+    assert standing(simulated(3).race()[0]) == standing(simulated(3).race()[0])
 
 
 def test_candidates_run_in_another_order_in_every_block() -> None:
@@ -216,7 +220,7 @@ def test_candidates_run_in_another_order_in_every_block() -> None:
         seen[-1].append(name)
         return Timing(10, 1.0 + wobble(name, block))
 
-    run(Race(["a", "b", "c"], PLAIN), measure, 5, seed=1)
+    run(new("a", "b", "c"), measure, 5, seed=1)
     assert len({tuple(order) for order in seen}) > 1
     assert all(sorted(order) == ["a", "b", "c", PLAIN] for order in seen)
 
@@ -228,7 +232,66 @@ def test_every_speedup_is_paired_by_prompt() -> None:
         number = int(block.prompt.removeprefix("p-"))
         return Timing(100, (1 + 5 * (number % 4)) * {"plain": 1.0, "a": 0.5, "b": 0.55}[name])
 
-    race = Race(["a", "b"], PLAIN)
+    race = new("a", "b")
     assert run(race, measure) == "decided"
     assert race.ratio("a", PLAIN).value == pytest.approx(2.0)
     assert "b" in race.fallen
+
+
+def test_who_may_be_faster_than_a_new_leader_is_measured_again() -> None:
+    """b is no faster than a for six prompts, and so rests; a then falls behind c, than which b may be faster."""
+    race = new("a", "b", "c")
+    for number, block in enumerate(blocks(8)):
+        wave = 1.0 + number % 2 / 50
+        speeds = {PLAIN: 1.0, "a": 3.0, "b": 2.7, "c": 2.0 * (1.0 + 0.4 * (number % 2))}
+        if number >= 6:
+            speeds |= {"a": 0.5, "c": 6.0}
+        race.take(block, {name: Timing(100, wave / speeds[name]) for name in race.running})
+        if race.due:
+            race.look()
+        if race.blocks == 6:
+            assert (race.leader, set(race.fallen)) == ("a", {"b"})
+    assert race.leader == "c"
+    assert "b" in race.running
+    assert not race.fallen.keys() & {"b"}
+
+
+def test_a_race_that_is_decided_stays_so() -> None:
+    race = new("fast")
+    for block in blocks(8):
+        speeds = {PLAIN: 1.0, "fast": 2.0 if race.blocks < 6 else 0.1}
+        race.take(block, {name: Timing(100, 1.0 / speeds[name]) for name in race.running})
+        if race.due:
+            race.look()
+    assert (race.leader, race.verdict, race.decided) == ("fast", "faster", True)
+
+
+def test_who_surely_is_not_5_percent_faster_need_not_be_told_from_the_leader() -> None:
+    speeds = {PLAIN: 10, "a": 20, "b": 20.2}
+    race = new("a", "b")
+
+    def measure(name: str, block: Block) -> Timing:
+        return Timing(100, (100 + wobble(name, block)) / speeds[name])
+
+    assert run(race, measure) == "decided"
+    assert race.leader == "b"
+    assert race.fallen["a"].most is not None
+    assert 0.98 < race.fallen["a"].most < 1 / (1 - MARGIN)
+
+
+@pytest.fixture(scope="module")
+def scatter() -> regret.Scatter:
+    return scatter_of(Path(__file__).parents[1] / "results" / "qwen2.5-coder-pair")
+
+
+@pytest.mark.parametrize("kind", regret.TRUTHS)
+def test_over_the_scatter_of_a_stored_run_choices_are_good(scatter: regret.Scatter, kind: str) -> None:
+    """Two drafters that differ much from prompt to prompt; benchmarks/regret.py has all runs, and more races."""
+    for seed in range(4):
+        made, best = scatter.simulated(seed, kind, busy=0.0)
+        race, _ = made.race(40)
+        if kind != "apart":
+            assert made.regret(race) <= MARGIN
+        elif race.decided:
+            assert choice_of(race) == best
+        assert kind != "planted" or choice_of(race) == best

@@ -101,6 +101,12 @@ class TestMeanInterval:
     def test_fewer_than_two_values_have_none(self, values: list[float]) -> None:
         assert mean_interval(values) is None
 
+    def test_an_upper_bound_is_students_alone(self) -> None:
+        values = [1.0, 2.0, 9.0]
+        half = distributions.t.ppf(0.999, 2) * np.std(values, ddof=1) / math.sqrt(3)
+        assert stats.upper_bound(values, 0.001) == pytest.approx(4.0 + half)
+        assert stats.upper_bound([1.0], 0.1) == math.inf
+
     def test_equal_values_have_no_width(self) -> None:
         assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
 

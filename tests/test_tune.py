@@ -17,9 +17,9 @@ from told import refusal
 
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
-from specbench.bench.passes import PassTimes
+from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.config import Config as Configuration
-from specbench.decoding.theory import PassCosts
+from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.errors import RunError, UsageError
 from specbench.options import ModelOptions
 from specbench.results.load import LoadSnapshot
@@ -29,7 +29,17 @@ from specbench.specs.models import ModelSpec
 from specbench.specs.rules import parse_rule
 from specbench.tune import candidates
 from specbench.tune.answer import as_json, as_markdown, as_text, configuration, exports, find_answer
-from specbench.tune.candidates import GAMMAS, Probe, choose, drafters_to_try, predict, probes_of, rules_to_try
+from specbench.tune.batches import predicted_at
+from specbench.tune.candidates import (
+    CALIBRATED_TREE,
+    GAMMAS,
+    Probe,
+    choose,
+    drafters_to_try,
+    predict,
+    probes_of,
+    rules_to_try,
+)
 from specbench.tune.search import Found, Search
 
 COSTS = PassCosts({1: 0.1, 2: 0.1, 5: 0.12, 9: 0.2}, {"d": 0.02, "e": 0.05})
@@ -39,7 +49,7 @@ def grid(*drafters: str, **options: Any) -> Sweep:
     """Everything there is to try with drafters that are models."""
     defaults: dict[str, Any] = {
         "gammas": GAMMAS,
-        "policies": rules_to_try(chained=False),
+        "policies": [rule for rule in rules_to_try(chained=False) if rule != CALIBRATED_TREE],
         "max_new_tokens": 17,
         "repeats": 3,
         "warmup": 0,
@@ -264,14 +274,15 @@ def test_nothing_is_measured_again(tmp_path: Path) -> None:
     first = search(tmp_path, TimedEngine(FAST, clock), sweep, clock)
     again = TimedEngine({}, clock)
     second = search(tmp_path, again, sweep, clock)
-    assert (again.calls, again.cost_calls) == ([], [])
+    assert (again.calls, again.cost_calls, again.shared_calls) == ([], [], [])
+    assert second.batches == first.batches
     assert second.race.fallen == first.race.fallen
 
 
 def test_the_time_is_kept_to_and_what_is_open_is_said(tmp_path: Path) -> None:
     clock = FakeClock()
     speeds = {"d@auto": 1.5, "d@8": 1.49, "d@auto-tree": 1.3, "d@dynamic-tree": 1.2}
-    engine, sweep = TimedEngine(speeds, clock, noise=0.8), grid("d", max_new_tokens=200, repeats=9)
+    engine, sweep = TimedEngine(speeds, clock, noise=4.0), grid("d", max_new_tokens=200, repeats=9)
     found = search(tmp_path, engine, sweep, clock, seconds=60.0)
     assert clock.seconds <= 60.0
     assert found.ending == "time"
@@ -326,6 +337,43 @@ def test_passes_that_cannot_be_timed_end_it(tmp_path: Path) -> None:
     clock, sweep = FakeClock(), grid("d")
     message = refusal(search, tmp_path, Untimed(FAST, clock), sweep, clock, kind=RunError)
     assert message == "Single passes could not be timed: no clock"
+
+
+# -- many requests ---------------------------------------------------------------------------------
+
+
+def test_a_drafter_in_a_batch_is_predicted_from_its_steps_and_shared_passes() -> None:
+    steps = {"emitted": [3, 1], "passes": [2, 0], "nodes": [2, 0], "siblings": [0, 0]}
+    costs = SharedCosts({4: {1: 0.1, 3: 0.2}}, {"d": {4: 0.05}})
+    # 2 tokens a step of one pass of the drafter and of 2 rows for each request, where plain decoding takes 0.1 for one.
+    assert predicted_at(4, [{"steps": steps}], "d", costs) == pytest.approx(2 * 0.1 / (0.05 + 0.15))
+
+
+def test_where_it_stops_paying_is_told(tmp_path: Path) -> None:
+    speeds = {"d@8": 2.0, "d@auto": 0.5, "d@auto-tree": 0.5, "d@dynamic-tree": 0.5}
+    answer, found = answered(tmp_path, speeds)
+    *pays, stops = found.batches
+    assert found.race.leader == "d@8"
+    assert all(found.batches[batch] >= 1.0 for batch in pays)
+    assert found.batches[stops] < 1.0
+    last = pays[-1] if pays else 1
+    assert (
+        f"As predicted from passes that several requests share, it stops paying above batch {last}."
+        in answer.details
+    )
+    assert as_json(answer, found)["batches"].keys() == set(map(str, found.batches))
+
+
+def test_passes_that_cannot_be_shared_leave_it_unsaid(tmp_path: Path) -> None:
+    class Alone(TimedEngine):
+        def measure_shared_costs(self, *_: object) -> SharedTimes:
+            raise RuntimeError("no memory")
+
+    clock, sweep = FakeClock(), grid("d")
+    found = search(tmp_path, Alone(FAST, clock), sweep, clock)
+    assert found.batches == {}
+    answer = find_answer(found, sweep.configs, load_results(tmp_path))
+    assert not any("batch" in each for each in answer.details)
 
 
 # -- the answer ------------------------------------------------------------------------------------

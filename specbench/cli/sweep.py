@@ -593,15 +593,7 @@ def _calibrated(
     engine: ModelEngine, notes: list[str], rule: RuleSpec, drafter: str, temperature: float
 ) -> RuleSpec:
     """A rule with what was calibrated for a drafter; what there is to say of it is added to the notes."""
-    from specbench.decoding.sampling import Sampling
-    from specbench.errors import SpecbenchError
-    from specbench.models.tree_choices import calibrated_tree
-
-    loaded = engine.drafters[drafter]
-    if isinstance(loaded, SpecbenchError) or not rule.applies(engine.specs[drafter]):
-        return rule
-    weights = engine.fingerprints.get(drafter, "")
-    fitted, note = calibrated_tree(rule, engine.target, loaded, weights, Sampling(temperature=temperature))
+    fitted, note = engine.calibrated(rule, drafter, temperature)
     if note:
         notes.append(note)
     return fitted

@@ -208,11 +208,11 @@ def _sweep(options: Any, prompts: Any, loaded: Loaded) -> Sweep:
     """The grid of everything that is loaded."""
     from dataclasses import replace
 
-    from specbench.bench.grid import Sweep, build_configs
+    from specbench.bench.grid import Sweep
+    from specbench.tune.loading import configurations
 
     options = replace(options, cache=loaded.cache)
-    engine = loaded.engine
-    return Sweep(options, tuple(prompts), tuple(build_configs(options, engine.specs, engine.fingerprints)))
+    return Sweep(options, tuple(prompts), tuple(configurations(options, loaded.engine)))
 
 
 def _folder(results: _Results, target: str) -> Path:
@@ -313,12 +313,13 @@ class _Job:
         lead = labels[race.leader]
         if race.leader != race.plain:
             lead += f" {decimals(race.ratio(race.leader, race.plain).value)} × plain"
+        left = f"at most {duration(max(0.0, left_s))} left"
+        if race.decided:
+            return f"{race.blocks} blocks, decided for {lead}; its speedup is measured on, {left}"
         others = [labels[name] for name in race.running if name not in (race.leader, race.plain)]
         names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-        return (
-            f"{race.blocks} blocks, leading {lead}; {f'with {names}' if others else 'nobody else'} in the race,"
-            f" at most {duration(max(0.0, left_s))} left"
-        )
+        among = f"with {names}" if others else "nobody else"
+        return f"{race.blocks} blocks, leading {lead}; {among} in the race, {left}"
 
     def tell(
         self,

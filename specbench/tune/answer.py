@@ -124,53 +124,65 @@ def find_answer(found: Found, configs: Sequence[GridConfig], df: pd.DataFrame) -
 
 
 def _runner_up(race: Race) -> str | None:
-    """The fastest that drafts, of those that are running, or else of all."""
-    drafting = [name for name in race.running if name != race.plain]
-    drafting = drafting or [name for name in race.fallen if race.measured(name)]
+    """The fastest that drafts, of those in question, or else of all."""
+    drafting = [name for name in race.names if name != race.plain and race.measured(name)]
+    drafting = [name for name in drafting if name not in race.fallen] or drafting
     return max(drafting, key=lambda name: _speedup(race, name).value, default=None)
 
 
 def _speedup(race: Race, name: str) -> stats.Estimate:
-    return race.ratio(name, race.plain, stats.CONFIDENCE)
+    return race.ratio(name, race.plain)
 
 
 def _near(race: Race) -> list[str]:
     """Those that measure within the margin of the leader, but for plain decoding."""
-    others = [
-        name
-        for name in (*race.running, *race.fallen)
-        if name not in (race.leader, race.plain) and race.measured(name)
-    ]
+    others = [name for name in race.names if name not in (race.leader, race.plain) and race.measured(name)]
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
 
 def _details(found: Found, by_id: Mapping[str, GridConfig], disturbed: str) -> Iterator[str]:
     race = found.race
     near = [
-        f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader, stats.CONFIDENCE), ' ×')})"
+        f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader), ' ×')})"
         for name in _near(race)
     ]
     leader = _described(by_id[race.leader])
     if near:
         yield f"Within 5% of {leader}: {_listed(near)}."
-    unclear = [_described(by_id[name]) for name in race.open if name not in _near(race)]
+    unclear = [_described(by_id[name]) for name in race.open if name != race.plain]
     if unclear:
-        yield f"Not told from {leader} yet: {_listed(unclear)}."
+        yield f"May still be more than 5% faster than {leader}: {_listed(unclear)}."
     if race.open:
         yield _time_wanted(found)
+    if race.decided and race.leader != race.plain:
+        yield "With 95% confidence nothing that was raced is more than 5% faster than what is chosen."
+    yield from _many(found.batches)
     if disturbed:
         yield (
             f"{disturbed[0].upper()}{disturbed[1:]} All were measured in turn, so that the choice stands; the figures"
             " are those of a busy machine."
         )
     if race.leader != race.plain:
-        count = len(race.running) + len(race.fallen) - 1
+        count = len(race.names) - 1
         yield f"As the best of {count} on these prompts it is somewhat flattered: expect a little less on others."
 
 
 def _listed(names: Sequence[str]) -> str:
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _many(batches: Mapping[int, float]) -> Iterator[str]:
+    """Up to how many requests side by side it pays."""
+    if not batches:
+        return
+    by = "As predicted from passes that several requests share"
+    last = max(batches)
+    if batches[last] >= 1.0:
+        yield f"{by}, it pays up to batch {last} at least."
+    else:
+        pays = max((batch for batch in batches if batch != last), default=1)
+        yield f"{by}, it stops paying above batch {pays}."
 
 
 def _time_wanted(found: Found) -> str:
@@ -206,8 +218,8 @@ def _extremes(categories: Mapping[str, stats.Estimate]) -> str:
 
 def _tried(found: Found, configs: Sequence[GridConfig]) -> Iterator[Tried]:
     race, by_id = found.race, {config.id: config for config in configs}
-    measured = [name for name in (*race.running, *race.fallen) if race.measured(name)]
-    failed = [name for name in race.fallen if not race.measured(name)]
+    measured = [name for name in race.names if race.measured(name)]
+    failed = [name for name in race.names if not race.measured(name)]
     order = sorted(measured, key=lambda name: (name != race.leader, -_speedup(race, name).value))
     for name in (*order, *failed):
         blocks = race.measured(name)
@@ -229,12 +241,12 @@ def _outcome(race: Race, name: str, by_id: Mapping[str, GridConfig]) -> str:
         return "the fastest"
     fall = race.fallen.get(name)
     if fall is None:
-        ratio = race.ratio(name, race.leader, stats.CONFIDENCE)
+        ratio = race.ratio(name, race.leader)
         return f"{stats.ratio_text(ratio, ' ×')} the fastest"
-    if fall.ratio is None:
+    if fall.most is None:
         return "failed"
     over = "the fastest" if fall.leader == race.leader else one_line(by_id[fall.leader].label)
-    return f"out after {fall.blocks}: {stats.ratio_text(fall.ratio, ' ×')} {over}"
+    return f"out after {fall.blocks}: at most {stats.decimals(fall.most)} × {over}"
 
 
 # -- as text ---------------------------------------------------------------------------------------
@@ -296,6 +308,7 @@ def as_json(answer: Answer, found: Found) -> dict[str, Any]:
         "ending": found.ending,
         "winner": None if answer.winner is None else answer.winner.id,
         "leader": found.race.leader,
+        "batches": {str(batch): ratio for batch, ratio in found.batches.items()},
         "blocks": found.race.blocks,
         **_ends(answer.speedup),
         "categories": {name: _ends(ratio) for name, ratio in answer.categories.items()},

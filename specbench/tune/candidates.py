@@ -26,6 +26,7 @@ from specbench.specs.drafters import (
 
 __all__ = [
     "BEHIND",
+    "CALIBRATED_TREE",
     "GAMMAS",
     "PROBED",
     "Chosen",
@@ -43,7 +44,8 @@ GAMMAS = (1, 2, 3, 4, 6, 8)
 PROBED = GAMMAS[-1]
 """γ of the short generations: the longest tells what shorter ones would have kept."""
 
-PROBED_TREE = "dynamic-tree"
+PROBED_TREE, CALIBRATED_TREE = "dynamic-tree", "static-tree"
+"""The tree of the short generations, and the one that is tried where `specbench calibrate --tree` has found it."""
 
 BEHIND = 0.75
 """What is predicted to reach a smaller share of the best prediction is not raced. The margin is for what predictions
@@ -81,7 +83,11 @@ def rules_to_try(*, chained: bool) -> tuple[str, ...]:
     Args:
         chained: Whether passes have to be the same to the bit, so that nothing may stand beside a draft.
     """
-    return ("auto:siblings=0", "fixed") if chained else ("auto", "fixed", PROBED_TREE, "auto-tree")
+    return (
+        ("auto:siblings=0", "fixed")
+        if chained
+        else (("auto", "fixed", PROBED_TREE, "auto-tree", CALIBRATED_TREE))
+    )
 
 
 def probes_of(configs: Sequence[Config]) -> list[Config]:

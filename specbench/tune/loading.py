@@ -14,6 +14,7 @@ import numpy as np
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.engines.own import EngineOptions, ModelEngine
 from specbench.bench.estimate import estimate_memory
+from specbench.bench.grid import build_configs
 from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
 from specbench.errors import UsageError
@@ -29,16 +30,17 @@ from specbench.models.prepare import (
 )
 from specbench.results import stats
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm
-from specbench.tune.candidates import drafters_to_try
+from specbench.tune.candidates import CALIBRATED_TREE, drafters_to_try
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
-    from specbench.bench.grid import Sweep
+    from specbench.bench.grid import Config, Sweep, SweepOptions
     from specbench.options import ModelOptions
     from specbench.progress import Progress
     from specbench.specs.models import ModelSpec
+    from specbench.specs.rules import RuleSpec
 
-__all__ = ["Loaded", "load_candidates", "quickest_cache"]
+__all__ = ["Loaded", "configurations", "load_candidates", "quickest_cache"]
 
 _INT8 = SelfForm(int8=True)
 _CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
@@ -115,6 +117,20 @@ def load_candidates(
         model_defaults=model_defaults,
     )
     return Loaded(engine, kind, tuple(notes))
+
+
+def configurations(options: SweepOptions, engine: ModelEngine) -> list[Config]:
+    """The grid of everything that is loaded; a static tree of it only where one is calibrated."""
+
+    def fitted(rule: RuleSpec, drafter: str, temperature: float) -> RuleSpec:
+        return engine.calibrated(rule, drafter, temperature)[0]
+
+    grid = build_configs(options, engine.specs, engine.fingerprints, fitted)
+    return [each for each in grid if each.kind == "plain" or _is_tried(each.rule)]
+
+
+def _is_tried(rule: RuleSpec) -> bool:
+    return rule.word != CALIBRATED_TREE or "ranks" in rule.options
 
 
 def _fitting(

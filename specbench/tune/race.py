@@ -1,13 +1,17 @@
-"""Which way of decoding is fastest? A race in blocks, in which whoever surely loses drops out.
+"""Which way of decoding is fastest? A race in blocks, in which whoever surely is not rests.
 
-In a block all that are left decode one prompt back to back, in random order, so that whatever the machine does meets
-all alike. Now and then there is a look: the ratio of each one's speed to the leader's, paired by prompt, gets an
-interval (``stats.geometric_mean``), and who lies below 1 with all of it is out. Races of this kind, with blocks, are
-those of Moore and Lee 1994 and, over instances as here, of Birattari et al. 2002.
+In a block all that are in question decode one prompt back to back, in random order, so that whatever the machine does
+meets all alike. Now and then there is a look at how much faster than the leader each of the others may be: the mean
+over prompts of the difference of their log speeds has an upper bound, of Student's t. Who surely is not ``MARGIN``
+faster rests, and comes back should another leader, with whom it may be, take over. The race is decided when nobody is
+left who may be: the leader then is as good as the best, up to the margin (an indifference zone: Bechhofer 1954).
+Measuring the leader and those whose bounds reach beyond it, until none does, is LUCB (Kalyanakrishnan et al. 2012).
 
-Error control: the fastest drops out only if its interval misses, against one of the others, at one of the looks. So a
-look's level is shared out among the others (Bonferroni), and the k-th look spends 1 / (k (k + 1)) of the chance of an
-error there may be in all (alpha spending, Lan and DeMets 1983), which adds up to 1 for any number of looks.
+Error control: a race comes to a wrong choice only if the bound of the truly fastest over what is chosen is too low, at
+one of the looks. What is chosen might be any of the others, so a look's level is shared out among them (Bonferroni, as
+in Hsu's 1981 comparisons with the best; the leader's own comparisons need no share, for all of them have to hold).
+Half of the chance of an error there may be in all is spent in equal parts on the looks on the way, whose number is
+bounded by that of the blocks, the other half on the one when the time is up.
 
 Nothing here decodes or knows a model: ``run_race`` asks for the time of one candidate on one block.
 """
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,23 +32,29 @@ from specbench.results import stats
 __all__ = ["ERROR", "MARGIN", "Block", "Ending", "Fall", "Race", "Timing", "Verdict", "run_race"]
 
 ERROR = 0.05
-"""Chance that the fastest ever drops out."""
+"""Chance that another candidate is more than ``MARGIN`` faster than the choice of a race that is decided."""
 
 MARGIN = 0.05
-"""Speeds that surely differ by less count as equal, and need not be told apart."""
+"""How far behind the fastest a choice may be, as a share of its speed."""
 
 NARROW = 0.05
 """Half the width of the interval of the leader's speed over plain decoding, as a share of it, that is enough."""
 
 _FIRST_LOOK = 6
-"""Blocks; with fewer an interval says next to nothing, and a look would waste half of what may be spent."""
+"""Blocks; with fewer a bound says next to nothing, and a look would waste its share of the error."""
+
+_ABREAST = 3
+"""Beside plain decoding and the leader at least so many of those in question decode a block, or half of them."""
+
+_SLACK = -math.log1p(-MARGIN)
+"""``MARGIN`` as a difference of log speeds."""
 
 Ending = Literal["decided", "time", "blocks"]
 """Why a race ended: nothing was left to tell apart, the time was up, or there were no more blocks."""
 
 Verdict = Literal["faster", "equal", "plain", "open"]
-"""The leader is surely faster than plain decoding; they are surely equal; plain decoding leads, and nobody is left who
-might be faster; or that cannot be told."""
+"""The leader is surely faster than plain decoding; it leads, but surely nobody is by more than the margin; plain
+decoding leads, and surely nobody is faster by more than that; or that cannot be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +75,17 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """Why somebody dropped out.
+    """Why somebody is not measured any more.
 
     Attributes:
         blocks: After how many.
         leader: Who led then.
-        ratio: Of its speed to the leader's, at the level of that look; ``None`` if it failed.
+        most: Surely its speed is no more than this times the leader's; ``None`` if it failed.
     """
 
     blocks: int
     leader: str
-    ratio: stats.Estimate | None
+    most: float | None
 
 
 class Race:
@@ -84,22 +94,34 @@ class Race:
     Args:
         candidates: The most promising first.
         plain: Plain decoding, one more of them, which is measured to the end: all speedups are over it.
-        error: Chance that the fastest ever drops out.
+        limit: How many blocks there may be.
+        error: Chance that another one is more than ``MARGIN`` faster than what a decided race chooses.
 
     Attributes:
-        running: Those that are measured, plain decoding first.
-        fallen: Those that are not any more.
+        names: Of all, plain decoding first.
+        leader: Who is ahead.
+        running: Those that decode the next block, plain decoding first.
+        fallen: Those that are not in question any more.
         blocks: How many blocks there were.
+        level: Chance that a bound is too low, as of the latest look.
+        verdict: What could be said then of the leader and plain decoding.
+        open: Those beside the leader that kept the race from being decided then.
+        decided: Whether nobody is left to be told from the leader; from then on it stays what it is.
     """
 
-    def __init__(self, candidates: Sequence[str], plain: str, *, error: float = ERROR) -> None:
-        self.plain = plain
-        self.running: list[str] = [plain, *candidates]
+    def __init__(self, candidates: Sequence[str], plain: str, *, limit: int, error: float = ERROR) -> None:
+        self.plain = self.leader = plain
+        self.names = [plain, *candidates]
+        self.running = list(self.names)
         self.fallen: dict[str, Fall] = {}
         self.blocks = 0
-        self._logs: dict[str, dict[Block, float]] = {name: {} for name in self.running}
-        self._others = max(1, len(candidates))
-        self._error, self._looks = error, 0
+        self.verdict: Verdict = "open"
+        self.open: list[str] = []
+        self.decided = False
+        self._logs: dict[str, dict[Block, float]] = {name: {} for name in self.names}
+        self._share = error / 2 / max(1, len(candidates))
+        self._looks = max(1, sum(map(_is_due, range(limit + 1))))
+        self.level = self._share / self._looks
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -116,6 +138,9 @@ class Race:
         for name in [name for name in self.running if timings[name] is None]:
             self.running.remove(name)
             self.fallen[name] = Fall(self.blocks, self.leader, None)
+        if self.leader in self.fallen:
+            self.leader, self.decided = self.plain, False
+            self.fallen = {name: fall for name, fall in self.fallen.items() if fall.most is None}
         speeds = {name: _log_speed(timings[name]) for name in self.running}
         if None in speeds.values():
             return
@@ -123,115 +148,128 @@ class Race:
         for name, speed in speeds.items():
             assert speed is not None
             self._logs[name][block] = speed
+        if not self.decided:
+            over = self.leader
+            self.leader = max(self.running, key=lambda name: self._ahead(name, over))
+        self._choose()
 
     @property
     def due(self) -> bool:
         """Whether there should be a look: after 6, 8, 12, 16, 24, 32, ... blocks."""
-        rest = self.blocks
-        while rest and rest % 2 == 0:
-            rest //= 2
-        return self.blocks >= _FIRST_LOOK and rest in (1, 3)
+        return _is_due(self.blocks)
 
-    def look(self) -> None:
-        """Drop whoever is surely slower than the leader."""
-        self._looks += 1
-        leader = self.leader
-        for name in [name for name in self.running if name not in (leader, self.plain)]:
-            ratio = self.ratio(name, leader)
-            if _is_below(ratio, 1.0):
-                self.running.remove(name)
-                self.fallen[name] = Fall(self.blocks, leader, ratio)
+    def look(self, *, last: bool = False) -> None:
+        """See what can be told, and who is in question.
+
+        Args:
+            last: Whether the time is up, or there are no more blocks.
+        """
+        if self.decided:
+            return
+        self.level = self._share if last else self._share / self._looks
+        able = [name for name in self.names if name not in self.fallen or self.fallen[name].most is not None]
+        self.verdict = self._judged(able)
+        self.open = [name for name in able if name != self.leader and self._keeps_open(name)]
+        self.decided = self.verdict != "open" and not self.open
+        for name in able:
+            if name in (self.plain, self.leader, *self.open):
+                self.fallen.pop(name, None)
+            elif name not in self.fallen:
+                self.fallen[name] = Fall(self.blocks, self.leader, self.most(name, self.leader))
+        self._choose()
+
+    def _choose(self) -> None:
+        """Who decodes the next block: plain decoding, the leader, and of the others those likeliest to be ahead."""
+        both = (self.plain, self.leader)
+        others = [name for name in self.names if name not in self.fallen and name not in both]
+        if self.blocks >= _FIRST_LOOK:
+            others.sort(key=lambda name: -stats.upper_bound(self._differences(name, self.leader), ERROR))
+            others = others[: max(_ABREAST, math.ceil(len(others) / 2))]
+        self.running = [name for name in self.names if name in (*both, *others)]
+
+    def _judged(self, able: Sequence[str]) -> Verdict:
+        if self.leader != self.plain and self.most(self.plain, self.leader) < 1.0:
+            return "faster"
+        if any(self._may_beat(name, self.plain) for name in able if name != self.plain):
+            return "open"
+        return "plain" if self.leader == self.plain else "equal"
+
+    def _keeps_open(self, name: str) -> bool:
+        """Whether somebody may be faster, by more than the margin, than what else would be chosen."""
+        if self.verdict == "open":
+            return name == self.plain or self._may_beat(name, self.leader) or self._may_beat(name, self.plain)
+        return self.verdict == "faster" and self._may_beat(name, self.leader)
+
+    def _may_beat(self, name: str, over: str) -> bool:
+        return self.most(name, over) * (1.0 - MARGIN) > 1.0
 
     # -- how it stands -----------------------------------------------------------------------------
 
-    @property
-    def leader(self) -> str:
-        """Who has the highest geometric mean of speeds over prompts, of those that are running."""
-        return max(self.running, key=self._mean)
+    def most(self, name: str, over: str) -> float:
+        """By what factor one may be faster than another at most, by the level of the latest look."""
+        return float(np.exp(stats.upper_bound(self._differences(name, over), self.level)))
 
-    def _mean(self, name: str) -> float:
-        logs = self._logs[name]
-        if not logs:
-            return -math.inf
-        blocks = list(logs)
-        _, means = stats.nested_means(
-            [logs[block] for block in blocks],
-            [block.prompt for block in blocks],
-            [block.repeat for block in blocks],
-        )
-        return float(means.mean())
-
-    @property
-    def confidence(self) -> float:
-        """Of the intervals at the latest look: of each, one end may miss with that look's share of the error."""
-        looks = max(1, self._looks)
-        return 1.0 - 2.0 * self._error / (looks * (looks + 1) * self._others)
-
-    def ratio(self, name: str, over: str, confidence: float | None = None) -> stats.Estimate:
-        """Speed over speed, in the blocks that both were measured in.
-
-        Args:
-            name, over: Any two.
-            confidence: ``None`` for that of the latest look.
-        """
-        ours, theirs = self._logs[name], self._logs[over]
-        blocks = [block for block in ours if block in theirs]
+    def ratio(self, name: str, over: str) -> stats.Estimate:
+        """Speed over speed with its 95% interval, in the blocks that both were measured in."""
+        blocks = self._common(name, over)
         return stats.geometric_mean(
-            np.exp([ours[block] - theirs[block] for block in blocks]),
+            np.exp([self._logs[name][block] - self._logs[over][block] for block in blocks]),
             [block.prompt for block in blocks],
             [block.repeat for block in blocks],
-            self.confidence if confidence is None else confidence,
         )
+
+    def _common(self, name: str, over: str) -> list[Block]:
+        return [block for block in self._logs[name] if block in self._logs[over]]
+
+    def _differences(self, name: str, over: str) -> stats.Floats:
+        """Of log speeds, by prompt, in the blocks that both were measured in."""
+        blocks = self._common(name, over)
+        _, means = stats.nested_means(
+            [self._logs[name][block] - self._logs[over][block] for block in blocks],
+            [block.prompt for block in blocks],
+            [block.repeat for block in blocks],
+        )
+        return means
+
+    def _ahead(self, name: str, over: str) -> float:
+        return float(self._differences(name, over).mean())
 
     def measured(self, name: str) -> int:
         """In how many blocks somebody was measured."""
         return len(self._logs[name])
 
     @property
-    def verdict(self) -> Verdict:
-        """What can be said of the leader and plain decoding."""
+    def known(self) -> bool:
+        """Whether the leader's speedup is known well."""
         if self.leader == self.plain:
-            return "open" if self.open else "plain"
-        if _is_below(self.ratio(self.plain, self.leader), 1.0):
-            return "faster"
-        return "open" if self.plain in self.open else "equal"
-
-    @property
-    def open(self) -> list[str]:
-        """Those that are neither surely slower than the leader nor surely equal to it."""
-        leader = self.leader
-        return [name for name in self.running if name != leader and not _is_settled(self.ratio(name, leader))]
-
-    @property
-    def decided(self) -> bool:
-        """Whether more blocks would change little: nobody is open, and the leader's speedup is known well."""
-        return self.blocks >= _FIRST_LOOK and not self.open and self._half_width() <= NARROW
-
-    def _half_width(self) -> float:
-        """Of the interval of the leader's speedup; 0 if plain decoding leads."""
-        if self.leader == self.plain:
-            return 0.0
-        speedup = self.ratio(self.leader, self.plain, stats.CONFIDENCE)
+            return True
+        speedup = self.ratio(self.leader, self.plain)
         if speedup.low is None or speedup.high is None:
-            return math.inf
-        return (speedup.high - speedup.low) / 2 / speedup.value
+            return False
+        return (speedup.high - speedup.low) / 2 / speedup.value <= NARROW
 
     def blocks_wanted(self) -> int | None:
-        """About how many blocks more would tell the open ones from the leader; ``None`` if that cannot be told yet.
+        """About how many blocks more would decide the race; ``None`` if that cannot be told yet.
 
-        An interval becomes narrower with the root of their number. It has to be as narrow as the difference, or as what
-        is left between that and ``MARGIN``.
+        A bound comes nearer to its mean with the root of their number. It has to come as near as the margin and what
+        somebody is behind; or, of plain decoding, as near as what that is behind, if that is more.
         """
-        wanted, leader = self.blocks, self.leader
+        wanted = self.blocks
         for name in self.open:
-            ratio = self.ratio(name, leader)
-            if ratio.low is None or ratio.high is None or ratio.low == 0.0:
+            ahead = self._ahead(name, self.leader)
+            half = math.log(self.most(name, self.leader)) - ahead
+            if not math.isfinite(half):
                 return None
-            behind = -math.log(ratio.value)
-            enough = max(behind, -math.log1p(-MARGIN) - behind)
-            half = math.log(ratio.high / ratio.low) / 2
-            wanted = max(wanted, math.ceil(self.blocks * (half / enough) ** 2))
+            enough = max(-ahead, _SLACK + ahead) if name == self.plain else _SLACK - ahead
+            wanted = max(wanted, math.ceil(self.measured(name) * (half / enough) ** 2))
         return wanted - self.blocks
+
+
+def _is_due(blocks: int) -> bool:
+    rest = blocks
+    while rest and rest % 2 == 0:
+        rest //= 2
+    return blocks >= _FIRST_LOOK and rest in (1, 3)
 
 
 def _log_speed(timing: Timing | None) -> float | None:
@@ -240,20 +278,9 @@ def _log_speed(timing: Timing | None) -> float | None:
     return math.log(timing.tokens / timing.seconds)
 
 
-def _is_below(ratio: stats.Estimate, value: float) -> bool:
-    return ratio.high is not None and ratio.high < value
-
-
-def _is_settled(ratio: stats.Estimate) -> bool:
-    """Surely below 1, or surely within the margin around it."""
-    if ratio.low is None or ratio.high is None:
-        return False
-    return ratio.high < 1.0 or (ratio.low >= 1.0 - MARGIN and ratio.high <= 1.0 / (1.0 - MARGIN))
-
-
 def run_race(
     race: Race,
-    blocks: Iterable[Block],
+    blocks: Sequence[Block],
     measure: Callable[[str, Block], Timing | None],
     *,
     clock: Clock,
@@ -265,7 +292,7 @@ def run_race(
 
     Args:
         race: A new one.
-        blocks: In their order.
+        blocks: In their order, no more than the race was told.
         measure: The time of a candidate on a block; ``None`` if it failed. Whatever it raises goes through.
         clock: Tells how long blocks take, with everything around them.
         until: When to stop, on that clock. A block is not begun if it would probably end later.
@@ -285,10 +312,10 @@ def run_race(
         if due:
             race.look()
         on_block(race)
-        if due and race.decided:
+        if due and race.decided and race.known:
             return "decided"
-    if race.blocks and not race.due:
-        race.look()
+    if race.blocks:
+        race.look(last=True)
     return "decided" if race.decided else ending
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbench.bench.grid import Cell, Config, Sweep
-from specbench.bench.passes import PassTimes
+from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import CellRunner, finish_run
 from specbench.errors import RunError
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.rows import Key, key_of
 from specbench.textsafe import counted
+from specbench.tune.batches import BATCHES, mean_rows, predicted_at
 from specbench.tune.candidates import Chosen, Probe, choose, predict, probes_of
 from specbench.tune.race import Block, Ending, Race, Timing, run_race
 
@@ -43,6 +44,9 @@ _TIMING, _TRYING, _RACING = 0.05, 0.3, 0.6
 """Shares of the time: passes are not timed again after the first, tries end after the second, and candidates are chosen
 so that their blocks fit into the third."""
 
+_BATCHING = 0.05
+"""Share of the time that is kept for passes which several requests share."""
+
 _BLOCKS = 8
 """For so many blocks there should be time."""
 
@@ -65,6 +69,8 @@ class Found:
         ending: Why it ended.
         predicted: Speedups over plain decoding that were predicted, by id.
         left_out: Why configurations were not raced, by id.
+        batches: What throughput the leader is predicted to reach over that of plain decoding, by requests side by side,
+            ascending, up to where it stops paying; empty where nothing was timed.
         block_s: What a block takes with those that were left, by the latest times.
         warnings: Whatever is doubtful about the run.
     """
@@ -73,6 +79,7 @@ class Found:
     ending: Ending
     predicted: Mapping[str, float]
     left_out: Mapping[str, str]
+    batches: Mapping[int, float]
     block_s: float
     warnings: tuple[RunWarning, ...]
 
@@ -124,23 +131,25 @@ class Search:
             KeyboardInterrupt: The user stops; the generation in progress is lost.
         """
         predicted, chosen = self._chosen()
-        race = Race(chosen.raced, self._plain.id)
+        blocks = self._blocks()
+        race = Race(chosen.raced, self._plain.id, limit=len(blocks))
         ending = run_race(
             race,
-            self._blocks(),
+            blocks,
             self._measure,
             clock=self._clock,
-            until=self._until,
+            until=self._until - _BATCHING * self._seconds,
             seed=self._sweep.options.seed,
             on_block=on_block,
         )
         if not race.blocks:
             raise self._too_late() if ending == "time" else _no_speeds()
+        batches = self._batches(race) if race.verdict == "faster" else {}
         warnings = finish_run(self._sweep, self._store, self._engine)
         if race.open:  # there is something to go on with
             self._store.update(finished=None)
         block_s = sum(self._took.get(name, 0.0) for name in race.running)
-        return Found(race, ending, predicted, chosen.left_out, block_s, warnings)
+        return Found(race, ending, predicted, chosen.left_out, batches, block_s, warnings)
 
     # -- whom to race ------------------------------------------------------------------------------
 
@@ -238,11 +247,10 @@ class Search:
 
     # -- the race ----------------------------------------------------------------------------------
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> list[Block]:
         """Every prompt once, then once more, and so on: other prompts tell more than other times of the same."""
-        for repeat in range(self._sweep.options.repeats):
-            for prompt in self._sweep.prompts:
-                yield Block(prompt.id, repeat)
+        repeats = range(self._sweep.options.repeats)
+        return [Block(prompt.id, repeat) for repeat in repeats for prompt in self._sweep.prompts]
 
     def _measure(self, name: str, block: Block) -> Timing | None:
         """A candidate on a block, of the store if it is there."""
@@ -278,6 +286,37 @@ class Search:
     def _sampling_seed(self, prompt: str, what: str) -> int:
         """The same for all configurations of a block."""
         return random.Random(f"{self._sweep.options.seed}/{what}/{prompt}").getrandbits(31)
+
+    # -- many requests -----------------------------------------------------------------------------
+
+    def _batches(self, race: Race) -> dict[int, float]:
+        """What the leader is predicted to bring with several requests side by side, as far as there is time for it."""
+        drafter = next(config.drafter for config in self._sweep.configs if config.id == race.leader)
+        rows = [row for row in self._store.rows() if row["config"] == race.leader and not row["warmup"]]
+        rows = [row for row in rows if row["status"] == "ok"]
+        width = math.ceil(mean_rows(rows))
+        prompt = self._engine.encode(self._sweep.prompts[0], [])
+        found: dict[int, float] = {}
+        took = 0.0
+        for batch in BATCHES:
+            timed = SharedTimes.of_rows(self._store.costs())
+            if {(batch, 1), (batch, width)} - set(timed.target) or (drafter, batch) not in timed.drafters:
+                began = self._clock.now()
+                if began + 2 * took > self._until:
+                    break
+                if self._progress is not None:
+                    self._progress.update(f"timing passes of {batch} requests", 0, None)
+                try:
+                    times = self._engine.measure_shared_costs(prompt, batch, sorted({1, width}), [drafter])
+                except Exception:  # whatever it is, the answer can do without
+                    break
+                self._store.append_costs(times.rows())
+                timed = SharedTimes.of_rows(self._store.costs())
+                took = self._clock.now() - began
+            found[batch] = predicted_at(batch, rows, drafter, timed.medians())
+            if found[batch] < 1.0:
+                break
+        return found
 
 
 def _no_speeds() -> RunError:

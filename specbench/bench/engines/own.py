@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.progress import Progress
     from specbench.specs.models import ModelSpec
+    from specbench.specs.rules import RuleSpec
 
 __all__ = [
     "Engine",
@@ -188,9 +189,11 @@ class Engine(Protocol[Encoded]):
         """
         ...
 
-    def measure_shared_costs(self, prompt: Encoded, requests: int, widths: Sequence[int]) -> SharedTimes:
+    def measure_shared_costs(
+        self, prompt: Encoded, requests: int, widths: Sequence[int], only: Collection[str] | None = None
+    ) -> SharedTimes:
         """Time passes that so many requests share: of the target with each number of tokens of each in ``widths``, and
-        of the drafters."""
+        of the drafters, all or ``only`` some."""
         ...
 
     def difference(self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int]) -> Difference | None:
@@ -257,6 +260,17 @@ class ModelEngine:
             "dtype_choice": None if model.dtype_choice is None else asdict(model.dtype_choice),
             "model_defaults": self._applied,
         }
+
+    def calibrated(self, rule: RuleSpec, drafter: str, temperature: float) -> tuple[RuleSpec, str | None]:
+        """A rule with what was calibrated for a drafter, by its name, and what there is to say of that."""
+        from specbench.decoding.sampling import Sampling
+        from specbench.models.tree_choices import calibrated_tree
+
+        loaded = self.drafters[drafter]
+        if isinstance(loaded, SpecbenchError) or not rule.applies(self.specs[drafter]):
+            return rule, None
+        weights = self.fingerprints.get(drafter, "")
+        return calibrated_tree(rule, self.target, loaded, weights, Sampling(temperature=temperature))
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         from specbench.generate import encode_messages
@@ -518,11 +532,16 @@ class ModelEngine:
         )
 
     def measure_shared_costs(
-        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        requests: int,
+        widths: Sequence[int],
+        only: Collection[str] | None = None,
     ) -> SharedTimes:
+        timed = self._timed_drafters()
         return time_shared_passes(
             self.target,
-            self._timed_drafters(),
+            timed if only is None else {name: timed[name] for name in only},
             prompt,
             requests,
             widths,

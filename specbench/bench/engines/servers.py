@@ -13,7 +13,7 @@ import secrets
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -292,7 +292,13 @@ class ServerEngine:
     ) -> PassTimes:
         raise RunError("The passes of a server cannot be timed.")
 
-    def measure_shared_costs(self, prompt: ServerPrompt, requests: int, widths: Sequence[int]) -> SharedTimes:
+    def measure_shared_costs(
+        self,
+        prompt: ServerPrompt,
+        requests: int,
+        widths: Sequence[int],
+        only: Collection[str] | None = None,
+    ) -> SharedTimes:
         raise RunError("The passes of a server cannot be timed.")
 
     def difference(
