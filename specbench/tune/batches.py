@@ -20,7 +20,9 @@ BATCHES = (2, 4, 8, 16)
 def mean_rows(rows: Iterable[Mapping[str, Any]]) -> float:
     """Tokens that a request's step brought to the target's pass, on average, over lines of ``generations.jsonl``."""
     steps = [row["steps"] for row in rows]
-    drafts = (sum(pair) for each in steps for pair in zip(each["nodes"], each["siblings"], strict=True))
+    drafts: list[int] = [
+        sum(pair) for each in steps for pair in zip(each["nodes"], each["siblings"], strict=True)
+    ]
     return 1.0 + mean(drafts)
 
 
