@@ -410,6 +410,7 @@ def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float)
         sweep,
         target=engine.describe_target(),
         sources={},
+        heads=engine.heads,
         advice="Name another folder.",
         accept_changes=True,  # of the configurations, which hang on what was predicted
     ) as store:
