@@ -25,6 +25,7 @@ __all__ = [
     "SAMPLING",
     "CacheName",
     "DecodeOptions",
+    "DrafterDtypeName",
     "DtypeName",
     "LengthOptions",
     "LoadOptions",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+DrafterDtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 CacheName = Literal["dynamic", "preallocated", "static", "none"]
 
 PROMPT, MODELS, LENGTH, DECODING = "Prompt", "Models", "Draft length", "Decoding"
@@ -54,7 +56,8 @@ class LoadOptions:
 
     Attributes:
         dtype: "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a half-precision checkpoint if the
-            processor computes in it, otherwise float32. "int8" loads as "auto" does and asks the caller to quantise.
+            processor computes in it, otherwise float32. "int8" loads as "auto" does and asks the caller to quantise;
+            so does "int4", for drafters.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
         device_map: One of accelerate's strategies, or the path of a JSON file from module names to devices;
             excludes ``device``.
@@ -90,8 +93,10 @@ class ModelOptions:
         ),
     ] = None
     drafter_dtype: Annotated[
-        DtypeName,
-        _model("--drafter-dtype", metavar="DTYPE", help="A drafter model's; auto is int8 on a CPU."),
+        DrafterDtypeName,
+        _model(
+            "--drafter-dtype", metavar="DTYPE", help="A drafter model's, also int4; auto is int8 on a CPU."
+        ),
     ] = "auto"
     drafter_device: Annotated[
         str, _model("--drafter-device", metavar="DEVICE", help="A drafter model's device.")

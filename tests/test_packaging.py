@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -28,9 +29,11 @@ FILES = (
     "NOTICE",
     "README.md",
     "constraints.txt",
+    "hatch_build.py",
     "mkdocs.yml",
     "pyproject.toml",
 )
+LIBRARY = "specbench/backends/torch/kernels/_native.so"
 
 
 def output(command: list[str], cwd: Path, **more: str) -> str:
@@ -80,7 +83,7 @@ def files_under(folder: Path) -> set[str]:
     return {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.name != Path(LIBRARY).name
     }
 
 
@@ -103,7 +106,12 @@ def test_a_wheel_of_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
         held = {name: archive.read(name) for name in names if not name.startswith(f"{folder}/")}
     assert {f"{folder}/licenses/LICENSE", f"{folder}/licenses/NOTICE"} <= set(names)
     prompts = {f"specbench/_prompts/{name}" for name in files_under(ROOT / "prompts")}
-    assert held.keys() == {f"specbench/{name}" for name in files_under(ROOT / "specbench")} | prompts
+    builds = sys.platform == "linux" and platform.machine() == "x86_64" and shutil.which("cc") is not None
+    assert (LIBRARY in held) == builds
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl" if builds else "-py3-none-any.whl")
+    assert (
+        held.keys() - {LIBRARY} == {f"specbench/{name}" for name in files_under(ROOT / "specbench")} | prompts
+    )
     assert len(prompts) > 9
     for name in prompts:
         assert held[name] == (ROOT / "prompts" / name.removeprefix("specbench/_prompts/")).read_bytes()
@@ -129,6 +137,17 @@ print(json.dumps(prompts.prompt_sets()))
 def sets_seen_from(folder: Path, cwd: Path) -> dict[str, int]:
     """``prompt_sets()`` in a fresh interpreter that imports specbench from ``folder``."""
     return dict(json.loads(output([sys.executable, "-c", LIST_SETS, str(folder)], cwd)))
+
+
+def test_a_wheel_is_built_without_a_compiler(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    wheel = build("wheel", source, tmp_path)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert LIBRARY not in archive.namelist()
+        assert LIBRARY.replace("_native.so", "native.c") in archive.namelist()
 
 
 def test_the_prompts_are_found_in_a_checkout_and_in_a_wheel_zipped_and_installed(

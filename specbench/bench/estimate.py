@@ -264,7 +264,7 @@ def _weights(size: _Size, options: LoadOptions, *, int8: bool = False) -> tuple[
     if resolve_device(options.device).type != "cpu":
         return (size.parameters * loaded.itemsize,) * 2, loaded.itemsize
     stored: Any = size.config.dtype
-    int8 = int8 or options.dtype == "int8"
+    int8 = int8 or options.dtype in ("int8", "int4")
     return weight_memory(size.config, size.parameters, stored, loaded, int8=int8), loaded.itemsize
 
 
@@ -289,7 +289,7 @@ def _bytes_per_number(options: LoadOptions) -> int:
     if options.dtype == "auto":
         device = resolve_device(options.device)
         return 2 if device.type != "cpu" or cpu_computes_bfloat16() else 4
-    return {"float32": 4, "int8": 1}.get(options.dtype, 2)
+    return {"float32": 4, "int8": 1, "int4": 1}.get(options.dtype, 2)
 
 
 def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progress: Progress | None) -> int:
@@ -297,7 +297,7 @@ def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progres
     if isinstance(
         own, SelfForm
     ):  # unquantised layers share the target's weights; a calibrated form may be int8
-        return target if own.int8 or own.calibrated else 0
+        return target if own.int8 or own.int4 or own.calibrated else 0
     if own.own_model is None:
         return 0
     from specbench.models.load import resolve_device

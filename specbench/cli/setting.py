@@ -111,7 +111,23 @@ def facts(target: Target, drafter: Drafter, decode: DecodeOptions) -> list[str]:
         lines.append(widths_differ(target.widths_differ))
     if not target.packed and target.dtype != "int8" and target.scorer.device.type == "cpu":
         lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
+    if (reason := _without_native_products(drafter)) is not None:
+        lines.append(f"Drafting is slower than it could be, without native products: {reason}.")
     return lines
+
+
+def _without_native_products(drafter: Drafter) -> str | None:
+    """Why a drafter in int8 or int4 on a CPU has none; ``None`` for others."""
+    from specbench.backends.torch.kernels.linear import QuantisedLinear
+    from specbench.backends.torch.kernels.native import why_not
+    from specbench.backends.torch.kernels.surgery import holds
+    from specbench.drafters.cascade import CascadeDrafter
+    from specbench.drafters.model import ModelDrafter
+
+    model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
+    if not isinstance(model, ModelDrafter) or model.scorer.device.type != "cpu":
+        return None
+    return why_not() if holds(model.scorer.model, QuantisedLinear) else None
 
 
 def _shared(drafter: Drafter) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from specbench.backends.torch.kernels.surgery import first_layers, int8_copy
+from specbench.backends.torch.kernels.surgery import first_layers, int4_copy, int8_copy
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,17 +71,22 @@ def skippable_layers(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def cheaper_form(
-    model: PreTrainedModel, kept: Sequence[int], int8: bool, layers: RoundedLayers | None = None
+    model: PreTrainedModel,
+    kept: Sequence[int],
+    int8: bool,
+    layers: RoundedLayers | None = None,
+    *,
+    int4: bool = False,
 ) -> PreTrainedModel:
     """A model of some layers of the given one, with its embeddings, final norm and head.
 
-    What stays as it is is shared; int8 layers are made one by one, and none of those that are left out.
+    What stays as it is is shared; quantised layers are made one by one, and none of those that are left out.
 
     Args:
         model: Packed or not; it is left alone.
         kept: The decoder layers to use, ascending. Each keeps its own place in a cache of the whole model.
-        int8: Quantise the linear layers.
-        layers: Where those of the whole model, rounded, are found and kept.
+        int8, int4: Quantise the linear layers.
+        layers: Where those of the whole model, rounded to int8, are found and kept.
 
     Raises:
         ValueError: The list of decoder layers was not found.
@@ -89,7 +94,7 @@ def cheaper_form(
     """
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(kept) == total:
-        return int8_copy(model, layers) if int8 else first_layers(model, total)
+        return int8_copy(model, layers) if int8 else int4_copy(model) if int4 else first_layers(model, total)
     count = max(kept) + 1
     chosen = first_layers(model, count)
     if len(kept) < count:
@@ -99,7 +104,7 @@ def cheaper_form(
             if isinstance(child, nn.ModuleList) and len(child) == total
         )
         _keep(chosen, path, kept)
-    return int8_copy(chosen) if int8 else chosen
+    return int8_copy(chosen) if int8 else int4_copy(chosen) if int4 else chosen
 
 
 def _keep(model: PreTrainedModel, path: str, kept: Sequence[int]) -> None:

@@ -69,7 +69,7 @@ __all__ = [
     "wrap_model",
 ]
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -102,7 +102,7 @@ class LanguageModel:
         vocab_size: Width of the logits, padding included.
         context_limit: Positions the model has been made for; ``None`` if its configuration sets no limit.
         end_ids: Every token id that ends a text, ascending; see `end_ids_of`.
-        quantise_int8: Whether "int8" was asked for; quantising is the caller's to do.
+        quantise_int8, quantise_int4: Whether that was asked for; quantising is the caller's to do.
         head_rows: Which of its logits the model still computes, in this order; ``None`` for all.
         defaults: Settings of generation that the model's own file carries.
         dtype_choice: How the dtype was measured; ``None`` where it was not.
@@ -126,6 +126,7 @@ class LanguageModel:
     dtype_choice: DtypeChoice | None = None
     notes: list[str] = field(default_factory=list)
     files: WeightFiles | None = None
+    quantise_int4: bool = False
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -403,7 +404,7 @@ def _load_folder(
                 model = read(others[0])
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantise_int8=options.dtype == "int8")
-    loaded.dtype_choice, loaded.notes = choice, notes
+    loaded.dtype_choice, loaded.notes, loaded.quantise_int4 = choice, notes, options.dtype == "int4"
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         digest = headers_digest(folder, files, times=True)
@@ -490,7 +491,7 @@ def resolve_dtype(
 
     ``counts``, of what the file holds, speak where the configuration names none.
     """
-    if options.dtype not in ("auto", "int8"):
+    if options.dtype not in ("auto", "int8", "int4"):
         chosen: torch.dtype = getattr(torch, options.dtype)
         return chosen
     own = config.dtype or getattr(text_config(config), "dtype", None)
@@ -529,7 +530,7 @@ def _placement(
     if device.type != "cpu":
         check_memory(numbers * loaded.itemsize, name=name, device=device)
         return {"": device}
-    _, peak = weight_memory(config, numbers, stored, loaded, int8=options.dtype == "int8")
+    _, peak = weight_memory(config, numbers, stored, loaded, int8=options.dtype in ("int8", "int4"))
     check_memory(peak, name=name, device=device)
     return None
 

@@ -15,7 +15,13 @@ from specbench.backends.torch.caches import CacheKind, make_cache
 from specbench.backends.torch.head_scorers import BlockScorer, EagleScorer, HeadScorer, MedusaScorer
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
-from specbench.backends.torch.kernels.surgery import holds, pack_linears, quantise_linears, trim_head
+from specbench.backends.torch.kernels.surgery import (
+    holds,
+    pack_linears,
+    quantise_linears,
+    round_linears,
+    trim_head,
+)
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.decoding.protocols import Drafter, Pass
 from specbench.drafters.cascade import CascadeDrafter
@@ -209,6 +215,8 @@ def wrap_target(
 
 def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bool = True) -> Target:
     model, dtype = language_model.model, language_model.dtype
+    if language_model.quantise_int4:
+        raise UsageError("A target cannot be int4 yet.", "Choose int8 for it; a drafter may be int4.")
     if pack:
         fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
@@ -286,7 +294,8 @@ def load_drafter(
         spec: A drafter word with options after a colon (``ngram:order=3``, ``self:int8``; ``specbench drafters`` lists
             them), a model spec, or two drafters with a plus between them (``lookup+self:int8``).
         target: What it drafts for.
-        options: Dtype, device and device map of a drafter model. On a CPU "auto" means int8.
+        options: Dtype, device and device map of a drafter model. On a CPU "auto" means int8; "int4" is coarser, and
+            quicker where there are native products.
         cache: The kind of cache of a drafter model; self-drafters share the target's.
         progress, allow_pickle: See ``load_target``.
 
@@ -352,7 +361,7 @@ def wrap_drafter(
         language_model: The drafter.
         target: What it drafts for.
         cache: The kind of its own cache.
-        int8: Quantise if it is on a CPU. (Always done if the model was loaded with the dtype "int8".)
+        int8: Quantise if it is on a CPU. (Always done if the model was loaded with the dtype "int8" or "int4".)
         vocab: Draft so many tokens only, those that the target writes most often; ``None`` for all.
 
     Raises:
@@ -369,7 +378,10 @@ def wrap_drafter(
         _cut_head(language_model, tuple(translation.shared[token] for token in draftable))
     else:
         _cut_head(language_model, draftable)
-    if language_model.quantise_int8 or (int8 and model.device.type == "cpu"):
+    if language_model.quantise_int4:
+        round_linears(model)
+        dtype = "int4"
+    elif language_model.quantise_int8 or (int8 and model.device.type == "cpu"):
         with int8_layers(language_model) as layers:
             quantise_linears(model, alike=False, layers=layers)
         dtype = "int8"
@@ -420,12 +432,15 @@ def wrap_head(
     own_head = partial(_head_of, target)
     medusa = head.files.kind == "medusa"
     module: Any = head.medusa(own_head) if medusa else head.with_layers(config, own_head)
-    quantised = options.dtype in ("auto", "int8")
+    quantised = options.dtype in ("auto", "int8", "int4")
     dtype = embeddings.weight.dtype if quantised else resolve_dtype(options, config, Counter())
     device = target.scorer.device
     module.to(device=device, dtype=dtype)
     name = str(dtype).removeprefix("torch.")
-    if quantised and device.type == "cpu":
+    if options.dtype == "int4":
+        round_linears(module)
+        name = "int4"
+    elif quantised and device.type == "cpu":
         quantise_linears(module, alike=False)
         name = "int8"
     else:
@@ -547,16 +562,16 @@ def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
     if form.calibrated:
         form = read_choice(choice_key(target)).form
     check_form(form, target.language_model.model.config)
-    if form.int8 and target.dtype == "int8":
+    if (form.int8 or form.int4) and target.dtype == "int8":
         raise UsageError(
-            f"The target is int8 already, so {form} would draft with the same layers.",
-            "Leave int8 out: use self:layers=N or self:skip=I-J-...",
+            f"The target is int8 already: {form} would need the weights that it was made of.",
+            "Leave int8 and int4 out: use self:layers=N or self:skip=I-J-...",
         )
     model, kept = target.language_model, form.kept(target.language_model.layers)
     whole = form.int8 and len(kept) == model.layers
     try:
         with int8_layers(model) if whole else nullcontext() as layers:
-            cheaper = cheaper_form(model.model, kept, form.int8, layers)
+            cheaper = cheaper_form(model.model, kept, form.int8, layers, int4=form.int4)
     except ValueError as error:
         raise UsageError(
             f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."

@@ -365,7 +365,7 @@ class SelfForm(DrafterSpec):
     """The target's own weights in a cheaper form.
 
     Attributes:
-        int8: Its linear layers quantised.
+        int8, int4: Its linear layers quantised.
         layers: Its first so many decoder layers; ``None`` for all.
         skip: Those left out, counted from 0, ascending.
         calibrated: What was chosen by ``specbench calibrate``; excludes the others.
@@ -375,6 +375,7 @@ class SelfForm(DrafterSpec):
     summary = "The target's own weights, on the target's own cache: no second model needed."
     options: ClassVar[Mapping[str, str]] = {
         "int8": "in int8; also together with layers or skip",
+        "int4": "in int4, coarser and smaller; also together with layers or skip",
         "layers=N": "the first N layers (early exit)",
         "skip=I-J-...": "all layers but these, counted from 0",
         "calibrated": "what `specbench calibrate` chose for this target, dtype and device",
@@ -386,13 +387,20 @@ class SelfForm(DrafterSpec):
     layers: int | None = None
     skip: tuple[int, ...] = ()
     calibrated: bool = False
+    int4: bool = False
 
     def __str__(self) -> str:
         return join_spec(self.word, self._values(), type(self)()._values())
 
     def _values(self) -> dict[str, Any]:
         skip = "-".join(map(str, self.skip))
-        return {"int8": self.int8, "layers": self.layers, "skip": skip, "calibrated": self.calibrated}
+        return {
+            "int8": self.int8,
+            "int4": self.int4,
+            "layers": self.layers,
+            "skip": skip,
+            "calibrated": self.calibrated,
+        }
 
     @classmethod
     def read(cls, given: Options, text: str) -> SelfForm:
@@ -401,12 +409,15 @@ class SelfForm(DrafterSpec):
             given.integer("layers", None),
             tuple(sorted(set(given.integers("skip")))),
             given.flag("calibrated"),
+            given.flag("int4"),
         )
         if form == cls():
             raise UsageError(
                 f"{text!r} does not say how the target drafts for itself.",
-                "Write self:int8, self:layers=N, self:skip=3-7-11, or self:calibrated.",
+                "Write self:int8, self:int4, self:layers=N, self:skip=3-7-11, or self:calibrated.",
             )
+        if form.int8 and form.int4:
+            raise UsageError(f"{text!r} asks for int8 and for int4.", "Write one of them.")
         if form.calibrated and form != cls(calibrated=True):
             raise UsageError(
                 f"{text!r} asks for the calibrated form and for another one.", "Write self:calibrated alone."

@@ -32,6 +32,7 @@ __all__ = [
     "CacheKind",
     "KVCache",
     "change_of_rotation",
+    "lengthened",
     "make_cache",
     "prune_legacy",
     "rotates_by_length",
@@ -42,6 +43,9 @@ CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none
 """Those that hold on every device."""
 
 _FIRST_CAPACITY = 256
+_ROOM = 256
+"""Positions for which room is made beyond those of a pass."""
+
 _SLIDING_SLACK = 256
 """Tokens a sliding-window layer keeps beyond its window, so that as many can be rolled back: the longest draft."""
 
@@ -263,6 +267,56 @@ def _gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None
                 entries[:, :, start:end] = entries[:, :, positions]
 
 
+Entries = tuple[torch.Tensor, torch.Tensor]
+
+
+def lengthened(layers: Sequence[Any], tokens: int, dtypes: Sequence[torch.dtype]) -> list[Entries] | None:
+    """Keys and values of layers that hold so many positions more from now on, which the caller writes.
+
+    Args:
+        layers: Of a cache; those that hold every position as it is, all as many, and some.
+        tokens: How many positions there will be more.
+        dtypes: What keys and values may be; those of all layers are alike.
+
+    Returns:
+        Of each layer, [1, heads, positions, head size], in memory where positions of a head stand one behind the
+        other. ``None``, and nothing has changed, where the layers are others.
+    """
+    first = layers[0]
+    length = first.get_seq_length()
+    if length == 0 or not all(
+        type(layer) in (DynamicLayer, PreallocatedLayer)
+        and layer.get_seq_length() == length
+        and layer.keys.dtype == layer.values.dtype == first.keys.dtype
+        for layer in layers
+    ):
+        return None
+    if first.keys.dtype not in dtypes:
+        return None
+    return [_lengthened(layer, length + tokens) for layer in layers]
+
+
+def _lengthened(layer: Any, length: int) -> Entries:
+    if isinstance(layer, PreallocatedLayer):
+        layer.extend(length - layer.used)
+    else:
+        layer.keys, layer.values = (_longer(entries, length) for entries in (layer.keys, layer.values))
+    return layer.keys, layer.values
+
+
+def _longer(entries: torch.Tensor, length: int) -> torch.Tensor:
+    """The same up to its own length, where there is room behind it in its memory, otherwise with new memory."""
+    _, heads, used, size = entries.shape
+    apart, offset = entries.stride(1), entries.storage_offset()
+    numbers = entries.untyped_storage().nbytes() // entries.element_size()
+    if entries.stride()[2:] != (size, 1) or apart < length * size or offset + heads * apart > numbers:
+        apart, offset = (length + _ROOM) * size, 0
+        room = entries.new_empty(1, heads, length + _ROOM, size)
+        room[:, :, :used] = entries
+        entries = room
+    return entries.as_strided((1, heads, length, size), (heads * apart, apart, size, 1), offset)
+
+
 def _forgets(layer: object) -> bool:
     return isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
 
@@ -308,12 +362,16 @@ class PreallocatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
+        self.extend(count)
+        first = self.used - count
+        self.keys[:, :, first : self.used] = key_states
+        self.values[:, :, first : self.used] = value_states
+
+    def extend(self, count: int) -> None:
+        """Hold so many positions more, which are still to be written."""
         self._reserve(self.used + count)
-        end = self.used + count
-        self.keys[:, :, self.used : end] = key_states
-        self.values[:, :, self.used : end] = value_states
-        self.used = end
-        self.written = max(self.written, end)
+        self.used += count
+        self.written = max(self.written, self.used)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any

@@ -1,4 +1,5 @@
-"""The ways through a model: the one of ``transformers``, one in few operators, and one of fixed shapes.
+"""The ways through a model: the one of ``transformers``, one in few operators, one in a single call, and one of fixed
+shapes.
 
 Each is a ``Forward``, bound to a model and its cache; ``trials.choose_pass`` tells which one a loaded model may take.
 Only a ``RaggedPass`` is not: it reads several contexts at once, and is handed their keys and values every time.
@@ -14,10 +15,16 @@ from weakref import ReferenceType, ref
 
 import torch
 
-from specbench.backends.torch.caches import KVCache, StaticKVCache
+from specbench.backends.torch.caches import KVCache, StaticKVCache, lengthened, rotates_by_length
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
 from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
-from specbench.backends.torch.kernels.llama_layers import ShortLayer, short_layers, spread_rotation
+from specbench.backends.torch.kernels.llama_layers import (
+    ShortLayer,
+    native_stack,
+    short_layers,
+    spread_rotation,
+)
+from specbench.backends.torch.kernels.native import Stack
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import Joined
 from specbench.decoding.protocols import Rows
@@ -25,7 +32,7 @@ from specbench.decoding.protocols import Rows
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Forward", "GraphPass", "OrdinaryPass", "RaggedPass", "ShortPass"]
+__all__ = ["Forward", "GraphPass", "NativePass", "OrdinaryPass", "RaggedPass", "ShortPass"]
 
 
 class Forward:
@@ -169,6 +176,96 @@ class ShortPass(Forward):
 
     def _held(self) -> Any:
         return self._cache.model_arguments()["past_key_values"]
+
+
+_ENTRIES = (torch.float32, torch.bfloat16)
+"""What keys and values may be in a native pass."""
+
+_POSITIONS = 512
+"""So many more are rotated at once."""
+
+
+class _Rotations:
+    """Cosines and sines of positions, [positions, head size], made once and kept for a context.
+
+    Args:
+        model: Its rotation.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._module = model.model.rotary_emb
+        self._kept = not rotates_by_length(model.config)
+        self._cosines = self._sines = torch.empty(0)
+
+    def of(self, positions: torch.Tensor | range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of positions, [tokens], in float32."""
+        if not self._kept:
+            return self._made(torch.as_tensor(positions))
+        last = positions[-1] if isinstance(positions, range) else int(positions.max())
+        if last >= len(self._cosines):
+            self._cosines, self._sines = self._made(torch.arange(last + 1 + _POSITIONS))
+        places = slice(positions[0], last + 1) if isinstance(positions, range) else positions
+        return self._cosines[places], self._sines[places]
+
+    def _made(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosines, sines = self._module(torch.empty(0), positions[None])  # only told the dtype
+        return cosines[0], sines[0]
+
+
+class _Stacked(NamedTuple):
+    """What native passes need in a context; no stack where they cannot be made."""
+
+    own: tuple[ShortLayer, ...]
+    stack: Stack | None
+    rotations: _Rotations
+
+
+class NativePass(ShortPass):
+    """A short pass in one call; one of ``ShortPass`` where hidden states are wanted, or the cache is no plain one.
+
+    Between its products everything is in float32.
+
+    Args:
+        model: One that ``trials.choose_pass`` has tried.
+        cache: Its keys and values.
+    """
+
+    _last: _Stacked | None = None
+
+    def is_open(self) -> bool:
+        """Whether the model is one that is known, of native products, and has no hooks now."""
+        own = self._layers(self._held())
+        return own is not None and self._stacked(own).stack is not None
+
+    def rows(
+        self,
+        ids: torch.Tensor,
+        rows: int,
+        layers: Sequence[int],
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> Rows:
+        tokens, held = ids.shape[1], self._held()
+        own = self._layers(held) if tokens <= LONGEST_PASS and not layers else None
+        made = None if own is None else self._stacked(own)
+        if own is None or made is None or made.stack is None:
+            return super().rows(ids, rows, layers, position_ids, attention_mask)
+        past = held.get_seq_length()
+        entries = lengthened([held.layers[layer.place] for layer in own], tokens, _ENTRIES)
+        if entries is None:
+            return super().rows(ids, rows, layers, position_ids, attention_mask)
+        x = self._model.model.embed_tokens(ids)[0].float()
+        rotation = made.rotations.of(range(past, past + tokens) if position_ids is None else position_ids[0])
+        mask = None if attention_mask is None else attention_mask[0, 0]
+        logits = made.stack(x, rotation, entries, past, mask, min(rows, tokens))
+        self._cache.after_pass()
+        return Rows(logits.to(own[0].dtype), None)
+
+    def _stacked(self, own: tuple[ShortLayer, ...]) -> _Stacked:
+        """Of the model's layers as they are in this context."""
+        if self._last is None or self._last.own is not own:
+            self._last = _Stacked(own, native_stack(self._model, own), _Rotations(self._model))
+        return self._last
 
 
 class _FoundLayers:

@@ -181,7 +181,8 @@ class Scorer:
         twin.cache, twin.batch, twin.epoch = cache, batch, 0
         twin._loaded, twin._owns_slot = self, not shares
         twin._root, twin._fitted = 0, FittedLogits(self.vocab_size, self.places)
-        twin._pass = (ShortPass if self.short else OrdinaryPass)(self.model, cache)
+        kind = type(self._pass) if isinstance(self._pass, ShortPass) else OrdinaryPass
+        twin._pass = kind(self.model, cache)
         return twin
 
     @property

@@ -22,7 +22,14 @@ from specbench.backends.torch.caches import (
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded, takes_ragged
 from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
 from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, rounds_to_int8
-from specbench.backends.torch.passes import Forward, GraphPass, OrdinaryPass, RaggedPass, ShortPass
+from specbench.backends.torch.passes import (
+    Forward,
+    GraphPass,
+    NativePass,
+    OrdinaryPass,
+    RaggedPass,
+    ShortPass,
+)
 from specbench.backends.torch.pools import Joined, KVPool, Part, PoolKind
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
@@ -70,9 +77,10 @@ def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False)
             )
         return GraphPass(model, cache, cuda_capture if device.type == "cuda" else None, forward)
     if not isinstance(cache, NoKVCache):
-        short = ShortPass(model, cache)
-        if short.is_open() and _short_is_right(model, cache):
-            return short
+        for kind in (NativePass, ShortPass):
+            short = kind(model, cache)
+            if short.is_open() and _short_is_right(model, cache, kind):
+                return short
     return OrdinaryPass(model, cache)
 
 
@@ -117,7 +125,7 @@ def _close(found: torch.Tensor, expected: torch.Tensor, limit: float = _CLOSE) -
 
 
 @torch.inference_mode()
-def _short_is_right(model: PreTrainedModel, cache: KVCache) -> bool:
+def _short_is_right(model: PreTrainedModel, cache: KVCache, way: type[ShortPass]) -> bool:
     """Whether three passes through the first layers give what the model's own ``forward`` gives, up to rounding.
 
     What they add to the cache is taken off again.
@@ -131,7 +139,7 @@ def _short_is_right(model: PreTrainedModel, cache: KVCache) -> bool:
     except (ValueError, UsageError):
         return False
     past, passes = cache.length, []
-    for kind in (OrdinaryPass, ShortPass):
+    for kind in (OrdinaryPass, way):
         forward = kind(sample, cache)
         parts = [torch.tensor([part]) % len(_embeddings(sample)) for part in _PARTS]
         passes.append(torch.cat([forward(ids, ids.shape[1]) for ids in parts]))

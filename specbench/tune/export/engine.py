@@ -110,10 +110,10 @@ def without_counterpart(engine: Engine, setting: Setting) -> Iterator[str]:
     if isinstance(model, SmallModel):
         if model.vocab is not None:
             yield f"vocab={model.vocab}: the drafter computes its whole head."
-        if setting.drafter_dtype in ("int8", None):
-            default = "" if setting.drafter_dtype else ", specbench's default on a CPU"
+        if setting.drafter_dtype in ("int8", "int4", None):
+            dtype = setting.drafter_dtype or "int8, specbench's default on a CPU"
             yield (
-                f"The drafter's int8{default}: there it runs as its checkpoint is stored, so that drafts cost more than"
+                f"The drafter's {dtype}: there it runs as its checkpoint is stored, so that drafts cost more than"
                 " measured unless you name a quantised one."
             )
     if setting.dtype == "int8":

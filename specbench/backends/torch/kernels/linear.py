@@ -1,9 +1,10 @@
-"""Linear layers as fast as a CPU allows: weights packed once for oneDNN, or quantised to int8.
+"""Linear layers as fast as a CPU allows: weights packed once for oneDNN, or quantised to int8 or int4.
 
 A packed layer computes what ``torch.nn.Linear`` computes, up to the order of float additions; for up to 32 rows a row's
 result does not depend on how many rows there are. An int8 layer is a different (slightly coarser) model: symmetric
 per-channel weights, symmetric per-row activations, integer accumulation, so a row's result never depends on the rows
-beside it. Both fall back to ordinary operators where oneDNN's are missing.
+beside it. Both fall back to ordinary operators where oneDNN's are missing. An int4 layer is coarser still: its weights
+have a scale for every 32 inputs, and its rows are those of an int8 one.
 """
 
 from __future__ import annotations
@@ -18,10 +19,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import allowed, has_vnni
 from specbench.errors import UsageError
 
-__all__ = ["Int8Linear", "PackedLinear", "Rounded", "can_pack", "quickest_rows", "rounded"]
+__all__ = [
+    "Int4Linear",
+    "Int8Linear",
+    "PackedLinear",
+    "QuantisedLinear",
+    "Rounded",
+    "can_pack",
+    "quickest_rows",
+    "rounded",
+    "rounded_to_4_bits",
+]
 
 _ROWS_HINT = 5
 """Rows the packed layout is chosen for: a verification pass of a usual draft length."""
@@ -194,58 +206,102 @@ def rounded(weight: torch.Tensor) -> Rounded:
     return Rounded(quantised, scales)
 
 
-class Int8Linear(nn.Module):
+class QuantisedLinear(nn.Module):
+    """A linear layer whose weight was rounded to a few bits.
+
+    Args:
+        outputs, inputs: Of the weight.
+        bias: [out] or ``None``.
+
+    Attributes:
+        kind: "int8" or "int4".
+        panels: Its weight for native products; ``None`` where it has others.
+        quick: Whether its product takes and gives float32 in one operator.
+        rounds_rows: Whether what it is given is rounded to bytes, and not only its weight was.
+    """
+
+    kind = ""
+    panels: native.Panels | None = None
+    quick = False
+    rounds_rows = False
+
+    def __init__(self, outputs: int, inputs: int, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = outputs, inputs
+        self.bias = bias
+
+    def _take(self, panels: native.Panels) -> None:
+        self.panels, self.quick, self.rounds_rows = panels, True, True
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Stands in for the weight where code asks for its dtype, device or number of rows; holds no values."""
+        dtype = torch.float32 if self.bias is None else self.bias.dtype
+        device = next((held.device for held in self.buffers()), None)
+        return torch.empty(self.out_features, 0, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], in the dtype of x."""
+        if self.panels is None:
+            out = self._product(x)
+        else:
+            out = self.panels.product(x.reshape(-1, self.in_features).float()).to(x.dtype)
+            out = out.view(*x.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Without panels."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        raise UsageError(
+            f"An {self.kind} model cannot be saved: the weights it was made of are gone.",
+            "Load the model again, in another dtype, and save that one.",
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
+
+
+class Int8Linear(QuantisedLinear):
     """A linear layer with int8 weights (one scale per output channel) and int8 activations (one scale per row).
 
     Args:
         weight: [out, in], any floating dtype; or what was made of it.
         bias: [out] or ``None``.
-        alike: Whether a row's result is to be the same to the bit alone and among others. A drafter does without, and
-            a small layer's product with one row then takes one operator of FBGEMM's, where there is that, and not ten.
+        alike: Whether a row's result is to be the same to the bit alone and among others, in oneDNN's products. A
+            drafter does without: its products are native ones, or of small layers FBGEMM's, which take one operator
+            and not ten.
     """
+
+    kind = "int8"
 
     def __init__(
         self, weight: torch.Tensor | Rounded, bias: torch.Tensor | None, *, alike: bool = True
     ) -> None:
-        super().__init__()
         quantised, scales = rounded(weight.detach()) if isinstance(weight, torch.Tensor) else weight
-        self.out_features, self.in_features = quantised.shape
-        self.bias = bias
+        outputs, inputs = quantised.shape
+        super().__init__(outputs, inputs, bias)
+        if not alike and quantised.device.type == "cpu" and native.available():
+            self._take(native.Panels.of_bytes(quantised, scales))
         self.register_buffer("scales", scales, persistent=False)
         self.scales: torch.Tensor
-        self._quick = None if alike else _pack_quick(quantised, scales)
-        self._prepacked = None if self._quick is not None else _prepack_int8(quantised)
-        packed = self._quick is not None or self._prepacked is not None
+        self._quick = None if alike or self.panels is not None else _pack_quick(quantised, scales)
+        packed = self._quick is not None or self.panels is not None
+        self._prepacked = None if packed else _prepack_int8(quantised)
+        self.quick = packed
+        self.rounds_rows = packed = packed or self._prepacked is not None
         self.register_buffer("quantised", None if packed else quantised, persistent=False)
         self.quantised: Any
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
         # Without VNNI instructions pairs of products are added up in 16 bits, which bytes in full would overflow.
         self._levels = 127 if has_vnni() else 63
 
-    @property
-    def rounds_rows(self) -> bool:
-        """Whether what it is given is rounded to bytes, and not only its weight was."""
-        return self._quick is not None or self._prepacked is not None
-
-    @property
-    def quick(self) -> bool:
-        """Whether the product is FBGEMM's, which takes and gives float32."""
-        return self._quick is not None
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """Stands in for the weight where code asks for its dtype, device or number of rows; holds no values."""
-        dtype = torch.float32 if self.bias is None else self.bias.dtype
-        return torch.empty(self.out_features, 0, dtype=dtype, device=self.scales.device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out], in the dtype of x."""
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._quick is not None:
-            found = self._quick_product(x)
-            return found if self.bias is None else found + self.bias
+            return self._quick_product(x)
         if self._prepacked is None:
-            scaled = nn.functional.linear(x, self.quantised.to(x.dtype)) * self.scales.to(x.dtype)
-            return scaled if self.bias is None else scaled + self.bias
+            return nn.functional.linear(x, self.quantised.to(x.dtype)) * self.scales.to(x.dtype)
         rows = x.reshape(-1, self.in_features)
         steps = rows.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_LEAST).div_(self._levels)
         # Unsigned, zero in the middle; adding another half before the cut rounds to nearest.
@@ -254,8 +310,7 @@ class Int8Linear(nn.Module):
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             quantised, 1.0, zero, self._prepacked, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )  # fmt: skip
-        out = out.mul_(steps).to(x.dtype).view(*x.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+        return out.mul_(steps).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _quick_product(self, x: torch.Tensor) -> torch.Tensor:
         """The same up to the scales of activations: a row's lowest and highest value get the ends of a byte."""
@@ -271,14 +326,62 @@ class Int8Linear(nn.Module):
         out = (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(sizes)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def _save_to_state_dict(self, *_: Any) -> None:
-        raise UsageError(
-            "An int8 model cannot be saved: the weights it was made of are gone.",
-            "Load the model again, in another dtype, and save that one.",
-        )
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, int8"
+_GROUP = 32
+"""Inputs that share a scale, in 4 bits."""
+
+_SHRUNK = tuple(1 - 0.05 * step for step in range(8))
+"""By how much less than the largest number the ends of the range may be."""
+
+
+class Int4Linear(QuantisedLinear):
+    """A linear layer with weights in 4 bits, see ``rounded_to_4_bits``, and int8 activations (one scale per row).
+
+    Where there are no native products its weights are as wide as they were and activations stay what they are: that is
+    no quicker than the layer it was made of.
+
+    Args:
+        weight: [out, in], any floating dtype.
+        bias: [out] or ``None``.
+    """
+
+    kind = "int4"
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        outputs, inputs = weight.shape
+        super().__init__(outputs, inputs, bias)
+        rounded = None
+        if weight.device.type == "cpu" and native.available():
+            self._take(native.Panels.of_weight(weight))
+        else:
+            rounded = rounded_to_4_bits(weight.detach()).to(weight.dtype)
+        self.register_buffer("rounded", rounded, persistent=False)
+        self.rounded: Any
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.rounded.to(x.dtype))
+
+
+def rounded_to_4_bits(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [out, in] as groups of 32 inputs with a scale (bfloat16) and numbers from -8 to 7 give it, in float32.
+
+    Of several scales that put a group's largest number at or beyond either end, each group has the one with the least
+    squared error. In native.c the same is done quicker.
+    """
+    outputs, inputs = weight.shape
+    groups = nn.functional.pad(weight.float(), (0, -inputs % _GROUP)).view(outputs, -1, _GROUP)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best, least = torch.zeros_like(groups), torch.full_like(largest, torch.inf)
+    for end in (-8, 7):
+        for shrunk in _SHRUNK:
+            scales = (largest / end * shrunk).bfloat16().float()
+            steps = torch.where(scales.abs() > _LEAST, scales, 1.0)
+            found = (groups / steps).round_().clamp_(-8, 7).mul_(steps)
+            error = (found - groups).square_().sum(-1, keepdim=True)
+            error = error.where(scales.abs() > _LEAST, torch.inf)
+            best = torch.where(error < least, found, best)
+            least = torch.minimum(error, least)
+    return best.view(outputs, -1)[:, :inputs]
 
 
 def _prepack_int8(quantised: torch.Tensor) -> torch.Tensor | None:

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
+from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import attend
-from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
+from specbench.backends.torch.kernels.linear import PackedLinear, QuantisedLinear
 from specbench.backends.torch.kernels.surgery import JoinedLinear
 
-__all__ = ["ShortLayer", "short_layers", "spread_rotation"]
+__all__ = ["ShortLayer", "native_stack", "short_layers", "spread_rotation"]
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Decoder layers of ``transformers`` that compute what ``ShortLayer`` computes."""
@@ -39,6 +40,10 @@ class ShortLayer:
         layer: One of those that ``short_layers`` takes.
 
     Attributes:
+        products: Queries, keys and values; output; gates and what they let through; down.
+        norms: Before attention and before the gates.
+        head_norms: Of queries and keys; ``None`` where there are none.
+        heads, size, scaling: Query heads, the size of one, and what scores are multiplied by.
         groups: Query heads to a key/value head.
         place: Of its keys and values, among the layers of a cache.
         dtype: Of its queries, keys and values.
@@ -47,17 +52,22 @@ class ShortLayer:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         products = (attention.q_proj.join.layer, attention.o_proj, mlp.gate_proj.join.layer, mlp.down_proj)
+        self.products: tuple[Any, Any, Any, Any] = products
         self._projections, self._output, self._gates, self._down = products
-        self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
-        self._size, self._scaling = attention.head_dim, attention.scaling
-        self._heads = attention.q_proj.out_features // self._size
-        self._turned = self._heads + attention.k_proj.out_features // self._size
+        self.norms: tuple[Any, Any] = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.head_norms: tuple[Any, Any] | None = (
+            (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        )
+        self.size: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.heads: int = attention.q_proj.out_features // self.size
+        self._turned = self.heads + attention.k_proj.out_features // self.size
         self._attention_scale = _scale_of(layer.input_layernorm)
         self._mlp_scale = _scale_of(layer.post_attention_layernorm)
-        self.groups = self._heads // (self._turned - self._heads)
+        self.groups = self.heads // (self._turned - self.heads)
         self.place: int = attention.layer_idx
         self.dtype: torch.dtype = layer.input_layernorm.weight.dtype
-        quick = all(isinstance(product, Int8Linear) and product.quick for product in products)
+        quick = all(isinstance(product, QuantisedLinear) and product.quick for product in products)
         self._carried = torch.float32 if quick else self.dtype
 
     def __call__(
@@ -76,19 +86,19 @@ class ShortLayer:
                 requests, whose layer of the cache has their masks.
             held: The layer of the cache at ``place``.
         """
-        length, carried, heads, turned = residual.shape[1], self._carried, self._heads, self._turned
+        length, carried, heads, turned = residual.shape[1], self._carried, self.heads, self._turned
         residual = residual.to(carried)
         x = _root_mean_square_norm(residual.float(), *self._attention_scale).to(carried)
-        x = self._projections.forward(x).to(self.dtype).view(1, length, -1, self._size)
+        x = self._projections.forward(x).to(self.dtype).view(1, length, -1, self.size)
         rotated = x[:, :, :turned]
-        if self._head_norms is not None:
-            query_norm, key_norm = self._head_norms
+        if self.head_norms is not None:
+            query_norm, key_norm = self.head_norms
             rotated = torch.cat((query_norm(rotated[:, :, :heads]), key_norm(rotated[:, :, heads:])), dim=2)
         cosines, sines = rotation
-        rotated = (rotated * cosines).addcmul_(rotated.roll(self._size // 2, -1), sines).transpose(1, 2)
+        rotated = (rotated * cosines).addcmul_(rotated.roll(self.size // 2, -1), sines).transpose(1, 2)
         keys, values = held.update(rotated[:, heads:], x[:, :, turned:].transpose(1, 2))
-        x = attend(rotated[:, :heads], keys, values, masks, self._scaling)
-        residual = self._output.forward(x.view(1, length, heads * self._size).to(carried)).add_(residual)
+        x = attend(rotated[:, :heads], keys, values, masks, self.scaling)
+        residual = self._output.forward(x.view(1, length, heads * self.size).to(carried)).add_(residual)
 
         x = _root_mean_square_norm(residual.float(), *self._mlp_scale).to(carried)
         x = self._gates.forward(x)
@@ -110,6 +120,73 @@ def short_layers(model: Any) -> tuple[ShortLayer, ...] | None:
     layers = tuple(ShortLayer(layer) for layer in own)
     alike = {(layer.groups, layer.dtype) for layer in layers}
     return layers if len(alike) == 1 else None
+
+
+def native_stack(model: Any, layers: Sequence[ShortLayer]) -> native.Stack | None:
+    """A whole pass through a model, but for its embeddings and the rotation, in one call.
+
+    Args:
+        model: One whose layers these are; nothing around them was changed.
+        layers: The second way through.
+
+    Returns:
+        ``None`` where its products are no native ones, or its sizes are none that these passes are written for.
+    """
+    final, first = model.model.norm, layers[0]
+    head = _native_product(model.lm_head)
+    made = [own for layer in layers if (own := _native_layer(layer)) is not None]
+    if head is None or len(made) < len(layers) or type(final) is not type(first.norms[0]):
+        return None
+    norms = [final, *(norm for layer in layers for norm in (*layer.norms, *(layer.head_norms or ())))]
+    hidden, middle = head.panels.inputs, made[0].down.panels.inputs
+    sizes = {
+        (
+            layer.heads,
+            layer.groups,
+            layer.size,
+            layer.scaling,
+            own.output.panels.outputs,
+            own.down.panels.inputs,
+        )
+        for layer, own in zip(layers, made, strict=True)
+    }
+    if (
+        sizes != {(first.heads, first.groups, first.size, first.scaling, hidden, middle)}
+        or len({norm.variance_epsilon for norm in norms}) > 1
+        or any("forward" in vars(module) for module in (model.lm_head, final))
+        or hidden % native.STEP
+        or first.size % native.STEP
+        or first.size > native.MOST_HEAD_SIZE
+        or middle % native.PANEL
+    ):
+        return None
+    return native.Stack(
+        made,
+        final.weight,
+        head,
+        heads=first.heads,
+        shared=first.heads // first.groups,
+        size=first.size,
+        epsilon=final.variance_epsilon,
+        scaling=first.scaling,
+    )
+
+
+def _native_layer(layer: ShortLayer) -> native.Layer | None:
+    projections, output, gates, down = (_native_product(product) for product in layer.products)
+    if projections is None or output is None or gates is None or down is None:
+        return None
+    attention_norm, mlp_norm = (norm.weight for norm in layer.norms)
+    query_norm, key_norm = (
+        (None, None) if layer.head_norms is None else (norm.weight for norm in layer.head_norms)
+    )
+    norms = (attention_norm, mlp_norm, query_norm, key_norm)
+    return native.Layer(projections, output, gates, down, *norms)
+
+
+def _native_product(layer: Any) -> native.Product | None:
+    panels = layer.panels if isinstance(layer, QuantisedLinear) else None
+    return None if panels is None else native.Product(panels, layer.bias)
 
 
 def spread_rotation(cosines: torch.Tensor, sines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,7 +241,7 @@ def _is_known(layer: Any) -> bool:
         and not any("forward" in vars(module) for module in layer.modules())
         and _joined(projections)
         and _joined(gates)
-        and all(isinstance(each, PackedLinear | Int8Linear) for each in rest)
+        and all(isinstance(each, PackedLinear | QuantisedLinear) for each in rest)
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
         and isinstance(activation, nn.SiLU | type(_silu()))
     )

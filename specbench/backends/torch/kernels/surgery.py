@@ -18,7 +18,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from specbench.backends.torch.kernels.huge_pages import give_back_free_memory, in_huge_pages
-from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, Rounded, can_pack, rounded
+from specbench.backends.torch.kernels.linear import (
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    QuantisedLinear,
+    Rounded,
+    can_pack,
+    rounded,
+)
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,9 +39,11 @@ __all__ = [
     "first_layers",
     "float32_sample",
     "holds",
+    "int4_copy",
     "int8_copy",
     "pack_linears",
     "quantise_linears",
+    "round_linears",
     "rounds_to_int8",
     "trim_head",
 ]
@@ -95,7 +105,7 @@ class _Join:
     hooks may change what a layer reads, each computes its own.
     """
 
-    def __init__(self, layer: PackedLinear | Int8Linear, sizes: Sequence[int]) -> None:
+    def __init__(self, layer: PackedLinear | QuantisedLinear, sizes: Sequence[int]) -> None:
         self.layer, self.sizes = layer, tuple(sizes)
         self.hooks = Hooks(())  # of the layers
         self._input: torch.Tensor | None = None
@@ -198,6 +208,15 @@ def quantise_linears(
     return _replace(model, quantised)
 
 
+def round_linears(model: PreTrainedModel) -> bool:
+    """The same with int4 ones.
+
+    Args:
+        model: Changed in place.
+    """
+    return _replace(model, lambda _, weight, bias: Int4Linear(weight(), bias))
+
+
 def trim_head(model: PreTrainedModel, rows: torch.Tensor) -> None:
     """Let a model compute some of its logits alone, in the order of ``rows``, int64. Its embeddings stay whole.
 
@@ -226,7 +245,7 @@ def holds(model: nn.Module, kind: type[nn.Module]) -> bool:
 def rounds_to_int8(model: nn.Module) -> bool:
     """Whether layers of a model round what they are given to bytes."""
     products = (module.layer if isinstance(module, JoinedLinear) else module for module in model.modules())
-    return any(isinstance(product, Int8Linear) and product.rounds_rows for product in products)
+    return any(isinstance(product, QuantisedLinear) and product.rounds_rows for product in products)
 
 
 def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> PreTrainedModel:
@@ -238,6 +257,13 @@ def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> Pr
     """
     clone = _structural_copy(model)
     quantise_linears(clone, alike=False, layers=layers)
+    return clone
+
+
+def int4_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same with int4 linear layers."""
+    clone = _structural_copy(model)
+    round_linears(clone)
     return clone
 
 
@@ -338,7 +364,7 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 _Linear = nn.Linear | PackedLinear | JoinedLinear
-_Kind = Callable[[str, Callable[[], torch.Tensor], torch.Tensor | None], PackedLinear | Int8Linear]
+_Kind = Callable[[str, Callable[[], torch.Tensor], torch.Tensor | None], PackedLinear | QuantisedLinear]
 
 
 def _packed(_: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> PackedLinear:

@@ -1,0 +1,637 @@
+/* Short passes of the Llama family over weights in 8 or 4 bits, each in one call.
+ *
+ * Weights lie in panels of 32 outputs, in the order in which they are read. 8 bits: 32 scales (float32), then for every
+ * four inputs 32 x 4 bytes, 128 added to each. 4 bits: for every group of 32 inputs 32 scales (bfloat16), then for every
+ * four inputs 16 x 4 bytes, outputs 0 to 15 in the low halves and 16 to 31 in the high ones, 8 added to each.
+ * Activations are rounded to bytes, with one scale for a row; products of bytes add up exactly in 32 bits.
+ *
+ * Work is cut into pieces which threads take from a queue, so that a thread that is held up costs its piece. Whoever
+ * ends the last piece of a stage does what has to be done once between two stages. Nothing here knows how many threads
+ * there are: those of whoever calls are lent by the function `Parallel` (GOMP_parallel of torch's own OpenMP).
+ */
+#include <immintrin.h>
+#include <math.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum {
+    VERSION = 1,        /* of what Python hands over */
+    PANEL = 32,         /* outputs */
+    GROUP = 32,         /* inputs that share a scale, in 4 bits */
+    GROUP_BYTES = 2 * PANEL + PANEL * GROUP / 2,
+    MOST_TILE = 8,      /* rows taken together */
+    AHEAD = 2048,       /* bytes fetched ahead: the processor itself stops at every 4 KiB */
+    PIECE = 1 << 14,    /* bytes of weights to a piece, at least */
+    ROWS_AT_ONCE = 256, /* of long inputs */
+    SPINS = 400,        /* looks at a stage before the core is given away */
+    KEYS = 64,
+    HEADS_AT_ONCE = 8,
+    MOST_SIZE = 256,    /* of a head */
+};
+
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+typedef struct {
+    const uint8_t *panels;
+    const float *bias; /* NULL for none */
+    int32_t outputs, inputs, bits, unused;
+} Matrix;
+
+typedef struct {
+    Matrix projections, output, gates, down;
+    const float *attention_norm, *mlp_norm;
+    const float *query_norm, *key_norm; /* NULL for none */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    Matrix head;
+    const float *norm;
+    int32_t count, hidden, heads, shared, size, middle;
+    float epsilon, scaling;
+} Model;
+
+/* A pass: rows of x [rows, hidden] become logits [wanted, outputs of the head], of the last rows. Keys and values,
+ * [shared, stride / size, size] in each layer, hold `past` positions and get those of the rows behind them. */
+typedef struct {
+    const Model *model;
+    float *x;
+    const float *cosines, *sines; /* [rows, size] */
+    void *const *keys, *const *values;
+    const int64_t *strides; /* from one head to the next, for keys and values of each layer, in numbers */
+    const uint8_t *mask;    /* [rows, mask_stride], 0 where a row does not attend; NULL for all up to itself */
+    int64_t mask_stride;
+    float *logits;
+    int32_t rows, wanted, past, is_bfloat16;
+    Parallel parallel; /* NULL for the calling thread alone */
+    int32_t threads, level;
+} Pass;
+
+/* A weight [rows, columns] to be laid in panels: bytes with a scale for each row, or float32 to be rounded to 4 bits. */
+typedef struct {
+    const int8_t *bytes;
+    const float *scales, *weight;
+    uint8_t *panels;
+    int32_t rows, columns, bits, unused;
+} Packing;
+
+/* Rows of activations in bytes. */
+typedef struct {
+    int8_t *bytes; /* [rows, padded] */
+    float *scales;
+    int32_t *totals, *sums; /* of a row, and of each of its groups */
+    int inputs, padded;
+} Bytes;
+
+typedef struct {
+    const float *query;
+    const void *keys, *values;
+    const uint8_t *mask;
+    float *out, scaling;
+    int count, groups, size, is_bfloat16;
+} Attention;
+
+typedef struct {
+    void (*quantise)(const float *, const Bytes *, int);
+    void (*product)(const Matrix *, const Bytes *, int, int, float *, int64_t);
+    void (*norm)(const float *, const float *, float, int, float *);
+    void (*add)(float *, const float *, int);
+    void (*gate)(float *, const float *, int);
+    void (*rotate)(float *, const float *, const float *, int);
+    void (*attend)(const Attention *);
+    void (*pack)(const Packing *, int);
+} Ways;
+
+INLINE int padded_to_groups(int count) { return (count + GROUP - 1) / GROUP * GROUP; }
+
+INLINE int64_t panel_bytes(int bits, int padded) {
+    return bits == 8 ? (int64_t)sizeof(float) * PANEL + (int64_t)PANEL * padded
+                     : (int64_t)padded / GROUP * GROUP_BYTES;
+}
+
+INLINE int panels_of(const Matrix *matrix) { return (matrix->outputs + PANEL - 1) / PANEL; }
+
+INLINE int32_t four_of(const int8_t *bytes) {
+    int32_t four;
+    memcpy(&four, bytes, sizeof four);
+    return four;
+}
+
+INLINE uint16_t to_bfloat16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE float rounded_bfloat16(float x) {
+    const uint32_t bits = (uint32_t)to_bfloat16(x) << 16;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* ---- instruction sets ---- */
+
+#define LANES 16
+#define NAME(name) name##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
+#define VF __m512
+#define VI __m512i
+#define F_LOAD _mm512_loadu_ps
+#define F_STORE _mm512_storeu_ps
+#define F_SET _mm512_set1_ps
+#define F_ADD _mm512_add_ps
+#define F_SUB _mm512_sub_ps
+#define F_MUL _mm512_mul_ps
+#define F_DIV _mm512_div_ps
+#define F_FMA _mm512_fmadd_ps
+#define F_MAX _mm512_max_ps
+#define F_MIN _mm512_min_ps
+#define F_ABS _mm512_abs_ps
+#define F_SUM _mm512_reduce_add_ps
+#define F_LARGEST _mm512_reduce_max_ps
+#define F_TO_I _mm512_cvtps_epi32
+#define F_POWER(i) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(127)), 23))
+#define F_OF_BFLOAT16(p) \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define F_WHERE_FINITE(x, y) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ), y)
+#define I_TO_F _mm512_cvtepi32_ps
+#define I_SET _mm512_set1_epi32
+#define I_LOAD(p) _mm512_loadu_si512(p)
+#define I_AND _mm512_and_si512
+#define I_SHIFT4(v) _mm512_srli_epi16(v, 4)
+#define I_STORE_BYTES(p, i) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(i))
+#define DOT_BYTES _mm512_dpbusd_epi32
+#define DOT_NIBBLES _mm512_dpbusd_epi32
+#define ZERO_OF_BYTES 128
+#define TILE_BYTES 8
+#define TILE_NIBBLES 6
+#include "native.h"
+
+#define AVX2 __attribute__((target("avx2,fma")))
+
+INLINE AVX2 float sum_avx2(__m256 x) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+INLINE AVX2 float largest_avx2(__m256 x) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+INLINE AVX2 void store_bytes_avx2(int8_t *to, __m256i x) {
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64((__m128i *)to, _mm_packs_epi16(words, words));
+}
+
+/* Pairs of products of bytes are added in 16 bits: with one of them in 7 bits and a sign, none overflows. */
+INLINE AVX2 __m256i dot_bytes_avx2(__m256i sum, __m256i weights, __m256i x) {
+    weights = _mm256_xor_si256(weights, _mm256_set1_epi8((char)0x80));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(weights, x));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
+}
+
+#define LANES 8
+#define NAME(name) name##_avx2
+#define TARGET AVX2
+#define VF __m256
+#define VI __m256i
+#define F_LOAD _mm256_loadu_ps
+#define F_STORE _mm256_storeu_ps
+#define F_SET _mm256_set1_ps
+#define F_ADD _mm256_add_ps
+#define F_SUB _mm256_sub_ps
+#define F_MUL _mm256_mul_ps
+#define F_DIV _mm256_div_ps
+#define F_FMA _mm256_fmadd_ps
+#define F_MAX _mm256_max_ps
+#define F_MIN _mm256_min_ps
+#define F_ABS(x) _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x)
+#define F_SUM sum_avx2
+#define F_LARGEST largest_avx2
+#define F_TO_I _mm256_cvtps_epi32
+#define F_POWER(i) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(i, _mm256_set1_epi32(127)), 23))
+#define F_OF_BFLOAT16(p) \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define F_WHERE_FINITE(x, y) _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ))
+#define I_TO_F _mm256_cvtepi32_ps
+#define I_SET _mm256_set1_epi32
+#define I_LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
+#define I_AND _mm256_and_si256
+#define I_SHIFT4(v) _mm256_srli_epi16(v, 4)
+#define I_STORE_BYTES store_bytes_avx2
+#define DOT_BYTES dot_bytes_avx2
+#define DOT_NIBBLES dot_nibbles_avx2
+#define ZERO_OF_BYTES 0
+#define TILE_BYTES 2
+#define TILE_NIBBLES 2
+#include "native.h"
+
+static const Ways *const WAYS[] = {NULL, &ways_avx2, &ways_avx512};
+
+/* The highest level this processor has: 0 none, 1 AVX2 and FMA, 2 AVX-512 with VNNI. */
+int specbench_level(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                   __builtin_cpu_supports("avx512vnni")
+               ? 2
+               : 1;
+}
+
+int specbench_version(void) { return VERSION; }
+
+int64_t specbench_packed_bytes(int outputs, int inputs, int bits) {
+    return (int64_t)((outputs + PANEL - 1) / PANEL) * panel_bytes(bits, padded_to_groups(inputs));
+}
+
+/* ---- stages ---- */
+
+typedef struct {
+    _Alignas(64) atomic_int next; /* the piece to take */
+    _Alignas(64) atomic_int done; /* pieces done, and one more once what follows them is done */
+} Stage;
+
+typedef struct Work Work;
+typedef void (*Step)(const Work *, const Layer *, int piece);
+
+struct Work {
+    const Pass *pass;
+    const Ways *ways;
+    Stage *stages;
+    Bytes wide, narrow; /* what goes into the down product, and into all others */
+    float *row, *more;  /* [rows, stride]: what comes out of products, and of attention */
+    int64_t stride;
+};
+
+/* Take part in a stage until all its pieces, and what is to be done behind them, are done. */
+static void take_part(Stage *stage, int pieces, const Work *work, const Layer *layer, Step step, Step behind) {
+    int piece;
+    while ((piece = atomic_fetch_add_explicit(&stage->next, 1, memory_order_relaxed)) < pieces) {
+        step(work, layer, piece);
+        if (atomic_fetch_add_explicit(&stage->done, 1, memory_order_acq_rel) + 1 == pieces) {
+            if (behind) behind(work, layer, 0);
+            atomic_store_explicit(&stage->done, pieces + 1, memory_order_release);
+            return;
+        }
+    }
+    for (int spins = 0; atomic_load_explicit(&stage->done, memory_order_acquire) <= pieces; spins++) {
+        if (spins < SPINS)
+            _mm_pause();
+        else
+            sched_yield();
+    }
+}
+
+INLINE int panels_at_once(const Matrix *matrix) {
+    const int64_t bytes = panel_bytes(matrix->bits, padded_to_groups(matrix->inputs));
+    return bytes >= PIECE ? 1 : (int)((PIECE + bytes - 1) / bytes);
+}
+
+INLINE int pieces_of(const Matrix *matrix) {
+    const int some = panels_at_once(matrix);
+    return (panels_of(matrix) + some - 1) / some;
+}
+
+static void multiply(
+    const Work *work, const Matrix *matrix, const Bytes *x, int rows, int piece, float *out, int64_t stride) {
+    const int some = panels_at_once(matrix), all = panels_of(matrix), end = (piece + 1) * some;
+    for (int panel = piece * some; panel < end && panel < all; panel++)
+        work->ways->product(matrix, x, rows, panel, out, stride);
+}
+
+/* ---- the parts of a layer ---- */
+
+static void normed(const Work *work, const float *weight) {
+    const Pass *pass = work->pass;
+    const Model *model = pass->model;
+    for (int r = 0; r < pass->rows; r++) {
+        float *to = work->more + r * work->stride;
+        work->ways->norm(pass->x + (int64_t)r * model->hidden, weight, model->epsilon, model->hidden, to);
+        work->ways->quantise(to, &work->narrow, r);
+    }
+}
+
+static void begin(const Work *work, const Layer *layer, int piece) {
+    (void)piece;
+    normed(work, layer->attention_norm);
+}
+
+static void project(const Work *work, const Layer *layer, int piece) {
+    multiply(work, &layer->projections, &work->narrow, work->pass->rows, piece, work->row, work->stride);
+}
+
+/* Head norms, rotation, and keys and values to where they are kept. */
+static void rotate(const Work *work, const Layer *layer, int piece) {
+    (void)piece;
+    const Pass *pass = work->pass;
+    const Model *model = pass->model;
+    const int size = model->size, place = (int)(layer - model->layers);
+    const int64_t keys_stride = pass->strides[2 * place], values_stride = pass->strides[2 * place + 1];
+    for (int r = 0; r < pass->rows; r++) {
+        const float *cosines = pass->cosines + (int64_t)r * size, *sines = pass->sines + (int64_t)r * size;
+        float *row = work->row + r * work->stride;
+        for (int head = 0; head < model->heads + model->shared; head++) {
+            float *x = row + (int64_t)head * size;
+            const float *norm = head < model->heads ? layer->query_norm : layer->key_norm;
+            if (norm) work->ways->norm(x, norm, model->epsilon, size, x);
+            work->ways->rotate(x, cosines, sines, size);
+        }
+        for (int head = 0; head < model->shared; head++) {
+            const float *key = row + (int64_t)(model->heads + head) * size;
+            const float *value = key + (int64_t)model->shared * size;
+            const int64_t at = (int64_t)(pass->past + r) * size;
+            if (pass->is_bfloat16) {
+                uint16_t *keys = (uint16_t *)pass->keys[place] + head * keys_stride + at;
+                uint16_t *values = (uint16_t *)pass->values[place] + head * values_stride + at;
+                for (int i = 0; i < size; i++) keys[i] = to_bfloat16(key[i]);
+                for (int i = 0; i < size; i++) values[i] = to_bfloat16(value[i]);
+            } else {
+                memcpy((float *)pass->keys[place] + head * keys_stride + at, key, sizeof(float) * (size_t)size);
+                memcpy((float *)pass->values[place] + head * values_stride + at, value, sizeof(float) * (size_t)size);
+            }
+        }
+    }
+}
+
+static void attend(const Work *work, const Layer *layer, int piece) {
+    const Pass *pass = work->pass;
+    const Model *model = pass->model;
+    const int row = piece / model->shared, head = piece % model->shared, groups = model->heads / model->shared;
+    const int place = (int)(layer - model->layers);
+    const size_t number = pass->is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+    const int64_t first = (int64_t)head * groups * model->size;
+    const Attention attention = {
+        .query = work->row + row * work->stride + first,
+        .keys = (const char *)pass->keys[place] + (size_t)(head * pass->strides[2 * place]) * number,
+        .values = (const char *)pass->values[place] + (size_t)(head * pass->strides[2 * place + 1]) * number,
+        .mask = pass->mask ? pass->mask + row * pass->mask_stride : NULL,
+        .out = work->more + row * work->stride + first,
+        .scaling = model->scaling,
+        .count = pass->past + (pass->mask ? pass->rows : row + 1),
+        .groups = groups,
+        .size = model->size,
+        .is_bfloat16 = pass->is_bfloat16,
+    };
+    work->ways->attend(&attention);
+}
+
+static void attended(const Work *work, const Layer *layer, int piece) {
+    (void)piece;
+    /* The output's inputs are as many as all heads have, which may be more or fewer than the hidden size. */
+    Bytes bytes = work->narrow;
+    bytes.inputs = layer->output.inputs;
+    bytes.padded = padded_to_groups(layer->output.inputs);
+    for (int r = 0; r < work->pass->rows; r++) work->ways->quantise(work->more + r * work->stride, &bytes, r);
+}
+
+static void put_out(const Work *work, const Layer *layer, int piece) {
+    Bytes bytes = work->narrow;
+    bytes.inputs = layer->output.inputs;
+    bytes.padded = padded_to_groups(layer->output.inputs);
+    multiply(work, &layer->output, &bytes, work->pass->rows, piece, work->row, work->stride);
+}
+
+static void added(const Work *work) {
+    const Pass *pass = work->pass;
+    const int hidden = pass->model->hidden;
+    for (int r = 0; r < pass->rows; r++)
+        work->ways->add(pass->x + (int64_t)r * hidden, work->row + r * work->stride, hidden);
+}
+
+static void after_attention(const Work *work, const Layer *layer, int piece) {
+    (void)piece;
+    added(work);
+    normed(work, layer->mlp_norm);
+}
+
+/* Gates of some panels and what they let through: the second half of the same product. */
+static void gate(const Work *work, const Layer *layer, int piece) {
+    const Matrix *gates = &layer->gates;
+    const int middle = work->pass->model->middle, half = middle / PANEL, rows = work->pass->rows;
+    const int some = panels_at_once(gates), end = (piece + 1) * some;
+    for (int panel = piece * some; panel < end && panel < half; panel++) {
+        work->ways->product(gates, &work->narrow, rows, panel, work->row, work->stride);
+        work->ways->product(gates, &work->narrow, rows, half + panel, work->row, work->stride);
+        for (int r = 0; r < rows; r++) {
+            float *x = work->row + r * work->stride + (int64_t)panel * PANEL;
+            work->ways->gate(x, x + middle, PANEL);
+        }
+    }
+}
+
+static void gated(const Work *work, const Layer *layer, int piece) {
+    (void)layer;
+    (void)piece;
+    for (int r = 0; r < work->pass->rows; r++) work->ways->quantise(work->row + r * work->stride, &work->wide, r);
+}
+
+static void bring_down(const Work *work, const Layer *layer, int piece) {
+    multiply(work, &layer->down, &work->wide, work->pass->rows, piece, work->row, work->stride);
+}
+
+static void after_layer(const Work *work, const Layer *layer, int piece) {
+    (void)piece;
+    const Model *model = work->pass->model;
+    added(work);
+    normed(work, layer + 1 < model->layers + model->count ? layer[1].attention_norm : model->norm);
+}
+
+static void tell(const Work *work, const Layer *layer, int piece) {
+    (void)layer;
+    const Pass *pass = work->pass;
+    const Matrix *head = &pass->model->head;
+    const int first = pass->rows - pass->wanted;
+    Bytes last = work->narrow;
+    last.bytes += (int64_t)first * last.padded;
+    last.scales += first;
+    last.totals += first;
+    last.sums += (int64_t)first * (last.padded / GROUP);
+    multiply(work, head, &last, pass->wanted, piece, pass->logits, head->outputs);
+}
+
+enum { STAGES_OF_LAYER = 5 };
+
+static void run(void *given) {
+    const Work *work = given;
+    const Model *model = work->pass->model;
+    const int pairs = work->pass->rows * model->shared;
+    Stage *stage = work->stages;
+    take_part(stage++, 1, work, model->layers, begin, NULL);
+    for (const Layer *layer = model->layers; layer < model->layers + model->count; layer++) {
+        const int some = panels_at_once(&layer->gates), half = model->middle / PANEL;
+        take_part(stage++, pieces_of(&layer->projections), work, layer, project, rotate);
+        take_part(stage++, pairs, work, layer, attend, attended);
+        take_part(stage++, pieces_of(&layer->output), work, layer, put_out, after_attention);
+        take_part(stage++, (half + some - 1) / some, work, layer, gate, gated);
+        take_part(stage++, pieces_of(&layer->down), work, layer, bring_down, after_layer);
+    }
+    take_part(stage++, pieces_of(&model->head), work, NULL, tell, NULL);
+}
+
+/* ---- memory ---- */
+
+typedef struct {
+    char *next;
+    size_t used;
+} Arena;
+
+/* Called once without memory, to count, and once with it. */
+static void *some(Arena *arena, size_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    void *found = arena->next;
+    if (arena->next) arena->next += bytes;
+    arena->used += bytes;
+    return found;
+}
+
+static Bytes some_bytes(Arena *arena, int rows, int inputs) {
+    const size_t padded = (size_t)padded_to_groups(inputs), count = (size_t)rows;
+    Bytes found = {.inputs = inputs, .padded = (int)padded};
+    found.bytes = some(arena, count * padded);
+    found.scales = some(arena, count * sizeof(float));
+    found.totals = some(arena, count * sizeof(int32_t));
+    found.sums = some(arena, count * padded / GROUP * sizeof(int32_t));
+    return found;
+}
+
+INLINE int larger(int a, int b) { return a > b ? a : b; }
+
+static void lay_out(Work *work, Arena *arena) {
+    const Pass *pass = work->pass;
+    const Model *model = pass->model;
+    const int all = (model->heads + 2 * model->shared) * model->size, stages = 2 + STAGES_OF_LAYER * model->count;
+    work->stride = (larger(larger(all, 2 * model->middle), model->hidden) + PANEL - 1) / PANEL * PANEL;
+    work->stages = some(arena, (size_t)stages * sizeof(Stage));
+    work->narrow = some_bytes(arena, pass->rows, larger(model->hidden, model->heads * model->size));
+    work->narrow.inputs = model->hidden;
+    work->narrow.padded = padded_to_groups(model->hidden);
+    work->wide = some_bytes(arena, pass->rows, model->middle);
+    work->row = some(arena, (size_t)pass->rows * (size_t)work->stride * sizeof(float));
+    work->more = some(arena, (size_t)pass->rows * (size_t)work->stride * sizeof(float));
+}
+
+static void all_threads(Parallel parallel, int threads, void (*each)(void *), void *given) {
+    if (parallel && threads > 1)
+        parallel(each, given, (unsigned)threads, 0);
+    else
+        each(given);
+}
+
+/* Make a pass. 0, or 1 where memory or this processor's instructions are missing. */
+int specbench_pass(const Pass *pass) {
+    if (pass->level < 1 || pass->level > specbench_level()) return 1;
+    Work work = {.pass = pass, .ways = WAYS[pass->level]};
+    Arena arena = {0};
+    lay_out(&work, &arena);
+    char *memory = aligned_alloc(64, arena.used);
+    if (!memory) return 1;
+    arena.next = memory;
+    lay_out(&work, &arena);
+    const int stages = 2 + STAGES_OF_LAYER * pass->model->count;
+    for (int i = 0; i < stages; i++) {
+        atomic_init(&work.stages[i].next, 0);
+        atomic_init(&work.stages[i].done, 0);
+    }
+    all_threads(pass->parallel, pass->threads, run, &work);
+    free(memory);
+    return 0;
+}
+
+/* ---- one product, and packing ---- */
+
+typedef struct {
+    const Matrix *matrix;
+    const Packing *packing;
+    const Ways *ways;
+    const float *x;
+    float *out;
+    Bytes bytes;
+    int rows;
+    Stage stages[2];
+} Single;
+
+static void quantise_rows(const Single *work, int piece) {
+    const int inputs = work->matrix->inputs;
+    for (int r = piece * MOST_TILE; r < (piece + 1) * MOST_TILE && r < work->rows; r++)
+        work->ways->quantise(work->x + (int64_t)r * inputs, &work->bytes, r);
+}
+
+static void multiply_panel(const Single *work, int piece) {
+    work->ways->product(work->matrix, &work->bytes, work->rows, piece, work->out, work->matrix->outputs);
+}
+
+static void pack_panel(const Single *work, int piece) { work->ways->pack(work->packing, piece); }
+
+static void take_singly(Single *work, Stage *stage, int pieces, void (*step)(const Single *, int)) {
+    int piece;
+    while ((piece = atomic_fetch_add_explicit(&stage->next, 1, memory_order_relaxed)) < pieces) {
+        step(work, piece);
+        atomic_fetch_add_explicit(&stage->done, 1, memory_order_acq_rel);
+    }
+    while (atomic_load_explicit(&stage->done, memory_order_acquire) < pieces) sched_yield();
+}
+
+static void run_product(void *given) {
+    Single *work = given;
+    take_singly(work, &work->stages[0], (work->rows + MOST_TILE - 1) / MOST_TILE, quantise_rows);
+    take_singly(work, &work->stages[1], panels_of(work->matrix), multiply_panel);
+}
+
+static void run_packing(void *given) {
+    Single *work = given;
+    take_singly(work, &work->stages[0], (work->packing->rows + PANEL - 1) / PANEL, pack_panel);
+}
+
+static void no_pieces_taken(Single *work) {
+    for (int i = 0; i < 2; i++) {
+        atomic_init(&work->stages[i].next, 0);
+        atomic_init(&work->stages[i].done, 0);
+    }
+}
+
+/* x [rows, inputs] -> out [rows, outputs]. */
+int specbench_product(
+    const Matrix *matrix, const float *x, int64_t rows, float *out, Parallel parallel, int threads, int level) {
+    if (level < 1 || level > specbench_level()) return 1;
+    Single work = {.matrix = matrix, .ways = WAYS[level]};
+    Arena arena = {0};
+    const int most = rows < ROWS_AT_ONCE ? (int)rows : ROWS_AT_ONCE;
+    some_bytes(&arena, most, matrix->inputs);
+    char *memory = aligned_alloc(64, arena.used + 64);
+    if (!memory) return 1;
+    arena.next = memory;
+    work.bytes = some_bytes(&arena, most, matrix->inputs);
+    for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
+        work.x = x + first * matrix->inputs;
+        work.out = out + first * matrix->outputs;
+        work.rows = rows - first < ROWS_AT_ONCE ? (int)(rows - first) : ROWS_AT_ONCE;
+        no_pieces_taken(&work);
+        all_threads(parallel, threads, run_product, &work);
+    }
+    free(memory);
+    return 0;
+}
+
+/* Rows of a weight to panels, of which the last may be filled up with zeros. */
+int specbench_pack(const Packing *packing, Parallel parallel, int threads, int level) {
+    if (level < 1 || level > specbench_level()) return 1;
+    Single work = {.packing = packing, .ways = WAYS[level]};
+    no_pieces_taken(&work);
+    all_threads(parallel, threads, run_packing, &work);
+    return 0;
+}

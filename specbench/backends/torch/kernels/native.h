@@ -1,0 +1,401 @@
+/* What a drafter's pass is made of: products of few rows, norms, rotation, attention. Included by native.c once for each
+ * instruction set, which it sees through the macros defined there: vectors of LANES floats (VF) or int32 (VI).
+ *
+ * A row is computed by itself and in the same order whatever stands beside it, so its bits do not depend on the pass.
+ */
+
+enum { NAME(PARTS) = PANEL / LANES };
+
+INLINE TARGET VF NAME(exponential)(VF x) {
+    /* exp by a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2] (coefficients of Cephes' expf), within 2 ulp. */
+    x = F_MAX(F_MIN(x, F_SET(88.3f)), F_SET(-87.3f));
+    VI power = F_TO_I(F_MUL(x, F_SET(1.44269504f)));
+    VF whole = I_TO_F(power);
+    VF r = F_FMA(whole, F_SET(-0.693359375f), x);
+    r = F_FMA(whole, F_SET(2.12194440e-4f), r);
+    VF p = F_SET(1.9875691500e-4f);
+    p = F_FMA(p, r, F_SET(1.3981999507e-3f));
+    p = F_FMA(p, r, F_SET(8.3334519073e-3f));
+    p = F_FMA(p, r, F_SET(4.1665795894e-2f));
+    p = F_FMA(p, r, F_SET(1.6666665459e-1f));
+    p = F_FMA(p, r, F_SET(5.0000001201e-1f));
+    return F_MUL(F_ADD(F_FMA(p, F_MUL(r, r), r), F_SET(1.0f)), F_POWER(power));
+}
+
+/* One row of activations to bytes, symmetric, and their sums by groups. */
+TARGET static void NAME(quantise)(const float *x, const Bytes *to, int row) {
+    int count = to->inputs, padded = to->padded, i = 0;
+    int8_t *bytes = to->bytes + (int64_t)row * padded;
+    VF most = F_SET(0.0f);
+    for (; i + LANES <= count; i += LANES) most = F_MAX(most, F_ABS(F_LOAD(x + i)));
+    float largest = F_LARGEST(most);
+    for (; i < count; i++) largest = fmaxf(largest, fabsf(x[i]));
+    float scale = fmaxf(largest, 1e-30f) / 127.0f, inverse = 1.0f / scale;
+    for (i = 0; i + LANES <= count; i += LANES) I_STORE_BYTES(bytes + i, F_TO_I(F_MUL(F_LOAD(x + i), F_SET(inverse))));
+    for (; i < count; i++) bytes[i] = (int8_t)fmaxf(-127.0f, fminf(127.0f, rintf(x[i] * inverse)));
+    memset(bytes + count, 0, (size_t)(padded - count));
+    int32_t *sums = to->sums + (int64_t)row * (padded / GROUP), total = 0;
+    for (int group = 0; group < padded / GROUP; group++) {
+        int32_t sum = 0;
+        for (int k = 0; k < GROUP; k++) sum += bytes[group * GROUP + k];
+        sums[group] = sum;
+        total += sum;
+    }
+    to->totals[row] = total;
+    to->scales[row] = scale;
+}
+
+/* ---- products: `count` rows, a constant where this is inlined, times one panel of outputs ---- */
+
+INLINE TARGET void NAME(finish_tile)(
+    const Bytes *x, int first, const float *bias, float *out, int64_t stride, VF sums[][NAME(PARTS)], const int count) {
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+        VF scale = F_SET(x->scales[first + r]);
+#pragma GCC unroll 4
+        for (int part = 0; part < NAME(PARTS); part++) {
+            VF found = F_MUL(sums[r][part], scale);
+            if (bias) found = F_ADD(found, F_LOAD(bias + part * LANES));
+            F_STORE(out + r * stride + part * LANES, found);
+        }
+    }
+}
+
+INLINE TARGET void NAME(tile_of_bytes)(
+    const uint8_t *panel, const Bytes *x, int first, const float *bias, float *out, int64_t stride, const int count) {
+    VI sums[TILE_BYTES][NAME(PARTS)];
+    const float *scales = (const float *)panel;
+    const uint8_t *weights = panel + sizeof(float) * PANEL;
+    const int8_t *rows = x->bytes + (int64_t)first * x->padded;
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+#pragma GCC unroll 4
+        for (int part = 0; part < NAME(PARTS); part++) sums[r][part] = I_SET(-ZERO_OF_BYTES * x->totals[first + r]);
+    }
+    for (int k = 0; k < x->padded; k += 4, weights += 4 * PANEL) {
+        VI weight[NAME(PARTS)];
+        _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)weights + AHEAD + 64, _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int part = 0; part < NAME(PARTS); part++) weight[part] = I_LOAD(weights + part * 4 * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) {
+            VI given = I_SET(four_of(rows + (int64_t)r * x->padded + k));
+#pragma GCC unroll 4
+            for (int part = 0; part < NAME(PARTS); part++) sums[r][part] = DOT_BYTES(sums[r][part], weight[part], given);
+        }
+    }
+    VF found[TILE_BYTES][NAME(PARTS)];
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+#pragma GCC unroll 4
+        for (int part = 0; part < NAME(PARTS); part++)
+            found[r][part] = F_MUL(I_TO_F(sums[r][part]), F_LOAD(scales + part * LANES));
+    }
+    NAME(finish_tile)(x, first, bias, out, stride, found, count);
+}
+
+INLINE TARGET void NAME(tile_of_nibbles)(
+    const uint8_t *panel, const Bytes *x, int first, const float *bias, float *out, int64_t stride, const int count) {
+    VF found[TILE_NIBBLES][NAME(PARTS)];
+    const int8_t *rows = x->bytes + (int64_t)first * x->padded;
+    const int groups = x->padded / GROUP;
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+#pragma GCC unroll 4
+        for (int part = 0; part < NAME(PARTS); part++) found[r][part] = F_SET(0.0f);
+    }
+    for (int group = 0; group < groups; group++, panel += GROUP_BYTES) {
+        VI sums[TILE_NIBBLES][NAME(PARTS)];
+        const uint8_t *weights = panel + sizeof(uint16_t) * PANEL;
+        _mm_prefetch((const char *)panel + AHEAD, _MM_HINT_T0);
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) {
+            VI start = I_SET(-8 * x->sums[(int64_t)(first + r) * groups + group]);
+#pragma GCC unroll 4
+            for (int part = 0; part < NAME(PARTS); part++) sums[r][part] = start;
+        }
+#pragma GCC unroll 2
+        for (int k = 0; k < GROUP; k += 4, weights += 2 * PANEL) {
+            VI weight[NAME(PARTS)];
+            _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);
+#pragma GCC unroll 2
+            for (int half = 0; half < NAME(PARTS) / 2; half++) {
+                VI pair = I_LOAD(weights + half * 4 * LANES);
+                weight[half] = I_AND(pair, I_SET(0x0f0f0f0f));
+                weight[NAME(PARTS) / 2 + half] = I_AND(I_SHIFT4(pair), I_SET(0x0f0f0f0f));
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < count; r++) {
+                VI given = I_SET(four_of(rows + (int64_t)r * x->padded + group * GROUP + k));
+#pragma GCC unroll 4
+                for (int part = 0; part < NAME(PARTS); part++)
+                    sums[r][part] = DOT_NIBBLES(sums[r][part], weight[part], given);
+            }
+        }
+#pragma GCC unroll 4
+        for (int part = 0; part < NAME(PARTS); part++) {
+            VF scale = F_OF_BFLOAT16((const uint16_t *)panel + part * LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < count; r++) found[r][part] = F_FMA(I_TO_F(sums[r][part]), scale, found[r][part]);
+        }
+    }
+    NAME(finish_tile)(x, first, bias, out, stride, found, count);
+}
+
+/* Panel number `panel` of the outputs, of all rows; `out` points to the first row's first output of the matrix. */
+TARGET static void NAME(product)(const Matrix *matrix, const Bytes *x, int rows, int panel, float *out, int64_t stride) {
+    const uint8_t *weights = matrix->panels + (int64_t)panel * panel_bytes(matrix->bits, x->padded);
+    const int begin = panel * PANEL, left = matrix->outputs - begin, most = matrix->bits == 8 ? TILE_BYTES : TILE_NIBBLES;
+    const float *bias = matrix->bias ? matrix->bias + begin : NULL;
+    float cut[MOST_TILE * PANEL], padded_bias[PANEL] = {0};
+    if (bias && left < PANEL) bias = memcpy(padded_bias, bias, sizeof(float) * (size_t)left);
+    for (int first = 0, count; first < rows; first += count) {
+        const int tiles = (rows - first + most - 1) / most;
+        count = (rows - first + tiles - 1) / tiles;
+        float *to = left < PANEL ? cut : out + first * stride + begin;
+        const int64_t step = left < PANEL ? PANEL : stride;
+#define TILE(n)                                                                                     \
+    case n:                                                                                         \
+        NAME(tile_of_bytes)(weights, x, first, bias, to, step, n);                                  \
+        break;                                                                                      \
+    case 16 + n:                                                                                    \
+        if (n <= TILE_NIBBLES) NAME(tile_of_nibbles)(weights, x, first, bias, to, step, n <= TILE_NIBBLES ? n : 1); \
+        break;
+        switch (count + (matrix->bits == 4 ? 16 : 0)) {
+            TILE(1) TILE(2)
+#if LANES == 16
+            TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8)
+#endif
+        }
+#undef TILE
+        if (left < PANEL)
+            for (int r = 0; r < count; r++)
+                memcpy(out + (first + r) * stride + begin, cut + r * PANEL, sizeof(float) * (size_t)left);
+    }
+}
+
+/* ---- between the products ---- */
+
+/* x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019); `count` is a multiple of 16. */
+TARGET static void NAME(norm)(const float *x, const float *weight, float epsilon, int count, float *out) {
+    VF squares = F_SET(0.0f);
+    for (int i = 0; i < count; i += LANES) squares = F_FMA(F_LOAD(x + i), F_LOAD(x + i), squares);
+    VF scale = F_SET(1.0f / sqrtf(F_SUM(squares) / (float)count + epsilon));
+    for (int i = 0; i < count; i += LANES) F_STORE(out + i, F_MUL(F_MUL(F_LOAD(x + i), scale), F_LOAD(weight + i)));
+}
+
+TARGET static void NAME(add)(float *x, const float *more, int count) {
+    for (int i = 0; i < count; i += LANES) F_STORE(x + i, F_ADD(F_LOAD(x + i), F_LOAD(more + i)));
+}
+
+/* silu(gates) * gates of the other half, in place of the first. */
+TARGET static void NAME(gate)(float *gates, const float *up, int count) {
+    for (int i = 0; i < count; i += LANES) {
+        VF x = F_LOAD(gates + i);
+        VF below = F_ADD(F_SET(1.0f), NAME(exponential)(F_SUB(F_SET(0.0f), x)));
+        F_STORE(gates + i, F_MUL(F_DIV(x, below), F_LOAD(up + i)));
+    }
+}
+
+/* One head, the two halves of which are turned as pairs (Su et al. 2021). */
+TARGET static void NAME(rotate)(float *x, const float *cosines, const float *sines, int size) {
+    const int half = size / 2;
+    for (int i = 0; i < half; i += 8) {
+        float low[8], high[8];
+        for (int j = 0; j < 8; j++) {
+            const int at = i + j;
+            low[j] = x[at] * cosines[at] - x[at + half] * sines[at];
+            high[j] = x[at + half] * cosines[at + half] + x[at] * sines[at + half];
+        }
+        memcpy(x + i, low, sizeof low);
+        memcpy(x + half + i, high, sizeof high);
+    }
+}
+
+INLINE TARGET VF NAME(load)(const void *states, int64_t at, const int is_bfloat16) {
+    return is_bfloat16 ? F_OF_BFLOAT16((const uint16_t *)states + at) : F_LOAD((const float *)states + at);
+}
+
+/* Query heads of one row that share a key/value head attend to it, KEYS keys at a time with a running maximum
+ * (Milakov and Gimelshein 2018). Blocks begin at the same keys in every pass. */
+INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
+    const int size = a->size;
+    _Alignas(64) float scores[HEADS_AT_ONCE][KEYS], sums[HEADS_AT_ONCE][MOST_SIZE], key[MOST_SIZE];
+    for (int begin = 0; begin < a->groups; begin += HEADS_AT_ONCE) {
+        const int heads = a->groups - begin < HEADS_AT_ONCE ? a->groups - begin : HEADS_AT_ONCE;
+        float most[HEADS_AT_ONCE], weight[HEADS_AT_ONCE];
+        for (int g = 0; g < heads; g++) {
+            most[g] = -INFINITY;
+            weight[g] = 0.0f;
+            memset(sums[g], 0, sizeof(float) * (size_t)size);
+        }
+        for (int first = 0; first < a->count; first += KEYS) {
+            const int count = a->count - first < KEYS ? a->count - first : KEYS;
+            const uint8_t *mask = a->mask ? a->mask + first : NULL;
+            int seen = 0;
+            for (int j = 0; j < count; j++) {
+                if (mask && !mask[j]) {
+                    for (int g = 0; g < heads; g++) scores[g][j] = -INFINITY;
+                    continue;
+                }
+                seen = 1;
+                const int64_t at = (int64_t)(first + j) * size;
+                for (int i = 0; i < size; i += LANES) F_STORE(key + i, NAME(load)(a->keys, at + i, is_bfloat16));
+                for (int g = 0; g < heads; g++) {
+                    const float *query = a->query + (int64_t)(begin + g) * size;
+                    VF product = F_MUL(F_LOAD(query), F_LOAD(key));
+                    for (int i = LANES; i < size; i += LANES)
+                        product = F_FMA(F_LOAD(query + i), F_LOAD(key + i), product);
+                    scores[g][j] = F_SUM(product) * a->scaling;
+                }
+            }
+            if (!seen) continue;
+            for (int g = 0; g < heads; g++) {
+                float highest = most[g];
+                for (int j = count; j < KEYS; j++) scores[g][j] = -INFINITY;
+                VF top = F_LOAD(scores[g]);
+                for (int j = LANES; j < KEYS; j += LANES) top = F_MAX(top, F_LOAD(scores[g] + j));
+                highest = fmaxf(highest, F_LARGEST(top));
+                const float faded = most[g] == -INFINITY ? 0.0f : expf(most[g] - highest);
+                VF total = F_SET(0.0f);
+                for (int j = 0; j < KEYS; j += LANES) {
+                    VF score = F_LOAD(scores[g] + j), power = NAME(exponential)(F_SUB(score, F_SET(highest)));
+                    power = F_WHERE_FINITE(score, power);
+                    total = F_ADD(total, power);
+                    F_STORE(scores[g] + j, power);
+                }
+                weight[g] = weight[g] * faded + F_SUM(total);
+                most[g] = highest;
+                if (faded != 1.0f)
+                    for (int i = 0; i < size; i += LANES) F_STORE(sums[g] + i, F_MUL(F_LOAD(sums[g] + i), F_SET(faded)));
+            }
+            for (int j = 0; j < count; j++) {
+                if (mask && !mask[j]) continue;
+                const int64_t at = (int64_t)(first + j) * size;
+                for (int i = 0; i < size; i += LANES) {
+                    VF value = NAME(load)(a->values, at + i, is_bfloat16);
+                    for (int g = 0; g < heads; g++)
+                        F_STORE(sums[g] + i, F_FMA(F_SET(scores[g][j]), value, F_LOAD(sums[g] + i)));
+                }
+            }
+        }
+        for (int g = 0; g < heads; g++) {
+            VF scale = F_SET(1.0f / weight[g]);
+            for (int i = 0; i < size; i += LANES)
+                F_STORE(a->out + (int64_t)(begin + g) * size + i, F_MUL(F_LOAD(sums[g] + i), scale));
+        }
+    }
+}
+
+TARGET static void NAME(attend_one)(const Attention *a) {
+    if (a->is_bfloat16)
+        NAME(attend)(a, 1);
+    else
+        NAME(attend)(a, 0);
+}
+
+/* ---- packing ---- */
+
+/* The scale for a group, to be stored in 16 bits, and its roundings -8 to 7: of several scales the one with the least
+ * squared error. The largest number gets one end of the range, or a little more. */
+TARGET static float NAME(round_group)(const float *w, int8_t *rounded) {
+    float extreme = 0.0f, least = INFINITY, chosen = 0.0f;
+    for (int k = 0; k < GROUP; k++)
+        if (fabsf(w[k]) > fabsf(extreme)) extreme = w[k];
+    for (int candidate = 0; candidate < 16; candidate++) {
+        const float end = candidate < 8 ? -8.0f : 7.0f;
+        const float scale = rounded_bfloat16(extreme / end * (1.0f - 0.05f * (float)(candidate % 8)));
+        if (!(fabsf(scale) > 1e-30f)) continue;
+        const float inverse = 1.0f / scale;
+        VF error = F_SET(0.0f);
+        for (int k = 0; k < GROUP; k += LANES) {
+            VF x = F_LOAD(w + k), q = I_TO_F(F_TO_I(F_MUL(x, F_SET(inverse))));
+            q = F_MAX(F_MIN(q, F_SET(7.0f)), F_SET(-8.0f));
+            VF off = F_SUB(x, F_MUL(q, F_SET(scale)));
+            error = F_FMA(off, off, error);
+        }
+        const float sum = F_SUM(error);
+        if (sum < least) {
+            least = sum;
+            chosen = scale;
+        }
+    }
+    for (int k = 0; k < GROUP; k++)
+        rounded[k] = chosen == 0.0f ? 0 : (int8_t)fmaxf(-8.0f, fminf(7.0f, rintf(w[k] / chosen)));
+    return chosen;
+}
+
+/* 32 rows of a weight to one panel; rows and columns that are missing count as zeros. */
+TARGET static void NAME(pack)(const Packing *given, int panel) {
+    const int columns = given->columns, padded = padded_to_groups(columns), begin = panel * PANEL;
+    const int rows = given->rows - begin < PANEL ? given->rows - begin : PANEL;
+    uint8_t *to = given->panels + (int64_t)panel * panel_bytes(given->bits, padded);
+    if (given->bits == 8) {
+        uint8_t *bytes = to + sizeof(float) * PANEL;
+        memset(to, 0, sizeof(float) * PANEL);
+        memset(bytes, 128, (size_t)padded * PANEL);
+        memcpy(to, given->scales + begin, sizeof(float) * (size_t)rows);
+        for (int r = 0; r < rows; r++) {
+            const int8_t *row = given->bytes + (int64_t)(begin + r) * columns;
+            for (int k = 0; k < columns; k++) bytes[k / 4 * 4 * PANEL + 4 * r + k % 4] = (uint8_t)(row[k] + 128);
+        }
+        return;
+    }
+    for (int group = 0; group < padded / GROUP; group++) {
+        uint8_t *block = to + (int64_t)group * GROUP_BYTES, *nibbles = block + sizeof(uint16_t) * PANEL;
+        const int left = columns - group * GROUP < GROUP ? columns - group * GROUP : GROUP;
+        memset(block, 0, GROUP_BYTES);
+        for (int r = 0; r < PANEL; r++) {
+            float held[GROUP] = {0};
+            int8_t rounded[GROUP];
+            if (r < rows)
+                memcpy(held, given->weight + (int64_t)(begin + r) * columns + group * GROUP, sizeof(float) * (size_t)left);
+            const uint16_t scale = to_bfloat16(NAME(round_group)(held, rounded));
+            memcpy(block + sizeof scale * (size_t)r, &scale, sizeof scale);
+            for (int k = 0; k < GROUP; k++) {
+                const int value = rounded[k] + 8, place = k / 4 * 2 * PANEL + 4 * (r % (PANEL / 2)) + k % 4;
+                nibbles[place] |= (uint8_t)(r < PANEL / 2 ? value : value << 4);
+            }
+        }
+    }
+}
+
+static const Ways NAME(ways) = {
+    .quantise = NAME(quantise), .product = NAME(product), .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
+    .rotate = NAME(rotate), .attend = NAME(attend_one), .pack = NAME(pack),
+};
+
+#undef LANES
+#undef NAME
+#undef TARGET
+#undef VF
+#undef VI
+#undef F_LOAD
+#undef F_STORE
+#undef F_SET
+#undef F_ADD
+#undef F_SUB
+#undef F_MUL
+#undef F_DIV
+#undef F_FMA
+#undef F_MAX
+#undef F_MIN
+#undef F_ABS
+#undef F_SUM
+#undef F_LARGEST
+#undef F_TO_I
+#undef F_POWER
+#undef F_OF_BFLOAT16
+#undef F_WHERE_FINITE
+#undef I_TO_F
+#undef I_SET
+#undef I_LOAD
+#undef I_AND
+#undef I_SHIFT4
+#undef I_STORE_BYTES
+#undef DOT_BYTES
+#undef DOT_NIBBLES
+#undef ZERO_OF_BYTES
+#undef TILE_BYTES
+#undef TILE_NIBBLES

@@ -1,0 +1,438 @@
+"""Products of weights in 4 or 8 bits, and whole passes of the Llama family over them, in C (native.c).
+
+A pass in torch's operators spends half of a small model's time on starting products, and in the gaps between them
+memory rests. Here a pass is one call. The library is built with the package where there is a C compiler; without it,
+and on other processors than x86-64 with AVX2, everything goes its usual way. Its threads are those of torch's own
+OpenMP, so that nobody waits for two pools in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from specbench.backends.torch.kernels.instructions import allowed
+
+__all__ = [
+    "LIBRARY",
+    "MOST_HEAD_SIZE",
+    "PANEL",
+    "STEP",
+    "Layer",
+    "Panels",
+    "Product",
+    "Stack",
+    "available",
+    "why_not",
+]
+
+LIBRARY = "_native.so"
+"""The file beside this one that the build makes."""
+
+PANEL = 32
+"""Outputs that lie together. What a pass multiplies by has to fill panels."""
+
+STEP = 16
+"""Numbers that are taken at a time between the products: sizes of a head and of hidden states have to be multiples."""
+
+MOST_HEAD_SIZE = 256
+
+_ROUNDED_AT_ONCE = 128 * PANEL
+"""Rows of a weight that are made float32 at once."""
+
+_VERSION = 1
+"""Of what is handed over; the library's own has to be the same."""
+
+_LEVELS = {"default": 0, "avx2": 1}
+"""How far ``ATEN_CPU_CAPABILITY``, which limits torch, limits this too: none, AVX2; else as far as the processor."""
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_int32),
+        ("inputs", c_int32),
+        ("bits", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("projections", _Matrix),
+        ("output", _Matrix),
+        ("gates", _Matrix),
+        ("down", _Matrix),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        ("layers", POINTER(_Layer)),
+        ("head", _Matrix),
+        ("norm", c_void_p),
+        ("count", c_int32),
+        ("hidden", c_int32),
+        ("heads", c_int32),
+        ("shared", c_int32),
+        ("size", c_int32),
+        ("middle", c_int32),
+        ("epsilon", c_float),
+        ("scaling", c_float),
+    )
+
+
+class _Pass(Structure):
+    _fields_ = (
+        ("model", POINTER(_Model)),
+        ("x", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("keys", POINTER(c_void_p)),
+        ("values", POINTER(c_void_p)),
+        ("strides", POINTER(c_int64)),
+        ("mask", c_void_p),
+        ("mask_stride", c_int64),
+        ("logits", c_void_p),
+        ("rows", c_int32),
+        ("wanted", c_int32),
+        ("past", c_int32),
+        ("is_bfloat16", c_int32),
+        ("parallel", c_void_p),
+        ("threads", c_int32),
+        ("level", c_int32),
+    )
+
+
+class _Packing(Structure):
+    _fields_ = (
+        ("bytes", c_void_p),
+        ("scales", c_void_p),
+        ("weight", c_void_p),
+        ("panels", c_void_p),
+        ("rows", c_int32),
+        ("columns", c_int32),
+        ("bits", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class _Native(NamedTuple):
+    """The library, with what it needs of this process.
+
+    Attributes:
+        library: Loaded.
+        parallel: ``GOMP_parallel`` of the OpenMP that torch uses.
+        level: Of instructions, see native.c.
+    """
+
+    library: ctypes.CDLL
+    parallel: int
+    level: int
+
+
+@cache
+def _found() -> _Native | str:
+    """The library, or why there is none."""
+    path = Path(__file__).with_name(LIBRARY)
+    if not path.exists():
+        return "it was not built: there was no C compiler when specbench was installed"
+    try:
+        library = ctypes.CDLL(str(path))
+        version = int(library.specbench_version())
+    except (OSError, AttributeError):
+        return "the library that was built cannot be loaded here"
+    if version != _VERSION:
+        return "the library is of another version: install specbench again"
+    limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 2)
+    level = min(int(library.specbench_level()), limit, 2 if allowed("vnni") else 1)
+    if level < 1:
+        return "this processor has no AVX2, or may not use it"
+    try:
+        # What torch has loaded counts as this program's own.
+        parallel = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError):
+        parallel = None
+    if parallel is None:
+        return "this torch does not use the OpenMP of GCC"
+    library.specbench_packed_bytes.restype = c_int64
+    library.specbench_product.argtypes = (
+        POINTER(_Matrix), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int
+    )  # fmt: skip
+    library.specbench_pack.argtypes = (POINTER(_Packing), c_void_p, c_int, c_int)
+    library.specbench_pass.argtypes = (POINTER(_Pass),)
+    return _Native(library, parallel, level)
+
+
+def why_not() -> str | None:
+    """Why there are no native products here, as the end of a sentence; ``None`` where there are."""
+    found = _found()
+    return found if isinstance(found, str) else None
+
+
+def available() -> bool:
+    """Whether there are native products here."""
+    return why_not() is None
+
+
+def _native() -> _Native:
+    found = _found()
+    assert not isinstance(found, str), found
+    return found
+
+
+def _check(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for a pass")
+
+
+class Panels:
+    """A weight in the order in which the products read it; where ``available()``.
+
+    Attributes:
+        bits: 8, with one scale for each output, or 4, with one for every 32 inputs.
+        outputs, inputs: As of the weight.
+    """
+
+    def __init__(self, bits: int, outputs: int, inputs: int) -> None:
+        self.bits, self.outputs, self.inputs = bits, outputs, inputs
+        self._data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
+
+    def _bytes_of(self, outputs: int) -> int:
+        return int(_native().library.specbench_packed_bytes(outputs, self.inputs, self.bits))
+
+    def _pack(self, first: int, packing: _Packing) -> None:
+        """Lay rows from ``first`` on, which begins a panel."""
+        native = _native()
+        packing.panels = self._data.data_ptr() + self._bytes_of(first)
+        packing.columns, packing.bits = self.inputs, self.bits
+        threads = torch.get_num_threads()
+        _check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
+
+    @classmethod
+    def of_bytes(cls, quantised: torch.Tensor, scales: torch.Tensor) -> Panels:
+        """Those of a weight in bytes.
+
+        Args:
+            quantised: int8 [out, in], from -127 to 127.
+            scales: float32 [out].
+        """
+        quantised, scales = quantised.contiguous(), scales.float().contiguous()
+        made = cls(8, *quantised.shape)
+        made._pack(0, _Packing(bytes=quantised.data_ptr(), scales=scales.data_ptr(), rows=len(quantised)))
+        return made
+
+    @classmethod
+    def of_weight(cls, weight: torch.Tensor) -> Panels:
+        """Those of a weight [out, in] of any floating dtype, rounded to 4 bits, some rows after the others."""
+        made = cls(4, *weight.shape)
+        for first in range(0, len(weight), _ROUNDED_AT_ONCE):
+            rows = weight.detach()[first : first + _ROUNDED_AT_ONCE].float().contiguous()
+            made._pack(first, _Packing(weight=rows.data_ptr(), rows=len(rows)))
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """What a product reads."""
+        return self._data.nbytes
+
+    def matrix(self, bias: torch.Tensor | None) -> _Matrix:
+        """What native.c knows of it; holds as long as the panels and the bias, float32, do."""
+        return _Matrix(
+            panels=self._data.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            outputs=self.outputs,
+            inputs=self.inputs,
+            bits=self.bits,
+        )
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in], float32 -> [rows, out], float32; a row's bits do not depend on the others."""
+        native, x = _native(), x.contiguous()
+        out = torch.empty(len(x), self.outputs)
+        matrix = self.matrix(None)
+        _check(
+            native.library.specbench_product(
+                byref(matrix),
+                x.data_ptr(),
+                len(x),
+                out.data_ptr(),
+                native.parallel,
+                torch.get_num_threads(),
+                native.level,
+            )
+        )
+        return out
+
+
+class Product(NamedTuple):
+    """A linear layer.
+
+    Attributes:
+        panels: Its weight.
+        bias: [out] or ``None``.
+    """
+
+    panels: Panels
+    bias: torch.Tensor | None
+
+
+class Layer(NamedTuple):
+    """What a decoder layer of the Llama family is made of.
+
+    Attributes:
+        projections: Queries, keys and values, one behind the other.
+        output: Of attention.
+        gates: Gates and what they let through, one behind the other.
+        down: Back to the hidden size.
+        attention_norm, mlp_norm: Weights of the norms before attention and before the gates, [hidden size].
+        query_norm, key_norm: Of heads, [head size]; ``None`` where there are none.
+    """
+
+    projections: Product
+    output: Product
+    gates: Product
+    down: Product
+    attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+
+
+class Stack:
+    """Decoder layers with their final norm and head, for passes of few rows.
+
+    Args:
+        layers: In their order.
+        norm: Weight of the final norm, [hidden size].
+        head: The product that gives logits.
+        heads, shared: How many query heads there are, and heads of keys and values.
+        size: Of a head: a multiple of 16, at most ``MOST_HEAD_SIZE``.
+        epsilon: Of all norms.
+        scaling: What scores of attention are multiplied by.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        norm: torch.Tensor,
+        head: Product,
+        *,
+        heads: int,
+        shared: int,
+        size: int,
+        epsilon: float,
+        scaling: float,
+    ) -> None:
+        self._held: list[torch.Tensor | Panels] = []  # what the structures point to
+        self._own = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._model = _Model(
+            layers=self._own,
+            head=self._matrix(head),
+            norm=self._vector(norm),
+            count=len(layers),
+            hidden=head.panels.inputs,
+            heads=heads,
+            shared=shared,
+            size=size,
+            middle=layers[0].down.panels.inputs,
+            epsilon=epsilon,
+            scaling=scaling,
+        )
+        self._strides = (c_int64 * (2 * len(layers)))()
+        self._keys, self._values = (c_void_p * len(layers))(), (c_void_p * len(layers))()
+        self._vocabulary = head.panels.outputs
+
+    def _vector(self, tensor: torch.Tensor | None) -> int | None:
+        """Where its numbers lie as float32."""
+        if tensor is None:
+            return None
+        held = tensor.detach().float().contiguous()
+        self._held.append(held)
+        return held.data_ptr()
+
+    def _matrix(self, product: Product) -> _Matrix:
+        bias = None if product.bias is None else product.bias.detach().float().contiguous()
+        self._held += [product.panels] if bias is None else [product.panels, bias]
+        return product.panels.matrix(bias)
+
+    def _layer(self, layer: Layer) -> _Layer:
+        return _Layer(
+            projections=self._matrix(layer.projections),
+            output=self._matrix(layer.output),
+            gates=self._matrix(layer.gates),
+            down=self._matrix(layer.down),
+            attention_norm=self._vector(layer.attention_norm),
+            mlp_norm=self._vector(layer.mlp_norm),
+            query_norm=self._vector(layer.query_norm),
+            key_norm=self._vector(layer.key_norm),
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        held: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        past: int,
+        mask: torch.Tensor | None,
+        wanted: int,
+    ) -> torch.Tensor:
+        """Make a pass.
+
+        Args:
+            x: Embeddings, [rows, hidden size], float32; overwritten.
+            rotation: Cosines and sines, [rows, head size], float32.
+            held: Keys and values of each layer, [1, heads, positions, head size] in bfloat16 or float32, with room
+                for the rows' own behind the first ``past`` positions.
+            past: In positions.
+            mask: Bool [rows, positions], true where a row attends; ``None`` for all that come before it, and itself.
+            wanted: How many of the last rows' logits are.
+
+        Returns:
+            Logits, [wanted, vocabulary], float32.
+        """
+        native = _native()
+        cosines, sines = (each.contiguous() for each in rotation)
+        mask = None if mask is None else mask.contiguous()
+        for place, (keys, values) in enumerate(held):
+            self._keys[place], self._values[place] = keys.data_ptr(), values.data_ptr()
+            self._strides[2 * place], self._strides[2 * place + 1] = keys.stride(1), values.stride(1)
+        logits = torch.empty(wanted, self._vocabulary)
+        _check(
+            native.library.specbench_pass(
+                byref(
+                    _Pass(
+                        model=ctypes.pointer(self._model),
+                        x=x.data_ptr(),
+                        cosines=cosines.data_ptr(),
+                        sines=sines.data_ptr(),
+                        keys=self._keys,
+                        values=self._values,
+                        strides=self._strides,
+                        mask=None if mask is None else mask.data_ptr(),
+                        mask_stride=0 if mask is None else mask.stride(0),
+                        logits=logits.data_ptr(),
+                        rows=len(x),
+                        wanted=wanted,
+                        past=past,
+                        is_bfloat16=held[0][0].dtype == torch.bfloat16,
+                        parallel=native.parallel,
+                        threads=torch.get_num_threads(),
+                        level=native.level,
+                    )
+                )
+            )
+        )
+        return logits

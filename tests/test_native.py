@@ -1,0 +1,309 @@
+"""Native products and passes: what torch computes with the same rounded weights, row by row, whatever the width."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from specbench.backends.torch import passes as ways
+from specbench.backends.torch.caches import CacheKind
+from specbench.backends.torch.kernels import native
+from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.linear import Int4Linear, Int8Linear, rounded_to_4_bits
+from specbench.backends.torch.kernels.surgery import int4_copy, int8_copy
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Pass
+from specbench.generate import speculative_generate
+from specbench.models.prepare import load_drafter, wrap_target
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="no native library here")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 301, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {}, "Qwen2": {"num_attention_heads": 3, "num_key_value_heads": 1}, "Qwen3": {"head_dim": 32},
+    "Mistral": {"sliding_window": None},
+}  # fmt: skip
+CONTEXT = torch.randint(0, 301, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+COPIES = {8: int8_copy, 4: int4_copy}
+
+
+@pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Instructions to be used, below those of the processor too."""
+    own = native._native()
+    if own.level < request.param:
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(native, "_native", lambda: own._replace(level=request.param))
+    return int(request.param)
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """A random model, not packed."""
+    config = getattr(hf, f"{kind}Config")(**SIZES | KINDS[kind] | more)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            if "bias" in name:
+                torch.nn.init.normal_(parameter)
+    model = model.to(dtype).requires_grad_(False)
+    fold_attention(model)
+    return model
+
+
+def rows_in_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Activations as they are after rounding, in float64."""
+    steps = x.double().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    return (x.double() / steps).round() * steps
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+# -- products ----------------------------------------------------------------------------------------
+
+
+def test_products_are_those_of_the_rounded_weights(level: int) -> None:
+    choice = random.Random(0)
+    for _ in range(40):
+        outputs, inputs, rows = choice.randint(1, 150), choice.randint(1, 300), choice.randint(1, 40)
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(choice.randrange(1000)))
+        weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(choice.randrange(1000)))
+        steps = weight.abs().amax(1, keepdim=True) / 127
+        bytes_ = (weight / steps).round()
+        panels = native.Panels.of_bytes(bytes_.to(torch.int8), steps[:, 0])
+        assert relative(panels.product(x), rows_in_bytes(x) @ (bytes_ * steps).double().T) < 1e-4
+        panels = native.Panels.of_weight(weight)
+        rounded = panels.product(torch.eye(inputs)).T
+        assert relative(panels.product(x), rows_in_bytes(x) @ rounded.double().T) < 1e-4
+
+
+def test_a_row_of_a_product_has_the_same_bits_beside_any_others(level: int) -> None:
+    weight = torch.randn(70, 200, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
+    for layer in (Int8Linear(weight, None, alike=False), Int4Linear(weight, None)):
+        one_by_one = torch.cat([layer(row) for row in x.split(1)])
+        for width in (*range(2, 34), 300):
+            assert torch.equal(layer(x[:width]), one_by_one[:width])
+
+
+def test_groups_get_the_scale_with_the_least_error() -> None:
+    weight = torch.randn(64, 200, generator=torch.Generator().manual_seed(0)) ** 3
+    found = native.Panels.of_weight(weight).product(torch.eye(200)).T
+    expected = rounded_to_4_bits(weight)
+    assert (found - expected).abs().gt(1e-4).float().mean() < 0.01  # ties
+    assert relative(found, weight) < 1.001 * relative(expected, weight)
+    largest = weight.abs().amax(1, keepdim=True)
+    one_scale = (weight / largest * 7).round() * largest / 7
+    assert relative(found, weight) < 0.7 * relative(one_scale, weight)
+
+
+def test_a_weight_of_sixteen_values_stays_what_it_is() -> None:
+    numbers = torch.randint(-8, 8, (40, 96), generator=torch.Generator().manual_seed(0)).float()
+    numbers[:, ::32] = -8
+    weight = numbers * 0.25
+    assert torch.equal(rounded_to_4_bits(weight), weight)
+    assert relative(native.Panels.of_weight(weight).product(torch.eye(96)).T, weight) < 1e-6
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zeros_huge_and_tiny_numbers(bits: int, level: int) -> None:
+    ones = torch.ones
+    for scale in (0.0, 1e-38, 1e-20, 1e20):
+        for x, weight in ((ones(3, 50) * scale, ones(33, 50)), (ones(3, 50), ones(33, 50) * scale)):
+            layer = Int8Linear(weight, None, alike=False) if bits == 8 else Int4Linear(weight, None)
+            found = layer(x)
+            assert bool(found.isfinite().all())
+            if scale != 1e-38:  # below what is told apart from zero
+                assert relative(found + (scale == 0), torch.full((3, 33), 50 * scale) + (scale == 0)) < 0.02
+
+
+def test_a_bias_and_other_dtypes(level: int) -> None:
+    layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(2, 5, 64).bfloat16()
+    for kind in (lambda w, b: Int8Linear(w, b, alike=False), Int4Linear):
+        made = kind(layer.weight, layer.bias)
+        found = made(x)
+        assert found.shape == (2, 5, 48)
+        assert found.dtype == torch.bfloat16
+        assert relative(found, layer(x)) < 0.15
+
+
+def test_without_the_library_weights_are_rounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(40, 64), torch.randn(3, 64)
+    own = Int4Linear(weight, None)
+    assert own.panels is not None
+    expected = own(x)
+    monkeypatch.setattr(native, "_found", lambda: "it was not built")
+    assert native.why_not() == "it was not built"
+    assert Int8Linear(weight, None, alike=False).panels is None
+    slow = Int4Linear(weight, None)
+    assert slow.panels is None
+    assert not slow.rounds_rows
+    assert relative(slow(x), expected) < 0.03
+
+
+# -- passes ------------------------------------------------------------------------------------------
+
+
+def scorer_of(model: Any, way: type[ways.Forward], cache: CacheKind = "dynamic") -> Scorer:
+    scorer = Scorer(model, cache)
+    assert isinstance(scorer._pass, ways.NativePass)
+    scorer._pass = way(model, scorer.cache)  # type: ignore[call-arg]
+    return scorer
+
+
+def passes(scorer: Scorer) -> list[torch.Tensor]:
+    """Logits of prefills and of passes of several widths behind the longer one, with roll-backs in between."""
+    scorer.begin()
+    found = [scorer.logits(CONTEXT[:7]), scorer.logits(CONTEXT[:9])]
+    scorer.begin()
+    found.append(scorer.logits(CONTEXT))
+    for width in (1, 2, 5, 31, 32, 40):
+        found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
+        scorer.keep(len(CONTEXT))
+    return found
+
+
+def deviation(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(relative(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pass_is_that_of_torch_up_to_rounding(
+    kind: str, bits: int, cache: CacheKind, level: int
+) -> None:
+    model = build(kind)
+    copy = COPIES[bits](model)
+    expected = passes(scorer_of(copy, ways.OrdinaryPass, cache))
+    found = passes(scorer_of(copy, ways.NativePass, cache))
+    # A last bit decides which byte an activation becomes, so both are as far from the model as from each other at most.
+    exact = passes(Scorer(model, cache))
+    assert deviation(found, expected) < 0.5 * deviation(expected, exact) + 0.02
+    assert deviation(found, exact) < 1.1 * deviation(expected, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_keeps_is_what_torch_keeps(kind: str, dtype: torch.dtype, level: int) -> None:
+    copy = int8_copy(build(kind, dtype))
+    held = []
+    for way in (ways.ShortPass, ways.NativePass):
+        scorer = scorer_of(copy, way)
+        scorer.begin()
+        scorer.logits(CONTEXT)
+        for token in (5, 6, 7):
+            scorer.logits([*CONTEXT, token], CONTEXT[:3])
+            scorer.keep(len(CONTEXT) + 1)
+        layers = scorer.cache.model_arguments()["past_key_values"].layers
+        assert {layer.keys.dtype for layer in layers} == {dtype}
+        held.append([torch.cat((layer.keys, layer.values)) for layer in layers])
+    assert held[0][0].shape[-2] == len(CONTEXT) + 1
+    for one, other in zip(*held, strict=True):
+        assert relative(other[:, :, :-1], one[:, :, :-1]) < 1e-6
+    # The first layer reads the same embeddings; those above it round to other bytes now and then.
+    assert relative(held[1][0], held[0][0]) < (1e-4 if dtype == torch.float32 else 0.02)
+    assert deviation(held[1], held[0]) < 0.1
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_in_every_pass(kind: str, bits: int, level: int) -> None:
+    scorer = Scorer(COPIES[bits](build(kind, torch.bfloat16)), "dynamic")
+    scorer.begin()
+    scorer.logits(CONTEXT)
+    one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(31)]
+    for width in (2, 3, 7, 16, 31):
+        scorer.keep(len(CONTEXT))
+        together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
+        assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=False))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_trees_attend_along_their_branches(kind: str, cache: CacheKind, level: int) -> None:
+    scorer = Scorer(int8_copy(build(kind)), cache)
+    choice = random.Random(3)
+    for _ in range(6):
+        count = choice.randint(2, 20)
+        parents = [choice.randint(-1, i - 1) for i in range(count)]
+        tokens = [choice.randrange(301) for _ in range(count)]
+        scorer.begin()
+        scorer.logits(CONTEXT[:-1])
+        tree = scorer.score(Pass(scorer, CONTEXT, tokens, parents)).logits[1:]
+        for node in range(count):
+            branch, at = [], node
+            while at >= 0:
+                branch.insert(0, tokens[at])
+                at = parents[at]
+            scorer.keep(len(CONTEXT) - 1)
+            assert relative(tree[node], scorer.logits(CONTEXT, branch)[-1]) < 0.1
+
+
+def test_hidden_states_are_given_as_before() -> None:
+    copy = int8_copy(build("Llama"))
+    scorer, short = scorer_of(copy, ways.NativePass), scorer_of(copy, ways.ShortPass)
+    found = []
+    for each in (scorer, short):
+        each.begin()
+        each.logits(CONTEXT)
+        found.append(each.score(Pass(each, [*CONTEXT, 5], layers=(1, 3))).hidden)
+    assert found[0] is not None
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("Llama", {"intermediate_size": 80}), ("Llama", {"hidden_size": 36}), ("Llama", {"head_dim": 8})],
+)
+def test_sizes_it_is_not_written_for_go_the_short_way(kind: str, sizes: dict[str, Any]) -> None:
+    scorer = Scorer(int8_copy(build(kind, **sizes)))
+    assert type(scorer._pass) is ways.ShortPass
+    assert deviation(passes(scorer), passes(Scorer(build(kind, **sizes)))) < 0.4
+
+
+def test_a_window_goes_the_short_way() -> None:
+    copy = int8_copy(build("Mistral", sliding_window=24))
+    expected = Scorer(copy)
+    expected._pass = ways.ShortPass(copy, expected.cache)
+    assert all(torch.equal(a, b) for a, b in zip(passes(Scorer(copy)), passes(expected), strict=True))
+
+
+def test_what_comes_out_differently_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = int8_copy(build("Llama"))
+    whole = native.Stack.__call__
+    monkeypatch.setattr(native.Stack, "__call__", lambda *arguments: whole(*arguments).roll(1, -1))
+    assert type(Scorer(copy)._pass) is ways.ShortPass
+
+
+def test_hooks_see_every_pass() -> None:
+    copy = int8_copy(build("Llama"))
+    scorer = Scorer(copy)
+    scorer.begin()
+    scorer.logits(CONTEXT)
+    seen: list[int] = []
+    handle = copy.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    scorer.logits([*CONTEXT, 5])
+    handle.remove()
+    scorer.logits([*CONTEXT, 5, 6])
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("spec", ["self:int8", "self:int4", "self:int4,layers=2", "lookup+self:int4"])
+def test_drafts_change_nothing_of_the_output(spec: str) -> None:
+    target = wrap_target(build("Llama"))
+    plain = speculative_generate(CONTEXT, target, None, max_new_tokens=24)
+    drafted = speculative_generate(CONTEXT, target, load_drafter(spec, target), gamma=4, max_new_tokens=24)
+    assert drafted.token_ids == plain.token_ids
