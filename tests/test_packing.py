@@ -15,7 +15,7 @@ from test_caches import USUAL, VOCAB
 from torch import nn
 
 from specbench.backends.torch.kernels import linear as module
-from specbench.backends.torch.kernels import surgery
+from specbench.backends.torch.kernels import native, surgery
 from specbench.backends.torch.kernels.instructions import has_vnni
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, can_pack
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, pack_linears, quantise_linears
@@ -413,6 +413,7 @@ def test_tiny_and_huge_numbers_give_no_nan() -> None:
 def test_sums_do_not_overflow_without_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a processor adds pairs of products in 16 bits; here it may be one that would not overflow."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    monkeypatch.setattr(native, "available", lambda: False)
     layer = linear(96, 64, True)
     quick = Int8Linear(layer.weight, layer.bias, alike=False)
     assert not quick.quick
