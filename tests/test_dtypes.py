@@ -90,10 +90,18 @@ def test_a_sample_computes_what_the_model_does(dtype):
 
 def test_samples_are_timed_in_turn():
     model = tiny_llama(dtype=BF16)
-    times = time_samples({dtype: sample_in(model, dtype) for dtype in (BF16, F32)}, 4)
+    times = time_samples({dtype: sample_in(model, dtype) for dtype in (BF16, F32)}, 4, 60.0)
     assert len(times) == 4
     assert [next(iter(each)) for each in times] == [BF16, F32, BF16, F32]
     assert all(seconds > 0 for each in times for seconds in each.values())
+
+
+def test_what_takes_too_long_is_given_up(monkeypatch):
+    model = tiny_llama(dtype=BF16)
+    assert time_samples({BF16: sample_in(model, BF16)}, 4, 0.0) == []
+    monkeypatch.setattr(dtypes, "_WORTH_MEASURING", 0)
+    monkeypatch.setattr(dtypes, "_PATIENCE_S", 0.0)
+    assert dtypes.measure_dtypes(model, "m", BF16, F32) is None
 
 
 class Machine:
@@ -172,6 +180,6 @@ def test_small_models_are_not_measured(monkeypatch):
 
 def test_a_model_is_measured_by_its_passes(monkeypatch):
     monkeypatch.setattr(dtypes, "_WORTH_MEASURING", 0)
-    monkeypatch.setattr(dtypes, "time_samples", lambda samples, n: [{d: d.itemsize for d in samples}] * n)
+    monkeypatch.setattr(dtypes, "time_samples", lambda samples, n, _: [{d: d.itemsize for d in samples}] * n)
     choice = dtypes.measure_dtypes(tiny_llama(dtype=BF16), "m", F32, BF16)
     assert choice == DtypeChoice("m", "bfloat16", "float32", 2.0, 2.0, 2.0)

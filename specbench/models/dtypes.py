@@ -41,6 +41,9 @@ _ROUNDS = 15
 _INNER = slice(3, -3)
 """Of so many ratios in their order, these hold the median with a chance of 0.965, however they are distributed."""
 
+_PATIENCE_S = 15.0
+"""What measuring may take: a quiet machine needs two to five."""
+
 _MARGIN = 1.05
 """Less than that is not worth another dtype."""
 
@@ -127,7 +130,9 @@ def measure_dtypes(
         samples = {dtype: sample_in(model, dtype) for dtype in (usual, other)}
     except (ValueError, SpecbenchError):
         return None
-    times = time_samples(samples, _ROUNDS)
+    times = time_samples(samples, _ROUNDS, _PATIENCE_S)
+    if len(times) < _ROUNDS:
+        return None
     return decide(name, usual, other, [(each[usual], each[other]) for each in times])
 
 

@@ -72,23 +72,27 @@ def _shorten(embeddings: Any, head: Any) -> None:
 
 @torch.inference_mode()
 def time_samples(
-    samples: Mapping[torch.dtype, PreTrainedModel], rounds: int
+    samples: Mapping[torch.dtype, PreTrainedModel], rounds: int, patience_s: float
 ) -> list[dict[torch.dtype, float]]:
     """Seconds of a pass over one token and of one that verifies a draft, together.
 
     Args:
         samples: Models of the same layers, by their dtype.
         rounds: How often each is timed. In every round they take turns, each time beginning with another one.
+        patience_s: Seconds after which no round is begun: beside other programs passes may take very long.
 
     Returns:
-        The times of each round.
+        The times of each round that was begun in time.
     """
+    until = time.perf_counter() + patience_s
     scorers = {dtype: Scorer(sample) for dtype, sample in samples.items()}
     names, times = list(scorers), []
     for scorer in scorers.values():
         scorer.begin()
         _seconds(scorer)  # reads the context, and meets every shape
     for turn in range(rounds):
+        if time.perf_counter() >= until:
+            break
         first = turn % len(names)
         times.append({dtype: _seconds(scorers[dtype]) for dtype in (*names[first:], *names[:first])})
     return times
