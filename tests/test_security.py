@@ -42,6 +42,7 @@ from specbench.options import LoadOptions
 from specbench.results.store import load_results, write_csv
 from specbench.results.trace import read_trace
 from specbench.show import plots
+from specbench.show.report import write_report  # noqa: F401 - takes the figures by name when it is imported
 
 PACKAGE = Path(__file__).resolve().parents[1] / "specbench"
 CPU = LoadOptions("float32", "cpu")
