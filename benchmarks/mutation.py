@@ -912,8 +912,8 @@ MUTANTS = (
     Mutant(
         "who rests never comes back to a race",
         "tune/race.py",
-        "if name in self.running or self.fallen[name].most is not None]",
-        "if name in self.running]",
+        "if name not in self.fallen or self.fallen[name].most is not None]",
+        "if name not in self.fallen]",
         ("tests/test_race.py", "-k", "measured_again"),
     ),
     Mutant(
