@@ -224,7 +224,7 @@ def test_rules_that_read_costs_change_no_greedy_token(kind: str, rule: str) -> N
     results = many.results()
     for found, expected in zip(results, plain, strict=True):
         assert told(found)[:3] == told(expected)[:3]
-    assert many.load.target_s.seen
+    assert many.load.plain_s.seen
     assert any(step.gamma for each in results if isinstance(each, Generation) for step in each.steps)
 
 
