@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.caches import PreallocatedLayer
@@ -56,6 +57,11 @@ class HeadScorer:
         self.epoch = 0
         self.fitted = fitted
         self._known = 0  # positions at which the target's states are known, or were read
+
+    @property
+    def model(self) -> nn.Module:
+        """The head."""
+        raise NotImplementedError
 
     @property
     def held(self) -> int:
@@ -144,6 +150,10 @@ class EagleScorer(HeadScorer):
 
     def twin(self) -> EagleScorer:
         return EagleScorer(self.head, self._embed, self.layers, self.fitted.fresh(), self.context_limit)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.head
 
     @property
     def held(self) -> int:
@@ -260,6 +270,10 @@ class MedusaScorer(HeadScorer):
         return MedusaScorer(self.heads, self.layers[0], self._dtype, self.device, fitted, self.embeddings)
 
     @property
+    def model(self) -> nn.Module:
+        return self.heads
+
+    @property
     def held(self) -> int:
         return self._known
 
@@ -318,6 +332,10 @@ class BlockScorer(HeadScorer):
 
     def twin(self) -> BlockScorer:
         return BlockScorer(self.head, self._embed, self.layers, self.fitted.fresh(), self.context_limit)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.head
 
     @property
     def held(self) -> int:
