@@ -416,10 +416,13 @@ def test_with_minutes_steps_go_by_the_pace_of_the_last_ones(
     settings = replace(QUICK, tokens=None, minutes=2.0, epochs=None, measures=4)
     running: Any = training(target, tmp_path / "head", settings)
     monkeypatch.setattr(Training, "_seconds", 60.0)
-    stand = _Stand(step=10, measures_made=2, measure_s=5.0)
+    stand = _Stand(step=10, measures_made=2, measure_s=5.0, first_measure_s=2.0)
     learner: Any = SimpleNamespace(epoch_steps=20)
     assert running._in_time(learner, stand, 0.5) == 10 + (60 - 3 * 5) / 0.5
     assert running._in_time(learner, stand, 1e9) == 11
+    assert running._measures(stand) == 4
+    assert running._measures(_Stand(first_measure_s=6.0)) == 0.15 * 0.6 * 120 // 6
+    assert running._measures(_Stand(first_measure_s=60.0)) == 1
     capped: Any = training(target, tmp_path / "other", replace(settings, epochs=3))
     assert capped._in_time(learner, stand, 0.5) == 60
 

@@ -58,6 +58,9 @@ _WRITING = 0.4
 _EPOCHS = 4
 """How often each text is seen where the tokens decide."""
 
+_MEASURING = 0.15
+"""Share of the time left for learning that measures may take: where each takes long, there are fewer."""
+
 _TIMED_STEPS = 4
 _RECORDS = 200
 """Points of the loss curve."""
@@ -374,8 +377,16 @@ class Training:
 
     def _left(self, stand: _Stand, pace: _Pace) -> float:
         """Seconds to the end, as things go."""
-        measures = stand.measures_left(self._settings.measures)
+        measures = stand.measures_left(self._measures(stand))
         return (stand.steps - stand.step) * pace.of(stand.step) + measures * stand.measure_s
+
+    def _measures(self, stand: _Stand) -> int:
+        """How often it is measured, besides untrained."""
+        minutes, most = self._settings.minutes, self._settings.measures
+        if minutes is None:
+            return most
+        fitting = int(_MEASURING * (1 - _WRITING) * 60 * minutes / max(stand.first_measure_s, 1e-3))
+        return min(most, max(1, fitting))
 
     def _plan(self, learner: Learner, stand: _Stand) -> None:
         """Settle how many steps there will be, for the learning rate goes by it; noted before the first is made."""
@@ -394,7 +405,7 @@ class Training:
         first = int(self._agreed(self._begun["steps"]))
         learner.plan(first)
         if not stand.steps:
-            stand.plan(first, self._settings.measures)
+            stand.plan(first, self._measures(stand))
 
     def _plan_again(self, learner: Learner, stand: _Stand, pace: _Pace) -> None:
         """With minutes, so many steps as there is time for, at the pace of the last ones: the learning rate has to come
@@ -402,13 +413,13 @@ class Training:
         steps = stand.steps
         if self._settings.minutes is not None and stand.step < steps:
             steps = self._agreed(self._in_time(learner, stand, pace.before_measure(stand)))
-        stand.plan(steps, self._settings.measures)
+        stand.plan(steps, self._measures(stand))
 
     def _in_time(self, learner: Learner, stand: _Stand, pace: float) -> int:
         """Steps in all, of so many seconds each, for which there is time besides measures."""
         settings = self._settings
         assert settings.minutes is not None
-        measures = stand.measures_left(settings.measures)
+        measures = stand.measures_left(self._measures(stand))
         left = 60 * settings.minutes - self._seconds - measures * stand.measure_s
         steps = stand.step + max(1, int(left / pace))
         return steps if settings.epochs is None else min(steps, settings.epochs * learner.epoch_steps)
@@ -429,6 +440,7 @@ class Training:
                 round(self._seconds, 1),
             )
             stand.measure_s = time.monotonic() - began
+            stand.first_measure_s = stand.first_measure_s or stand.measure_s
             best = stand.add(measured, self._settings.patience)
             stand.ended = stand.ended or self._time_is_up
             if best:
@@ -517,7 +529,7 @@ class _Stand:
         measures: What came of it, as ``Measured`` says it; of the main process alone.
         stale: Measures since the best one.
         ended: Whether to stop.
-        measure_s: How long the last measure took.
+        measure_s, first_measure_s: How long the last measure took, and the first one.
         seconds: All of it so far.
     """
 
@@ -534,6 +546,7 @@ class _Stand:
     stale: int = 0
     ended: bool = False
     measure_s: float = 0.0
+    first_measure_s: float = 0.0
     seconds: float = 0.0
 
     @classmethod
