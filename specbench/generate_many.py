@@ -132,8 +132,10 @@ class GenerationRuns:
         return [(i, self._took(i, event)) for i, event in self._scheduler.step()]
 
     def close(self) -> None:
-        """End all of them."""
+        """End all of them, and give their memory back."""
         self._scheduler.close()
+        if self.seats is not None:
+            self.seats.release()
 
     def _start(self, run: GenerationRun | Exception) -> Request:
         if isinstance(run, Exception):
@@ -152,8 +154,11 @@ class GenerationRuns:
             self._watch(made)
 
     def _taken(self) -> Iterator[tuple[int, Event]]:
-        for i, event in self._scheduler:
-            yield i, self._took(i, event)
+        try:
+            for i, event in self._scheduler:
+                yield i, self._took(i, event)
+        finally:
+            self.close()
 
     def _took(self, i: int, event: Event) -> Event:
         if isinstance(event, Exception):
@@ -182,7 +187,7 @@ class GenerationRuns:
                         return
                     yield event
             finally:
-                self._scheduler.close()
+                self.close()
 
     def cancel(self, index: int) -> None:
         """End one, if it has not ended; nothing more comes of it."""

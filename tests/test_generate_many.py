@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random as standard_random
+import weakref
 from functools import cache
 from typing import Any
 
@@ -282,3 +284,28 @@ def test_a_target_that_a_device_map_has_spread_serves_batches() -> None:
         assert told(found) == told(
             speculative_generate(prompt, target(), drafter("lookup"), gamma=3, max_new_tokens=NEW)
         )
+
+
+def test_memory_is_given_back_when_all_have_ended() -> None:
+    """And not when the collector comes: in a process with torch in it that is hardly ever."""
+    many = speculative_generate_many(
+        prompts()[:3], target(), drafter("model"), gamma=2, max_new_tokens=NEW, max_batch=2
+    )
+    assert many.seats is not None
+    gc.disable()
+    try:
+        next(iter(many))
+        pools = {id(each.pool): each.pool for each in many.seats._models.values() if each.pool is not None}
+        stores = [
+            store for pool in pools.values() for store in pool.stores if store is not None and store.made
+        ]
+        buffers = [weakref.ref(store.keys) for store in stores]
+        taken = many.seats.use
+        many.results()
+        assert buffers
+        assert not any(buffer() is not None for buffer in buffers)
+    finally:
+        gc.enable()
+    assert taken is not None
+    assert many.seats.use is not None
+    assert many.seats.use.bytes == taken.bytes

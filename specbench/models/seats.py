@@ -67,6 +67,12 @@ class Seats:
         """How much of the target's pool is taken; ``None`` without one."""
         return None if self._pool is None else self._pool.use
 
+    def release(self) -> None:
+        """Give the pools' memory back, when all requests have ended: the collector may take long to find them."""
+        for batched in self._models.values():
+            if batched.pool is not None:
+                batched.pool.release()
+
     def _opened(self, loaded: Scorer, shared: KVCache | None) -> Scorer:
         batched = self._batched(loaded)
         if batched is not None:

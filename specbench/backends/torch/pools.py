@@ -61,7 +61,7 @@ class PoolUse:
         used: Of these, those that some request holds.
         shared: Of these, those that several hold.
         peak: The most that were used at a time.
-        bytes: Of the whole pool's buffers; 0 before anything is in them.
+        bytes: Of the whole pool's buffers, or what they had before they were released; 0 before anything is in them.
     """
 
     block: int
@@ -306,19 +306,27 @@ class KVPool:
                 None if type(layer) is DummyLayer else _Store(self.blocks.count * size, window)
             )
         self.mark = Mark()
+        self._let_go = 0
 
     @property
     def use(self) -> PoolUse:
         """How much of it is taken now."""
         blocks = self.blocks
-        size = sum(
-            store.keys.nbytes + store.values.nbytes
-            for store in self.stores
-            if store is not None and store.made
-        )
+        size = self._bytes() or self._let_go
         return PoolUse(
             blocks.size, blocks.count, blocks.count - blocks.free, blocks.shared, blocks.peak, size
         )
+
+    def _bytes(self) -> int:
+        return sum(store.keys.nbytes + store.values.nbytes for store in self.stores if store and store.made)
+
+    def release(self) -> None:
+        """Give the memory of the buffers back at once, when nobody holds anything; they are made anew if need be."""
+        self._let_go = self._bytes() or self._let_go
+        for store in self.stores:
+            if store is not None and store.made:
+                store.made = False
+                del store.keys, store.values
 
     def slot(self) -> Slot:
         """Room for the keys and values of one request; it holds none yet."""
