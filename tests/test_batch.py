@@ -258,7 +258,7 @@ def test_a_wrong_pass_over_several_is_found_out(monkeypatch: pytest.MonkeyPatch)
         return real(self, x, torch.arange(position_ids.shape[1])[None] + position_ids[:, :1], *rest)
 
     monkeypatch.setattr(rotary, "forward", one_behind_the_other)
-    assert "other logits" in (BatchedModel(scorer, pool).why_apart or "")
+    assert "other logits" in (BatchedModel(Scorer(scorer.model), pool).why_apart or "")
 
 
 # -- outputs ---------------------------------------------------------------------------------------

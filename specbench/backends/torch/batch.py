@@ -16,7 +16,6 @@ from specbench.backends.torch.caches import KVCache, make_cache
 from specbench.backends.torch.passes import RaggedPass
 from specbench.backends.torch.pools import Joined, KVPool, Part, Slot
 from specbench.backends.torch.scorer import Scorer
-from specbench.backends.torch.trials import why_not_ragged
 from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 
@@ -47,7 +46,7 @@ class BatchedModel:
                 "Its layers round what they are given to bytes, which makes much of a sum's last bit."
             )
         else:
-            self.why_apart = why_not_ragged(scorer.model, pool.kind, short=scorer.short)
+            self.why_apart = scorer.why_not_ragged(pool.kind)
             self._forward = RaggedPass(scorer.model, short=scorer.short)
 
     def open(self, shared: KVCache | None = None) -> Scorer:

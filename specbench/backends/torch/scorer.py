@@ -19,8 +19,8 @@ from specbench.backends.torch.caches import (
 )
 from specbench.backends.torch.kernels.surgery import rounds_to_int8
 from specbench.backends.torch.passes import OrdinaryPass, ShortPass
-from specbench.backends.torch.pools import Slot
-from specbench.backends.torch.trials import choose_pass, trees_are_right, why_widths_differ
+from specbench.backends.torch.pools import PoolKind, Slot
+from specbench.backends.torch.trials import choose_pass, trees_are_right, why_not_ragged, why_widths_differ
 from specbench.decoding.protocols import Batch, Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
@@ -165,6 +165,7 @@ class Scorer:
         self._change = change_of_rotation(model.config)
         self._pass = choose_pass(model, self.cache, shared=not isinstance(cache, str))
         self._uncached_pass = OrdinaryPass(model, NoKVCache())
+        self._ragged: dict[PoolKind, str | None] = {}  # by kind of pool; twins share what was tried
 
     gives_hidden = True
 
@@ -277,6 +278,12 @@ class Scorer:
             return trees_are_right(self.model, self.cache, self._pass)
         finally:
             self.begin()
+
+    def why_not_ragged(self, kind: PoolKind) -> str | None:
+        """Why several requests in a pool cannot share a pass, in a sentence; ``None`` if they can. Tried out once."""
+        if kind not in self._ragged:
+            self._ragged[kind] = why_not_ragged(self.model, kind, short=self.short)
+        return self._ragged[kind]
 
     def why_not_bit_exact(self) -> str | None:
         """Why passes of different widths may give different logits, in a sentence; ``None`` if they do not.
