@@ -98,7 +98,10 @@ def packaged_folder(alias: str) -> Path:
         UsageError: It is not there. RunError: Its weights are not those that were put there.
     """
     if not is_packaged(alias):
-        raise UsageError(f"The head {alias} does not come with this specbench.", _SAY)
+        raise UsageError(
+            f"The head {alias} does not come with this specbench.",
+            "Name another drafter, or train one with `specbench train`.",
+        )
     folder = _PACKAGED / alias
     if not isinstance((_read(folder) or {}).get("sha256"), str):
         raise RunError(f"The {TRAINING_FILE} of {alias} is damaged.", _SAY)
