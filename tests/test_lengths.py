@@ -1011,15 +1011,20 @@ def test_auto_looks_beyond_a_jump_in_the_targets_time() -> None:
     assert min(gammas) >= 2
 
 
+def drafted_by(policy: AutoLength) -> int:
+    """How many tokens it drafts in a step, of a drafter that says nothing of how sure it is."""
+    limit = policy.begin(50)
+    draft = Draft()
+    while len(draft.tokens) < limit and policy.another(draft):
+        draft.tokens.append(0)
+    return len(draft.tokens)
+
+
 def test_auto_gets_over_a_disturbed_beginning() -> None:
     """The first pass of all may take a hundred times as long as the others."""
     policy = AutoLength()
     for index in range(60):
-        limit = policy.begin(50)
-        draft = Draft()
-        while len(draft.tokens) < limit and policy.another(draft):
-            draft.tokens.append(0)
-        gamma = len(draft.tokens)
+        gamma = drafted_by(policy)
         slow = 100.0 if index == 0 else 1.0
         step = a_step(gamma, gamma, index=index)
         policy.observe(replace(step, times=StepTimes(draft_s=0.1 * gamma * slow, verify_s=1.0)))
@@ -1031,11 +1036,7 @@ def test_auto_gets_over_a_beginning_in_which_all_was_slow() -> None:
     policy = AutoLength()
     gammas = []
     for index in range(60):
-        limit = policy.begin(50)
-        draft = Draft()
-        while len(draft.tokens) < limit and policy.another(draft):
-            draft.tokens.append(0)
-        gamma = len(draft.tokens)
+        gamma = drafted_by(policy)
         gammas.append(gamma)
         slow = 2.0 if index < 3 else 1.0
         step = a_step(gamma, gamma, index=index)
@@ -1048,11 +1049,7 @@ def test_auto_gets_over_slow_first_passes_of_the_drafter(disturbed: int) -> None
     policy = AutoLength()
     gammas = []
     for index in range(90):
-        limit = policy.begin(50)
-        draft = Draft()
-        while len(draft.tokens) < limit and policy.another(draft):
-            draft.tokens.append(0)
-        gamma = len(draft.tokens)
+        gamma = drafted_by(policy)
         gammas.append(gamma)
         slow = 1.8 if sum(each > 0 for each in gammas) <= disturbed else 1.0
         step = a_step(gamma, gamma, index=index)
