@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from specbench.backends.torch.kernels import native
+from specbench.backends.torch.kernels.huge_pages import in_huge_pages
 from specbench.backends.torch.kernels.instructions import allowed, has_vnni
 from specbench.errors import UsageError
 
@@ -114,14 +115,11 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
 
-_TRIED_WEIGHTS, _TRIED_SIZE = 48, 1024
-"""So many square weights, which no cache holds, tell how many rows are quickest."""
+_TRIED_SIZE, _TRIED_BYTES, _TRIED_PAIRS = 2048, 100_000_000, 15
+"""Square weights of this size, so many bytes of them that no cache holds them, tell how many rows are quickest."""
 
 _MOST_FILLED = 2
 """Rows up to which more are added: with three, adding them takes as long as they save."""
-
-_WORTH_FILLING = 0.95
-"""Most time of a product with rows filled up, over one as it is, for which they are filled up."""
 
 
 @cache
@@ -130,27 +128,30 @@ def quickest_rows(dtype: torch.dtype) -> int:
 
     A product of few rows reads its weights as slowly as memory gives them, and oneDNN's code for five rows reads faster
     than that for one or two on some processors (by a fifth on an EPYC with AVX-512). It is tried out once in a process,
-    which takes a tenth of a second.
+    which takes two tenths of a second, with weights in huge pages as a model's are: in small ones looking addresses up
+    hides most of the difference.
     """
-    weights = [
-        torch.ops.mkldnn._reorder_linear_weight(
-            torch.zeros(_TRIED_SIZE, _TRIED_SIZE, dtype=dtype), _ROWS_HINT
-        )
-        for _ in range(_TRIED_WEIGHTS)
-    ]
-    product = torch.ops.mkldnn._linear_pointwise
-    times: dict[int, list[float]] = {2: [], _ROWS_HINT: []}
+    zeros = torch.zeros(_TRIED_SIZE, _TRIED_SIZE, dtype=dtype)
+    with in_huge_pages():
+        weights = [
+            torch.ops.mkldnn._reorder_linear_weight(zeros, _ROWS_HINT)
+            for _ in range(_TRIED_BYTES // (zeros.numel() * zeros.itemsize))
+        ]
+
+    def seconds(rows: int) -> float:
+        x = torch.zeros(rows, _TRIED_SIZE, dtype=dtype)
+        began = time.perf_counter()
+        for weight in weights:
+            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return time.perf_counter() - began
+
+    ratios = []
     with torch.inference_mode():
-        for turn in range(6):
-            for rows, measured in times.items():
-                x = torch.zeros(rows, _TRIED_SIZE, dtype=dtype)
-                began = time.perf_counter()
-                for weight in weights:
-                    product(x, weight, None, "none", [], "")
-                if turn:  # the first meets the machine cold
-                    measured.append(time.perf_counter() - began)
-    few, filled = (statistics.median(measured) for measured in times.values())
-    return _ROWS_HINT if filled <= _WORTH_FILLING * few else 1
+        for pair in range(_TRIED_PAIRS + 1):
+            few, filled = seconds(2), seconds(_ROWS_HINT)
+            if pair:  # the first meets the machine cold
+                ratios.append(filled / few)
+    return _ROWS_HINT if statistics.median(ratios) < 1 else 1
 
 
 _single_rows: dict[tuple[int, int], bool] = {}
