@@ -4,6 +4,8 @@
     python benchmarks/aa.py --load                            # once more beside a process that keeps a core busy
     python benchmarks/aa.py --resume aa.jsonl --minutes 6     # in parts: say it again until all is done
 
+The same for servers: aa_servers.py.
+
 Each sweep decodes 8 other prompts × 32 tokens × 3 repeats with four configurations: plain decoding, a configuration X,
 X again under another id, and X with a pause behind every step that makes the step 10% longer. It is run by
 `run_sweep` and judged by `compare_configs`, so what is tested is what `specbench compare` says. Goals: the 95%
@@ -21,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,29 +143,38 @@ def _config(name: str, arguments: argparse.Namespace) -> Config:
     )
 
 
-class _TimeUpError(Exception):
+class TimeUpError(Exception):
     """The minutes are over."""
 
 
 def run_one(
-    sweep: Sweep, engine: Engine, target: dict[str, Any], folder: Path, until: float = math.inf
+    sweep: Sweep,
+    engine: Engine,
+    target: dict[str, Any],
+    folder: Path,
+    until: float = math.inf,
+    judged: Sequence[str] = (ITSELF, SLOWED),
 ) -> dict[str, Any]:
     """Run one sweep, or the rest of it, and judge it.
 
     Args:
-        sweep: One of ``make_sweep``.
-        engine: Knows the drafters ``x`` and ``slowed``.
+        sweep: One with the configuration ``x``.
+        engine: Knows what its configurations decode with.
         target: The field ``target`` of ``run.json``.
-        folder: Where its results go; what is there already is not measured again.
+        folder: Where its results go; what is there already is not measured again, but for what failed.
         until: When to stop, on the clock of ``time.monotonic``; what is measured by then stays in the folder.
+        judged: Configurations that are compared with X.
 
     Returns:
-        For ``itself`` and ``slowed``, over X: ``ratio, low, high, verdict``; the number of ``failed`` generations.
+        For each of these: ``ratio, low, high, verdict``; the number of ``failed`` generations, and ``warnings``.
+
+    Raises:
+        TimeUpError: It has to stop.
     """
 
     def watch(event: Event) -> None:
         if isinstance(event, CellDone) and time.monotonic() > until:
-            raise _TimeUpError
+            raise TimeUpError
 
     if RunStore.exists(folder):
         store = RunStore.open(folder)
@@ -171,55 +182,65 @@ def run_one(
         run = describe_run(sweep, target=target, environment=describe_environment(), sources={})
         store = RunStore.create(folder, run)
     with store:
-        run_sweep(sweep, store, WithoutCosts(engine), on_event=watch)
+        run_sweep(sweep, store, WithoutCosts(engine), on_event=watch, retry_failed=True)
     results = load_results(folder)
-    judged: dict[str, Any] = {"failed": int((results["status"] == "failed").sum())}
-    for name in (ITSELF, SLOWED):
+    part: dict[str, Any] = {"failed": int((results["status"] == "failed").sum())}
+    for name in judged:
         row = compare_configs(results, name, X).overall[0]
-        judged[name] = {
+        part[name] = {
             "ratio": row.ratio.value,
             "low": row.ratio.low,
             "high": row.ratio.high,
             "verdict": verdict(row.ratio),  # the interval's, also on a machine too busy for a verdict
         }
-    judged["warnings"] = sorted({warning for each in results["warnings"] for warning in each})
-    return judged
+    part["warnings"] = sorted({warning for each in results["warnings"] for warning in each})
+    return part
 
 
-def line_of(number: int, part: dict[str, Any]) -> str:
+def line_of(number: int, part: Mapping[str, Any]) -> str:
     """One sweep as a line of text."""
-    itself, slowed = (
-        Estimate(part[name]["ratio"], part[name]["low"], part[name]["high"], 0, "prompts")
-        for name in (ITSELF, SLOWED)
-    )
-    marks = " ".join(part["warnings"])
+    itself = _estimate(part[ITSELF])
     covers = "MISSES 1" if itself.overlaps(1.0) is False else "covers 1"
-    return (
-        f"{number + 1:3}  itself {ratio_text(itself):26} {covers:9}"
-        f" slowed {ratio_text(slowed):26} {part[SLOWED]['verdict']:12}{marks}"
-    ).rstrip()
+    line = f"{number + 1:3}  itself {ratio_text(itself):26} {covers:9}"
+    if SLOWED in part:
+        line += f" slowed {ratio_text(_estimate(part[SLOWED])):26} {part[SLOWED]['verdict']:12}"
+    return (line + " ".join(part["warnings"])).rstrip()
 
 
-def summary(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _estimate(judged: Mapping[str, Any]) -> Estimate:
+    return Estimate(judged["ratio"], judged["low"], judged["high"], 0, "prompts")
+
+
+def summary(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of all sweeps."""
-    itself, slowed = ([part[name] for part in parts] for name in (ITSELF, SLOWED))
-    means = [
-        math.exp(sum(math.log(each["ratio"]) for each in side) / len(side)) if side else math.nan
-        for side in (itself, slowed)
-    ]
+    slowed = [part[SLOWED] for part in parts]
+    return {
+        **coverage(parts),
+        "slower": sum(each["verdict"] == "slower" for each in slowed),
+        "slowed_called_faster": sum(each["verdict"] == "faster" for each in slowed),
+        "mean_slowed": _mean_ratio(slowed),
+    }
+
+
+def coverage(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all sweeps say of X over itself."""
+    itself = [part[ITSELF] for part in parts]
     # One that is too wide to be given has no ends.
     widths = sorted(math.inf if each["low"] is None else each["high"] / each["low"] for each in itself)
     median = widths[len(widths) // 2] if widths else math.inf
     return {
         "sweeps": len(parts),
         "covered": sum(each["low"] is None or each["low"] <= 1.0 <= each["high"] for each in itself),
-        "slower": sum(each["verdict"] == "slower" for each in slowed),
-        "slowed_called_faster": sum(each["verdict"] == "faster" for each in slowed),
-        "mean_itself": round(means[0], 4),
-        "mean_slowed": round(means[1], 4),
+        "mean_itself": _mean_ratio(itself),
         "median_width": round(median, 4) if math.isfinite(median) else None,
         "failed_generations": sum(part["failed"] for part in parts),
     }
+
+
+def _mean_ratio(judged: Sequence[Mapping[str, Any]]) -> float:
+    """Their geometric mean; NaN of none."""
+    logs = [math.log(each["ratio"]) for each in judged]
+    return round(math.exp(sum(logs) / len(logs)), 4) if logs else math.nan
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -264,9 +285,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, part in enumerate(parts.done[: given.sweeps]):
         print(line_of(number, part), flush=True)
     if len(parts.done) < given.sweeps:
-        engine = load(given)
-        with tempfile.TemporaryDirectory() as place, busy_core(given.load):
-            _run(given, parts, engine, Path(place), until)
+        engine, prompts = load(given), load_prompts(["all"])
+        target = engine.describe_target()
+
+        def one(number: int, folder: Path) -> dict[str, Any]:
+            return run_one(make_sweep(number, prompts, given), engine, target, folder, until)
+
+        with busy_core(given.load):
+            run_all(given.sweeps, parts, one)
     result = summary(parts.done[: given.sweeps])
     complete = result["sweeps"] == given.sweeps
     print(json.dumps({"benchmark": "aa", **settings, "complete": complete, **result}))
@@ -276,24 +302,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def _run(given: argparse.Namespace, parts: Parts, engine: ModelEngine, place: Path, until: float) -> None:
-    """The sweeps that are missing, as far as the time reaches."""
-    prompts = load_prompts(["all"])
-    target = engine.describe_target()
-    for number in range(len(parts.done), given.sweeps):
-        # Beside the file of --resume, so that not even a sweep in progress is lost.
-        folder = place / str(number) if given.resume is None else Path(f"{given.resume}.{number + 1}")
-        began = time.monotonic()
-        try:
-            part = run_one(make_sweep(number, prompts, given), engine, target, folder, until)
-        except _TimeUpError:
-            print(f"{number + 1:3}  not finished: the time is over", flush=True)
-            return
-        parts.add(part)
-        shutil.rmtree(folder)
-        took = time.monotonic() - began
-        left = took * (given.sweeps - number - 1)
-        print(f"{line_of(number, part)}  [{took:.0f} s, {left / 60:.0f} min left]", flush=True)
+def run_all(sweeps: int, parts: Parts, one: Callable[[int, Path], dict[str, Any]]) -> None:
+    """The sweeps that are missing, as far as the time reaches.
+
+    Args:
+        sweeps: How many there are to be.
+        parts: Those that are done, and where the others go.
+        one: Runs the sweep of that number in that folder, and judges it; raises ``TimeUpError``.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        for number in range(len(parts.done), sweeps):
+            # Beside the file of --resume, so that not even a sweep in progress is lost.
+            folder = Path(place) / str(number) if parts.path is None else Path(f"{parts.path}.{number + 1}")
+            began = time.monotonic()
+            try:
+                part = one(number, folder)
+            except TimeUpError:
+                print(f"{number + 1:3}  not finished: the time is over", flush=True)
+                return
+            parts.add(part)
+            shutil.rmtree(folder)
+            took = time.monotonic() - began
+            left = took * (sweeps - number - 1)
+            print(f"{line_of(number, part)}  [{took:.0f} s, {left / 60:.0f} min left]", flush=True)
 
 
 if __name__ == "__main__":

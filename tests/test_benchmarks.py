@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aa
+import aa_servers
 import batch
 import crowd
 import many
@@ -26,6 +28,7 @@ import verdicts
 import vs_transformers
 from scripted import enumerate_outcomes
 from scripted_engine import TARGET, ScriptedEngine
+from scripted_server import Manner, ScriptedServer
 from tiny import save_tiny, tiny_llama
 
 from specbench.backends.torch.kernels.surgery import pack_linears
@@ -243,7 +246,7 @@ def test_a_sweep_that_ran_out_of_time_goes_on_where_it_stopped(
     looks = itertools.count(1)
     with monkeypatch.context() as patch:
         patch.setattr(aa, "time", SimpleNamespace(monotonic=lambda: next(looks)))
-        with pytest.raises(aa._TimeUpError):
+        with pytest.raises(aa.TimeUpError):
             aa.run_one(sweep, engine, TARGET, tmp_path, until=9)  # looks at the clock behind each generation
     assert len(engine.calls) == 10
     aa.run_one(sweep, engine, TARGET, tmp_path)
@@ -291,6 +294,64 @@ def test_aa_runs_and_goes_on_from_its_file(
     assert aa.main([*common, "--sweeps", "2"]) in (0, 1)
     assert last_json(capsys) == second
     assert [path.name for path in tmp_path.iterdir()] == ["aa.jsonl"]
+
+
+# --- A/A over servers ------------------------------------------------------------------------------
+
+
+def test_aa_over_a_server_goes_on_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer(Manner(owner="llamacpp")) as server:
+        common = ["--server", server.url, "--limit", "3", "--tokens", "6", "--repeats", "2",
+                  "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
+        assert aa_servers.main([*common, "--sweeps", "2", "--minutes", "0"]) == 3
+        assert not last_json(capsys)["complete"]
+        assert aa_servers.main([*common, "--sweeps", "1"]) in (0, 1)
+        first = last_json(capsys)
+        assert (first["sweeps"], first["failed_generations"]) == (1, 0)
+        answers = [body for body in server.asked if body["max_tokens"] == 6 and body.get("ignore_eos")]
+        # Warm-ups of a process are its own, and the first one was cut off behind one of them.
+        assert len(answers) == 3 * 2 * 2 + 2 + 1
+        assert aa_servers.main([*common, "--sweeps", "2"]) in (0, 1)
+        second = last_json(capsys)
+        assert (second["sweeps"], second["complete"], second["server"]) == (2, True, server.url)
+        asked = len(server.asked)
+        assert aa_servers.main([*common, "--sweeps", "2"]) in (0, 1)
+        assert last_json(capsys) == second
+        assert len(server.asked) == asked
+    assert [path.name for path in tmp_path.iterdir()] == ["aa.jsonl"]
+
+
+def test_aa_over_a_server_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    with ScriptedServer(Manner(models=b"<html>")) as server, pytest.raises(SystemExit) as ended:
+        aa_servers.main(["--server", server.url, "--sweeps", "1"])
+    assert "does not speak the OpenAI protocol" in str(ended.value)
+
+
+def test_aa_over_servers_counts_intervals_that_cover_1() -> None:
+    def part(low: float | None, high: float | None, failed: int = 0) -> dict[str, Any]:
+        judged = {"ratio": 1.0, "low": low, "high": high, "verdict": "cannot tell"}
+        return {aa.ITSELF: judged, "failed": failed, "warnings": []}
+
+    figures = aa.coverage([part(0.9, 1.1), part(1.01, 1.2), part(None, None, failed=2)])
+    assert (figures["sweeps"], figures["covered"], figures["failed_generations"]) == (3, 2, 2)
+    assert "MISSES 1" in aa.line_of(0, part(1.01, 1.2))
+
+
+def test_a_server_that_is_started_ends_with_its_block() -> None:
+    import psutil
+
+    says = (
+        "import sys; print('as tiny on http://127.0.0.1:81/v1 (Ctrl-C', file=sys.stderr, flush=True); input()"
+    )
+    before = set(psutil.Process().children())
+    with aa_servers.started([sys.executable, "-c", says]) as address:
+        assert address == "http://127.0.0.1:81/v1"
+        (child,) = set(psutil.Process().children()) - before
+    assert not child.is_running()
+    refuses = "import sys; sys.exit('specbench: Nothing can listen there.')"
+    ended = pytest.raises(SystemExit, match="has not started: specbench: Nothing can listen there")
+    with ended, aa_servers.started([sys.executable, "-c", refuses]):
+        pytest.fail("it has started")
 
 
 # --- Overhead -------------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""Does `sweep --server` see a difference between a server and itself?
+
+    python benchmarks/aa_servers.py                                  # 20 sweeps over a `specbench serve` of its own
+    python benchmarks/aa_servers.py --server http://host:8000/v1     # over one that runs; URL#MODEL, if it has several
+    python benchmarks/aa_servers.py --resume aa.jsonl --minutes 6    # in parts: say it again until all is done
+
+Each sweep asks one server under two names for 32 tokens behind each of 8 other prompts, 4 times, back to back and in
+every other repeat in the opposite order, as any sweep over servers does, and is judged by what `specbench compare`
+says. Goal: the 95% interval of the one name over the other covers 1 in at least 17 of 20 sweeps. The server that it
+starts itself listens on a free port of this machine and ends with it. Ends with one line of JSON; exit code 1 if the
+goal is missed or an answer failed, 3 if sweeps are left to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from aa import COVERED, ITSELF, X, coverage, line_of, run_all, run_one
+from parts import Parts
+
+from specbench.bench.engines.servers import ServerEngine
+from specbench.bench.grid import Salt, Sweep, SweepOptions, build_server_configs
+from specbench.bench.prompts import Prompt, load_prompts
+from specbench.errors import SpecbenchError
+from specbench.specs.servers import parse_servers
+
+_ADDRESS = re.compile(r"http://\S+/v1")
+
+
+def make_sweep(
+    number: int, prompts: Sequence[Prompt], arguments: argparse.Namespace, salt: Salt = "none"
+) -> Sweep:
+    """The sweep of that number: other prompts, another order and another seed than the others."""
+    options = SweepOptions(
+        gammas=(),
+        policies=(),
+        max_new_tokens=arguments.tokens,
+        ignore_eos=True,
+        repeats=arguments.repeats,
+        turns=1,
+        seed=arguments.seed + number,
+        cache="none",
+        servers=(X, ITSELF),
+        salt=salt,
+    )
+    asked = random.Random(f"{arguments.seed}/{number}").sample(list(prompts), arguments.limit)
+    return Sweep(options, tuple(asked), tuple(build_server_configs(options, (X, ITSELF))))
+
+
+@contextmanager
+def started(command: Sequence[str]) -> Iterator[str]:
+    """The address of a server in a process of its own, which ends with the block.
+
+    Args:
+        command: Starts it; it says its address on standard error.
+    """
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
+        assert process.stderr is not None
+        said = list[str]()
+        try:
+            for line in process.stderr:
+                said.append(line)
+                if (found := _ADDRESS.search(line)) is not None:
+                    break
+            else:
+                sys.exit(f"The server has not started: {''.join(said).strip()}")
+            # Whatever else it says must not fill the pipe.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield found[0]
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--server", metavar="URL", help="of a server that runs; else one is started")
+    parser.add_argument("--target", default="smollm2-135m", help="of the server that is started")
+    parser.add_argument("--drafter", default="lookup", help="its drafter")
+    parser.add_argument("--sweeps", type=int, default=20)
+    parser.add_argument("--limit", type=int, default=8, help="prompts in a sweep")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep what is done there, and go on with it"
+    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; --resume goes on")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code."""
+    given = parse(arguments)
+    until = time.monotonic() + 60 * given.minutes
+    whose = ("server",) if given.server else ("target", "drafter")
+    names = (*whose, "limit", "tokens", "repeats", "seed")
+    settings = {name: getattr(given, name) for name in names}
+    parts = Parts(given.resume, settings)
+    for number, part in enumerate(parts.done[: given.sweeps]):
+        print(line_of(number, part), flush=True)
+    if len(parts.done) < given.sweeps:
+        try:
+            with nullcontext(given.server) if given.server else started(_serve(given)) as address:
+                _run(given, parts, address, until)
+        except SpecbenchError as error:
+            sys.exit(str(error))
+    result = coverage(parts.done[: given.sweeps])
+    complete = result["sweeps"] == given.sweeps
+    print(json.dumps({"benchmark": "aa_servers", **settings, "complete": complete, **result}))
+    if not complete:
+        return 3
+    return int(result["covered"] < COVERED * given.sweeps or result["failed_generations"] > 0)
+
+
+def _serve(given: argparse.Namespace) -> list[str]:
+    words = ["serve", "--no-config", "--port", "0", "--target", given.target, "--drafter", given.drafter]
+    return [sys.executable, "-m", "specbench", *words]
+
+
+def _run(given: argparse.Namespace, parts: Parts, address: str, until: float) -> None:
+    """The sweeps that are missing, as far as the time reaches."""
+    prompts = load_prompts(["all"])
+    with closing(ServerEngine(parse_servers([f"{X}={address}", f"{ITSELF}={address}"]), keys={})) as engine:
+        target = engine.describe_target()
+
+        def one(number: int, folder: Path) -> dict[str, Any]:
+            sweep = make_sweep(number, prompts, given, engine.salt)
+            return run_one(sweep, engine, target, folder, until, [ITSELF])
+
+        run_all(given.sweeps, parts, one)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the server too
+    sys.exit(main())
