@@ -22,9 +22,15 @@ LAYER: dict[str, Any] = {
 
 
 def eagle_tensors(
-    seed: int = 0, *, vocab: int = VOCAB, drafted: int | None = DRAFTED, states: int = 3, spread: float = 0.3
+    seed: int = 0,
+    *,
+    vocab: int = VOCAB,
+    drafted: int | None = DRAFTED,
+    states: int = 3,
+    layers: int = 1,
+    spread: float = 0.3,
 ) -> dict[str, torch.Tensor]:
-    """Of an EAGLE-3 head, its layer called ``layers.0``; ``None`` for a draft vocabulary of all tokens."""
+    """Of an EAGLE-3 head, its layers called ``layers.i``; ``None`` for a draft vocabulary of all tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -53,7 +59,31 @@ def eagle_tensors(
         places = torch.randperm(vocab, generator=generator)[:drafted].sort().values
         tensors["d2t"] = places - torch.arange(drafted)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, places, True)
-    return tensors
+    further = block_tensors(seed + 1, layers=layers, spread=spread)
+    return tensors | {
+        name: tensor
+        for name, tensor in further.items()
+        if name.startswith("layers.") and not name.startswith("layers.0.") and "_norm" not in name
+    }
+
+
+def parallel_tensors(
+    seed: int = 0, *, vocab: int = VOCAB, drafted: int = DRAFTED, layers: int = 1
+) -> dict[str, torch.Tensor]:
+    """Of a P-EAGLE head with embeddings of its own."""
+    generator = torch.Generator().manual_seed(seed + 2)
+    return {
+        **eagle_tensors(seed, vocab=vocab, drafted=drafted, layers=layers),
+        "embed_tokens.weight": torch.randn(vocab, WIDTH, generator=generator) * 0.3,
+        "mask_hidden": torch.randn(1, 1, 3 * WIDTH, generator=generator),
+    }
+
+
+def parallel_settings(vocab: int = VOCAB, layers: int = 1, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` of ``speculators`` for P-EAGLE with three tokens in a pass."""
+    named = {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": MASK}
+    layer = {**LAYER, "vocab_size": vocab, "num_hidden_layers": layers}
+    return speculators_settings(vocab=vocab, **{"transformer_layer_config": layer, **named, **more})
 
 
 def eagle_one_tensors(

@@ -31,6 +31,8 @@ from head_files import (
     medusa_settings,
     medusa_tensors,
     midlayer,
+    parallel_settings,
+    parallel_tensors,
     speculators_block_settings,
     speculators_settings,
     write_head,
@@ -40,8 +42,21 @@ from tiny import save_tiny, tiny_language_model, tiny_llama
 from told import Result, refusal
 from transformers import LlamaConfig
 
-from specbench.backends.torch.head_scorers import BlockScorer, EagleScorer, HeadScorer, MedusaScorer
-from specbench.backends.torch.heads import BlockHead, EagleHead, EagleOneHead, EagleShape, MedusaHeads
+from specbench.backends.torch.head_scorers import (
+    BlockScorer,
+    EagleScorer,
+    HeadScorer,
+    MedusaScorer,
+    ParallelScorer,
+)
+from specbench.backends.torch.heads import (
+    BlockHead,
+    EagleHead,
+    EagleOneHead,
+    EagleShape,
+    MedusaHeads,
+    ParallelEagleHead,
+)
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.bench.passes import time_passes
 from specbench.check.memo import MemoHead, _Rows, memoised
@@ -123,8 +138,9 @@ class Formulas:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
         self.tensors, self.settings = tensors, settings
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.depth = settings.get("transformer_layer_config", settings).get("num_hidden_layers", 1)
+        self.keys: list[list[torch.Tensor]] = [[] for _ in range(self.depth)]
+        self.values: list[list[torch.Tensor]] = [[] for _ in range(self.depth)]
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         if self.settings.get("fc_norm"):
@@ -136,10 +152,12 @@ class Formulas:
             wide = rms(wide, self.tensors["input_norm.weight"])
         return self.tensors["fc.weight"] @ wide + self.tensors.get("fc.bias", 0.0)
 
-    @property
-    def part(self) -> dict[str, torch.Tensor]:
-        """The layer's tensors."""
-        return {name[9:]: tensor for name, tensor in self.tensors.items() if name.startswith("layers.0.")}
+    def part(self, layer: int) -> dict[str, torch.Tensor]:
+        """A layer's tensors."""
+        named = f"layers.{layer}."
+        return {
+            name.removeprefix(named): each for name, each in self.tensors.items() if name.startswith(named)
+        }
 
     def embedded(self, token: int) -> torch.Tensor:
         embedding = self.tensors.get("embed_tokens.weight")
@@ -147,17 +165,28 @@ class Formulas:
 
     def inputs(self, token: int, feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention reads, and what it is added to."""
-        normed = rms(feature, self.part["hidden_norm.weight"])
-        both = torch.cat((rms(self.embedded(token), self.part["input_layernorm.weight"]), normed))
+        part = self.part(0)
+        normed = rms(feature, part["hidden_norm.weight"])
+        both = torch.cat((rms(self.embedded(token), part["input_layernorm.weight"]), normed))
         return both, normed if self.settings.get("norm_before_residual") else feature
 
     def entry(self, token: int, feature: torch.Tensor, position: int, seen: Sequence[int]) -> torch.Tensor:
-        """The layer's output at a token; ``seen`` are the entries before it that it attends to."""
-        part = self.part
-        both, residual = self.inputs(token, feature)
+        """The last layer's output at a token; ``seen`` are the entries before it that it attends to."""
+        out = self.through(0, *self.inputs(token, feature), position, seen)
+        for layer in range(1, self.depth):
+            out = self.through(
+                layer, rms(out, self.part(layer)["input_layernorm.weight"]), out, position, seen
+            )
+        return out
+
+    def through(
+        self, layer: int, read: torch.Tensor, residual: torch.Tensor, position: int, seen: Sequence[int]
+    ) -> torch.Tensor:
+        """A layer's output, by what its attention reads and what that is added to."""
+        part, keys, values = self.part(layer), self.keys[layer], self.values[layer]
 
         def projected(name: str, heads: int) -> torch.Tensor:
-            out = part[f"self_attn.{name}_proj.weight"] @ both + part.get(f"self_attn.{name}_proj.bias", 0.0)
+            out = part[f"self_attn.{name}_proj.weight"] @ read + part.get(f"self_attn.{name}_proj.bias", 0.0)
             return out.view(heads, SIZE)
 
         query, key = projected("q", HEADS), projected("k", SHARED)
@@ -166,16 +195,16 @@ class Formulas:
                 rms(query, part["self_attn.q_norm.weight"]),
                 rms(key, part["self_attn.k_norm.weight"]),
             )
-        self.keys.append(turned(key, position))
-        self.values.append(projected("v", SHARED))
-        own = [*seen, len(self.keys) - 1]
+        keys.append(turned(key, position))
+        values.append(projected("v", SHARED))
+        own = [*seen, len(keys) - 1]
         query, attended = turned(query, position), []
         for head in range(HEADS):
             group = head // (HEADS // SHARED)
-            scores = torch.stack([query[head] @ self.keys[each][group] for each in own]) / SIZE**0.5
+            scores = torch.stack([query[head] @ keys[each][group] for each in own]) / SIZE**0.5
             weights = scores.softmax(0)
             attended.append(
-                sum(weight * self.values[each][group] for weight, each in zip(weights, own, strict=True))
+                sum(weight * values[each][group] for weight, each in zip(weights, own, strict=True))
             )
         residual = residual + part["self_attn.o_proj.weight"] @ torch.cat(attended)
         x = rms(residual, part["post_attention_layernorm.weight"])
@@ -198,18 +227,35 @@ class Formulas:
 
     def rows(self, context: Sequence[int], draft: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         """Logits behind a context and behind each node of a draft."""
-        states = target_states(context, self.settings.get("eagle_aux_hidden_state_layer_ids", self.layers))
-        for place in range(len(context) - 1):
-            out = self.entry(context[place + 1], self.fuse(states[place]), place, range(place))
-        last, outs, branches = len(context) - 1, [out], [list(range(len(context) - 1))]
+        last, outs, branches = len(context) - 1, [self.read(context)], [list(range(len(context) - 1))]
         for token, parent in zip(draft, parents, strict=True):
             feature = outs[parent + 1]
             if self.settings.get("norm_output"):
                 feature = rms(feature, self.tensors["norm.weight"])
             seen = branches[parent + 1]
             outs.append(self.entry(token, feature, len(seen), seen))
-            branches.append([*seen, len(self.keys) - 1])
+            branches.append([*seen, len(self.keys[0]) - 1])
         assert len(branches[0]) == last
+        return torch.stack([self.logits(each) for each in outs])
+
+    def read(self, context: Sequence[int]) -> torch.Tensor:
+        """The output behind a context."""
+        states = target_states(context, self.settings.get("eagle_aux_hidden_state_layer_ids", self.layers))
+        entries = (
+            self.entry(token, self.fuse(state), place, range(place))
+            for place, (token, state) in enumerate(zip(context[1:], states, strict=False))
+        )
+        return [*entries][-1]
+
+
+class ParallelFormulas(Formulas):
+    """P-EAGLE: behind the context stand masks, each of which sees all before it."""
+
+    def guesses(self, context: Sequence[int], number: int) -> torch.Tensor:
+        """Logits behind a context and at masks, ``number`` in all."""
+        outs, known = [self.read(context)], len(context) - 1
+        feature = self.fuse(self.tensors["mask_hidden"].view(3, WIDTH))
+        outs += [self.entry(MASK, feature, place, range(place)) for place in range(known, known + number - 1)]
         return torch.stack([self.logits(each) for each in outs])
 
 
@@ -259,6 +305,10 @@ LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]]]
         more(eagle_tensors(), input_norm__weight=SCALE),
     ),
     "four states": lambda: (speculators_settings((0, 1, 2, 2)), eagle_tensors(states=4)),
+    "three layers": lambda: (
+        speculators_settings(transformer_layer_config={**LAYER, "num_hidden_layers": 3}),
+        eagle_tensors(layers=3),
+    ),
     "SpecForge": lambda: (eagle_settings(), midlayer(eagle_tensors())),
     "AngelSlim": lambda: (
         eagle_settings(attention_bias=True),
@@ -354,6 +404,62 @@ def test_a_trainer_gets_the_decoders_logits_at_all_positions_with_gradients() ->
         torch.testing.assert_close(logits[0, length - 2].detach(), found, atol=1e-5, rtol=1e-4)
     logits.logsumexp(-1).sum().backward()
     assert all(each.grad is not None and each.grad.any() for each in head.parameters())
+
+
+@pytest.mark.parametrize("layout", ["speculators", "of two layers", "vLLM", "norms"])
+def test_rows_of_p_eagle_are_those_of_the_formulas(tmp_path: Path, layout: str) -> None:
+    settings, tensors = parallel_settings(), parallel_tensors()
+    if layout == "of two layers":
+        settings, tensors = parallel_settings(layers=2), parallel_tensors(layers=2)
+    elif layout == "norms":
+        scales = {f"fc_norm__{i}__weight": SCALE[i : i + WIDTH] for i in range(3)}
+        settings, tensors = (
+            parallel_settings(norm_before_residual=True, fc_norm=True),
+            more(tensors, **scales),
+        )
+    written = tensors
+    if layout == "vLLM":
+        settings = eagle_settings(ptd_token_id=MASK)
+        written = {**midlayer(tensors), "mask_hidden": tensors["mask_hidden"][0]}
+    drafter = drafter_of(write_head(tmp_path / "head", settings, written), tiny_target())
+    scorer = drafter.scorer
+    assert scorer.longest == (8 if layout == "vLLM" else 3)
+    known = dict(settings) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    with torch.inference_mode():
+        first, second = (
+            ParallelFormulas(tensors, known).guesses(context, 3) for context in (CONTEXT[:5], CONTEXT)
+        )
+    close: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
+    scorer.begin()
+    drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], drafter.layers))
+    torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT[:5], DRAFT[:1])).logits, first[:2], **close)
+    drafter.keep(6, [0])
+    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], drafter.layers))
+    torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT, rows=1)).logits, second[:1], **close)
+    torch.testing.assert_close(scorer.score(Pass(scorer, CONTEXT, DRAFT[:2])).logits, second, **close)
+    drafter.keep(len(CONTEXT) - 1)
+    assert scorer.held == len(CONTEXT) - 1  # the last token is read again
+    tree = scorer.score(Pass(scorer, CONTEXT, DRAFT, [-1, -1, 1], rows=3)).logits
+    torch.testing.assert_close(tree, second[[1, 1, 2]], **close)
+    assert drafter.can_read(CONTEXT, DRAFT[:2])
+    assert drafter.can_read(CONTEXT, DRAFT) == (layout == "vLLM")
+
+
+def test_p_eagle_drafts_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = drafter_of(
+        write_head(tmp_path / "head", parallel_settings(), parallel_tensors()), tiny_target()
+    )
+    scorer: Any = drafter.scorer
+    read, passes = scorer.head.read, []
+    monkeypatch.setattr(scorer.head, "read", lambda *given: passes.append(given[0].shape[1]) or read(*given))
+    drafter.begin(CONTEXT[:5])
+    drafter.take_states(CONTEXT[:5], target_states(CONTEXT[:4], drafter.layers))
+    draft = answered(drafter.propose(CONTEXT[:5], 9, FixedLength(9), Multinomial(1.0), Randomness(0)))
+    assert len(draft.tokens) == 3
+    drafter.keep(5)
+    drafter.take_states(CONTEXT, target_states(CONTEXT[:-1], drafter.layers)[4:])
+    answered(drafter.propose(CONTEXT, 9, FixedLength(2), Greedy(), Randomness(0)))
+    assert passes == [4 + 2, 3 + 2]  # tokens that are new, and masks
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -514,6 +620,8 @@ def small_head(kind: str) -> Any:
             )
             if kind == "dflash":
                 module = BlockHead(shape, 1, DEPTH + 1, 1)
+            elif kind == "peagle":
+                module = ParallelEagleHead(shape, DEPTH, 1)
             else:
                 module = (EagleHead if kind == "eagle" else EagleOneHead)(shape)
         for parameter in module.parameters():
@@ -527,13 +635,16 @@ def small_scorer(kind: str) -> HeadScorer:
     if kind == "medusa":
         return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, FEW)
     layers = (2,) if kind == "eagle-1" else (0, 1, 2)
-    return (BlockScorer if kind == "dflash" else EagleScorer)(head, head.embed_tokens, layers, fitted, None)
+    scorer: Any = {"dflash": BlockScorer, "peagle": ParallelScorer}.get(kind, EagleScorer)
+    made: HeadScorer = scorer(head, head.embed_tokens, layers, fitted, None)
+    return made
 
 
 DRAFTERS: dict[str, Callable[[ScriptedScorer], Drafter]] = {
     "eagle": lambda _: HeadDrafter(small_scorer("eagle"), "eagle"),
     "eagle-1": lambda _: HeadDrafter(small_scorer("eagle-1"), "eagle-1"),
     "dflash": lambda _: HeadDrafter(small_scorer("dflash"), "dflash"),
+    "peagle": lambda _: HeadDrafter(small_scorer("peagle"), "peagle"),
     "medusa": lambda _: HeadDrafter(small_scorer("medusa"), "medusa"),
     "lookup+eagle": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("eagle"), "eagle")),
     "lookup+medusa": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("medusa"), "medusa")),
@@ -604,6 +715,7 @@ def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], f
 CELLS = [
     *((drafter, policy, NEW) for drafter, policy in itertools.product(["eagle", "medusa", "pass"], POLICIES)),
     ("eagle-1", "chain", NEW), ("eagle-1", "traversal", NEW), ("dflash", "chain", NEW), ("dflash", "traversal", NEW),
+    ("peagle", "chain", NEW), ("peagle", "block", NEW), ("peagle", "traversal", NEW),
     ("lookup+eagle", "chain", NEW), ("lookup+medusa", "chain", NEW), ("lookup+pass", "chain", NEW),
     ("eagle|medusa", "chain", NEW - 1),
 ]  # fmt: skip
@@ -662,6 +774,9 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
         files = write_head(folder, medusa_settings(9), medusa_tensors(vocab=9))
     elif kind == "dflash":
         files = write_head(folder, block_settings(9), block_tensors(vocab=9))
+    elif kind == "peagle":
+        tensors = parallel_tensors(vocab=9, drafted=6, layers=2)
+        files = write_head(folder, parallel_settings(9, 2, draft_vocab_size=6), tensors)
     elif kind == "eagle-1":
         files = write_head(folder, eagle_one_settings(9), eagle_one_tensors(vocab=9))
     else:
@@ -670,7 +785,7 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
     return drafter_of(files, target)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "dflash", "medusa", "pass"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "medusa", "pass"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated", "none", "static"])
 def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) -> None:
     target = wrap_target(few_tokens(), cache=kept, pack=False)
@@ -692,7 +807,7 @@ def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) ->
     assert accepted > 20
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa"])
 @pytest.mark.parametrize("kept", ["dynamic", "preallocated"])
 def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any, kind: str) -> None:
     target = wrap_target(few_tokens(), cache=kept, pack=False)
@@ -767,7 +882,7 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
 
 def test_timed_passes_are_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = wrap_target(few_tokens(), pack=False)
-    for kind, name in {"eagle": "read", "dflash": "guess", "medusa": "logits"}.items():
+    for kind, name in {"eagle": "read", "peagle": "read", "dflash": "guess", "medusa": "logits"}.items():
         head = few_head(tmp_path / kind, kind, target)
         made: list[int] = []
         module = head.scorer.heads if kind == "medusa" else head.scorer.head
@@ -792,7 +907,7 @@ def check_setup(drafter: str | Drafter) -> DecodingSetup:
 
 
 @pytest.mark.parametrize(
-    "drafter", ["eagle", "eagle-1", "dflash", "medusa", "lookup+eagle", "eagle|medusa", "pass"]
+    "drafter", ["eagle", "eagle-1", "peagle", "dflash", "medusa", "lookup+eagle", "eagle|medusa", "pass"]
 )
 def test_remembered_decoding_is_decoding(drafter: str) -> None:
     for greedy in (True, False):
@@ -803,7 +918,7 @@ def test_remembered_decoding_is_decoding(drafter: str) -> None:
             assert [each.tokens for each in observe(memo, PROMPT, greedy=greedy)] == direct
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "medusa"])
 def test_a_head_is_not_asked_twice(kind: str) -> None:
     setup = check_setup(kind)
     memo, _ = memoised(setup)
@@ -851,7 +966,7 @@ class Flattering(HeadDrafter):
         return draft
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa"])
 def test_the_check_passes_heads_and_finds_a_wrong_q(kind: str) -> None:
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
         checking = DecodingCheck(
@@ -918,8 +1033,12 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         speculators_settings(), changed("d2t", -torch.arange(DRAFTED)), "or some of them twice"
     ),
     "maps that contradict": (speculators_settings(), changed("d2t", LAST), "t2d and d2t of the head head contradict"),
-    "two layers": (
+    "fewer layers": (
         speculators_settings(transformer_layer_config={**LAYER, "num_hidden_layers": 2}), eagle_tensors(),
+        "lacks the tensor layers.1.input_layernorm.weight and",
+    ),
+    "EAGLE-1 of two layers": (
+        {"model_type": "eagle", "model": eagle_one_settings(num_hidden_layers=2)}, eagle_one_tensors(),
         "of a kind that is not read: it has 2 layers.",
     ),
     "a window": (
@@ -944,13 +1063,30 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         block_settings(dflash_config={"target_layer_ids": [0, 3], "mask_token_id": 7}), block_tensors(),
         "takes what the layers 1, 4 read, and the target's are 0 to 3.",
     ),
-    "P-EAGLE": ({"speculators_model_type": "peagle"}, {}, "not read: P-EAGLE."),
+    "P-EAGLE without a mask": (
+        parallel_settings(mask_token_id=None), parallel_tensors(), "its mask_token_id is no token."
+    ),
+    "P-EAGLE with a mask beyond": (
+        eagle_settings(ptd_token_id=VOCAB), parallel_tensors(), "its ptd_token_id is no token."
+    ),
+    "P-EAGLE without states of a mask": (
+        parallel_settings(), without(parallel_tensors(), "mask_hidden"), "lacks the tensor mask_hidden.",
+    ),
+    "P-EAGLE with one state": (
+        parallel_settings(), parallel_tensors() | {"mask_hidden": torch.zeros(1, 1, WIDTH)},
+        f"The tensor mask_hidden of the head head is {WIDTH}, and its configuration tells of {3 * WIDTH}.",
+    ),
+    "P-EAGLE of no tokens": (
+        parallel_settings(speculators_config={"proposal_methods": [{"speculative_tokens": 0}]}), parallel_tensors(),
+        "its speculative_tokens is no whole number above 0.",
+    ),
+    "an MTP layer": ({"speculators_model_type": "mtp"}, {}, "not read: MTP."),
     "EAGLE-1 with norms": (
         eagle_one_settings(bias=True, add_para_norm=True), eagle_one_tensors(), "normalises what it reads, as HASS does"
     ),
     "EAGLE-1 without its layer": (
         eagle_one_settings(), without(eagle_one_tensors(), "layers.0.self_attn.q_proj.weight"),
-        "lacks the tensor layer.self_attn.q_proj.weight.",
+        "lacks the tensor layers.0.self_attn.q_proj.weight.",
     ),
     "Medusa without a map": (
         medusa_settings(truncated_vocab_size=9), medusa_tensors(drafted=9),

@@ -1,10 +1,11 @@
 """Trained heads on disk: which kind a folder holds, whether it fits a target, and its weights, named in one way.
 
 Read are EAGLE-3 as its authors, AngelSlim and SpecForge write it (``midlayer.*``) and as ``speculators`` and vLLM do
-(``layers.0.*``), EAGLE-1, whose weights EAGLE-2 takes too, as its authors, vLLM and ``speculators`` write it, DFlash as
-its authors and ``speculators`` do, Medusa as vLLM and its authors do, and PaSS in a form of our own: a ``config.json``
-with the model_type ``pass``, ``look_ahead``, ``hidden_size`` and ``vocab_size``, and the tensor ``ahead``. Which
-tensors a head has to have follows from its configuration; more, fewer, or others of another shape are refused.
+(``layers.0.*``), P-EAGLE as the latter two do, EAGLE-1, whose weights EAGLE-2 takes too, as its authors, vLLM and
+``speculators`` write it, DFlash as its authors and ``speculators`` do, Medusa as vLLM and its authors do, and PaSS in a
+form of our own: a ``config.json`` with the model_type ``pass``, ``look_ahead``, ``hidden_size`` and ``vocab_size``, and
+the tensor ``ahead``. Which tensors a head has to have follows from its configuration; more, fewer, or others of another
+shape are refused.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from specbench.backends.torch.heads import (
     EagleShape,
     LookAheadEmbedding,
     MedusaHeads,
+    ParallelEagleHead,
     RecurrentHead,
 )
 from specbench.errors import RunError, UsageError
@@ -51,7 +53,6 @@ from specbench.textsafe import excerpt
 __all__ = ["HeadFiles", "TrainedHead", "find_head", "load_head"]
 
 _NOT_READ = {
-    "peagle": "P-EAGLE",
     "dflash2": "DFlash 2",
     "dspark": "DSpark",
     "mtp": "MTP",
@@ -62,6 +63,12 @@ _NOT_READ = {
 _STATES = 3
 """Of an EAGLE-3 head that does not say of which layers it takes the states."""
 
+_AHEAD = 8
+"""Tokens that P-EAGLE drafts in a pass where its configuration does not say: what its authors train it for."""
+
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""What tools call the token that P-EAGLE reads where one is to be guessed."""
+
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 """What training leaves beside a head."""
 
@@ -71,7 +78,7 @@ class HeadFiles:
     """A head as far as its configuration tells.
 
     Attributes:
-        kind: ``eagle3``, ``eagle`` (EAGLE-1 and 2), ``dflash``, ``medusa`` or ``pass``.
+        kind: ``eagle3``, ``eagle`` (EAGLE-1 and 2), ``peagle``, ``dflash``, ``medusa`` or ``pass``.
         name: What results call it.
         folder: Where its files are.
         settings: Its configuration.
@@ -94,11 +101,11 @@ class HeadFiles:
     @property
     def is_eagle(self) -> bool:
         """Whether it is one of EAGLE's kinds."""
-        return self.kind in ("eagle", "eagle3")
+        return self.kind in ("eagle", "eagle3", "peagle")
 
     @property
     def layer(self) -> LlamaConfig:
-        """Its decoder layer's configuration.
+        """Its decoder layers' configuration.
 
         Raises:
             RunError: It is damaged.
@@ -158,7 +165,7 @@ class HeadFiles:
         total = text_config(target).num_hidden_layers
         if self.kind == "dflash":
             return self._layers_of_block(total)
-        if self.kind != "eagle3":
+        if self.kind not in ("eagle3", "peagle"):
             return () if self.kind == "pass" else (total,)
         ids = self.settings.get("eagle_aux_hidden_state_layer_ids")
         nested = self.settings.get("eagle_config") or {}
@@ -218,7 +225,7 @@ class HeadFiles:
             RunError: Its configuration is damaged.
         """
         text = text_config(target)
-        if self.kind in ("eagle", "eagle3", "dflash"):
+        if self.is_eagle or self.kind == "dflash":
             self._check_layer()
         self.layers(target)
         for what, own, others in (
@@ -232,13 +239,18 @@ class HeadFiles:
                     f" {others}.",
                     "Choose a head of this target.",
                 )
-        verifier = (self.settings.get("speculators_config") or {}).get("verifier") or {}
+        verifier = self._part("speculators_config").get("verifier") or {}
         named, own_kinds = verifier.get("architectures"), target.architectures
         if named and own_kinds and not {*named} & {*own_kinds}:
             raise UsageError(
                 f"The head {self.name} was trained for a {named[0]}, and {name} is a {own_kinds[0]}.",
                 "Choose a head of this target.",
             )
+
+    def _part(self, key: str) -> Mapping[str, Any]:
+        """A part of its configuration, or nothing."""
+        part = self.settings.get(key)
+        return part if isinstance(part, dict) else {}
 
     def _width(self, default: int | None = None) -> int:
         """Of the target's hidden states."""
@@ -248,16 +260,13 @@ class HeadFiles:
         """Refuse a layer of another kind."""
         given, odd = {**self.layer_settings}, None
         self.layer  # noqa: B018 - or the refusal
-        if given.get("num_hidden_layers", 1) != 1 and self.is_eagle:
+        if given.get("num_hidden_layers", 1) != 1 and self.kind == "eagle":
             odd = f"it has {given['num_hidden_layers']} layers"
         elif given.get("hidden_act", "silu") not in ("silu", "swish"):
             odd = f"its activation is {given['hidden_act']!r}"
         elif given.get("sliding_window") and given.get("use_sliding_window", True):
             odd = f"it sees {given['sliding_window']} tokens only"
-        elif (
-            self.kind == "eagle3"
-            and (self.settings.get("eagle_config") or {}).get("use_aux_hidden_state") is False
-        ):
+        elif self.is_eagle and (self.settings.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
             odd = "it takes the last hidden state alone"
         elif self.settings.get("layernorms") or self.settings.get("add_para_norm"):
             odd = "it normalises what it reads, as HASS does"
@@ -286,6 +295,7 @@ class HeadFiles:
             width=self._width(),
             vocab=self.number("draft_vocab_size", layer.vocab_size),
             layer=layer,
+            layers=self.number("num_hidden_layers", 1),
             embeds="embed_tokens.weight" in names,
             biases=frozenset(biases),
             head_norms=any("q_norm" in name for name in names),
@@ -300,13 +310,28 @@ class HeadFiles:
         shape = self.eagle_shape(names, states)
         with torch.device("meta"):
             if self.kind == "dflash":
-                mask = self._of_block("mask_token_id")
-                if type(mask) is not int or not 0 <= mask < shape.layer.vocab_size:
-                    raise RunError(
-                        f"The config.json of {self.name} is damaged: its mask_token_id is no token."
-                    )
-                return BlockHead(shape, self.number("num_hidden_layers"), self.number("block_size"), mask)
+                mask = self._token("mask_token_id", self._of_block("mask_token_id"))
+                return BlockHead(shape, shape.layers, self.number("block_size"), mask)
+            if self.kind == "peagle":
+                key = next((key for key in _MASKS if key in self.settings), _MASKS[0])
+                return ParallelEagleHead(shape, self._ahead(), self._token(key, self.settings.get(key)))
             return EagleHead(shape) if self.kind == "eagle3" else EagleOneHead(shape)
+
+    def _token(self, key: str, value: Any) -> int:
+        """A token that its configuration names."""
+        if type(value) is not int or not 0 <= value < self.number("vocab_size"):
+            raise RunError(f"The config.json of {self.name} is damaged: its {key} is no token.")
+        return value
+
+    def _ahead(self) -> int:
+        """How many tokens P-EAGLE drafts in a pass: what its first proposal method says."""
+        methods = self._part("speculators_config").get("proposal_methods") or [{}]
+        told = methods[0].get("speculative_tokens", _AHEAD) if isinstance(methods[0], dict) else None
+        if type(told) is not int or told < 1:
+            raise RunError(
+                f"The config.json of {self.name} is damaged: its speculative_tokens is no whole number above 0."
+            )
+        return told
 
     def medusa(self, tensors: Mapping[str, torch.Tensor]) -> MedusaHeads:
         """Medusa heads without weights, as many as there are tensors for, or as it says without tensors."""
@@ -332,7 +357,7 @@ _OF_OTHER_BLOCKS = (
 """Settings of kinds of DFlash that are not read."""
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_READ = "Read are EAGLE heads of one layer and DFlash, both with full attention, Medusa heads, and PaSS."
+_READ = "Read are EAGLE, P-EAGLE and DFlash heads with full attention, Medusa heads, and PaSS."
 _LAYER = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
     "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
@@ -369,7 +394,7 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
         kind = "eagle"
     if kind is None:
         return None
-    if kind not in ("eagle3", "eagle", "dflash", "medusa", "pass"):
+    if kind not in ("eagle3", "eagle", "peagle", "dflash", "medusa", "pass"):
         raise UsageError(
             f"The head {spec.name} is of a kind that is not read: {_NOT_READ.get(kind, kind)}.", _READ
         )
@@ -384,10 +409,11 @@ def _kind(settings: Mapping[str, Any]) -> str | None:
     architectures = settings.get("architectures")
     words = [str(settings.get("model_type", ""))]
     words += [str(each) for each in architectures] if isinstance(architectures, list) else []
-    known = ("eagle3", "eagle", "medusa", "dflash2", "dflash", "dspark", "mlp_?speculator")
+    known = ("peagle", "eagle3", "eagle", "medusa", "dflash2", "dflash", "dspark", "mlp_?speculator")
     for kind in known:
         if any(re.search(kind, word, re.IGNORECASE) for word in words):
-            return kind.replace("?", "")
+            masked = kind == "eagle3" and any(key in settings for key in _MASKS)
+            return "peagle" if masked else kind.replace("?", "")
     if settings.get("model_type") == "pass":
         return "pass"
     if "medusa_num_heads" in settings:
@@ -553,7 +579,7 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
     for name, tensor in _widened(found, files.name).items():
         own = {"medusa": _medusa_name, "dflash": _block_name}.get(files.kind, _eagle_name)(name)
         if own not in _UNUSED:
-            tensors[own] = tensor
+            tensors[own] = tensor.flatten() if own == "mask_hidden" else tensor
     places = None
     if files.kind != "pass":
         places = (_medusa_places if files.kind == "medusa" else _eagle_places)(files, tensors)
@@ -603,7 +629,7 @@ def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
 def _eagle_name(name: str) -> str:
     """One name for what tools call otherwise."""
     name = re.sub(r"^fusion_fc\.", "fc.", name.removeprefix("model."))
-    return re.sub(r"^(midlayer|layers\.0|transformer)\.", "layer.", name)
+    return re.sub(r"^(midlayer|transformer)\.", "layers.0.", name)
 
 
 def _block_name(name: str) -> str:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench.backends.torch.caches import CacheKind, make_cache
-from specbench.backends.torch.head_scorers import BlockScorer, EagleScorer, HeadScorer, MedusaScorer
+from specbench.backends.torch.head_scorers import (
+    BlockScorer,
+    EagleScorer,
+    HeadScorer,
+    MedusaScorer,
+    ParallelScorer,
+)
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
 from specbench.backends.torch.kernels.surgery import (
@@ -450,12 +456,18 @@ def wrap_head(
     scorer: HeadScorer
     if medusa:
         scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
-    elif head.files.kind == "dflash":
-        scorer = BlockScorer(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
     else:
-        scorer = EagleScorer(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
+        scorer_of = _SCORERS.get(head.files.kind, EagleScorer)
+        scorer = scorer_of(module, embeddings, layers, fitted, head.files.layer.max_position_embeddings)
     require_states(target, layers)
     return HeadDrafter(scorer, f"{head.name} ({name})")
+
+
+_SCORERS: Mapping[str, type[EagleScorer] | type[BlockScorer]] = {
+    "dflash": BlockScorer,
+    "peagle": ParallelScorer,
+}
+"""Of heads of decoder layers, by kind; of the others ``EagleScorer``."""
 
 
 def _look_ahead(head: TrainedHead, target: Target) -> LookAheadDrafter:

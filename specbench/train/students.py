@@ -294,7 +294,7 @@ class EagleStudent(nn.Module):
         kept = marking.rows(0)
         for place in range(self.depth):
             tokens = (behind + place + 1).clamp(max=last)
-            out = head.read(_picked(lesson.embedded, tokens), features, behind + place, attend)
+            out = head.read(_picked(lesson.embedded, tokens), features, behind + place, [attend])
             text, draft = kept.nonzero(as_tuple=True)
             begun = text, behind[text, draft]
             right = marking.add(head.norm(out[text, draft]), place, begun)
@@ -321,10 +321,7 @@ class EagleStudent(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """See ``Student``."""
-        return {
-            name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: tensor.detach()
-            for name, tensor in self.head.named_parameters()
-        }
+        return {name: tensor.detach() for name, tensor in self.head.named_parameters()}
 
 
 _LAYER = (
@@ -375,7 +372,7 @@ def _start(head: EagleHead, model: PreTrainedModel) -> str | None:
         if config.model_type not in _FAMILY:
             return None
         decoder = untyped.get_decoder()
-        last, own, layer = decoder.layers[-1], head.layer, {}
+        last, own, layer = decoder.layers[-1], head.layers[0], {}
         for name in ("q_proj", "k_proj", "v_proj"):
             weight = getattr(last.self_attn, name).weight
             layer[f"self_attn.{name}.weight"] = torch.cat((weight, weight), dim=1) * math.sqrt(0.5)

@@ -10,13 +10,20 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.caches import PreallocatedLayer
-from specbench.backends.torch.heads import Attend, BlockHead, MedusaHeads, RecurrentHead, causal_attention
+from specbench.backends.torch.heads import (
+    Attend,
+    BlockHead,
+    MedusaHeads,
+    ParallelEagleHead,
+    RecurrentHead,
+    causal_attention,
+)
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 
-__all__ = ["BlockScorer", "EagleScorer", "HeadScorer", "MedusaScorer"]
+__all__ = ["BlockScorer", "EagleScorer", "HeadScorer", "MedusaScorer", "ParallelScorer"]
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 """From token ids to their embeddings."""
@@ -141,7 +148,7 @@ class EagleScorer(HeadScorer):
         super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
         self.head, self._embed, self._dtype = head, head.embed_tokens or embed, weight.dtype
         self._groups = config.num_attention_heads // config.num_key_value_heads
-        self._cache: Any = PreallocatedLayer()
+        self._caches: list[Any] = [PreallocatedLayer() for _ in head.layers]
         self._states: list[torch.Tensor] = []  # that are known and not read
         self._read = 0  # tokens that were read with them
         self._last = torch.empty(0)  # states of the last of these
@@ -161,7 +168,8 @@ class EagleScorer(HeadScorer):
 
     def begin(self) -> None:
         super().begin()
-        self._cache.reset()
+        for cache in self._caches:
+            cache.reset()
         self._read = 0
         self._states, self._features, self._outputs = [], [], []
 
@@ -178,7 +186,8 @@ class EagleScorer(HeadScorer):
         self._drop_drafts()
 
     def _drop_drafts(self) -> None:
-        self._cache.keep(self._read)
+        for cache in self._caches:
+            cache.keep(self._read)
         self._features, self._outputs = self._features[:1], self._outputs[:1]
 
     def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
@@ -190,15 +199,19 @@ class EagleScorer(HeadScorer):
 
     def _read_context(self, context: Sequence[int]) -> None:
         """Read what is new, each token with the target's state at the one before it."""
+        past = self._read
+        ids, features = self._news(context)
+        out = self._forward(ids, features, torch.arange(past, past + len(ids), device=self.device), None)
+        self._outputs = [out[-1]]
+        self._features = [self.head.recurring(out[-1])]
+
+    def _news(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is new as of now counts as read: its tokens, and the features that go with them, [tokens, hidden]."""
         self._drop_drafts()
         states = self._states[0] if len(self._states) == 1 else torch.cat(self._states)
         self._states, self._last = [], states[-1:]
         past, self._read = self._read, len(context) - 1
-        ids = torch.tensor(context[past + 1 :], device=self.device)
-        positions = torch.arange(past, self._read, device=self.device)
-        out = self._forward(ids, self.head.fuse(states), positions, None)
-        self._outputs = [out[-1]]
-        self._features = [self.head.recurring(out[-1])]
+        return torch.tensor(context[past + 1 :], device=self.device), self.head.fuse(states)
 
     def _read_draft(self, tokens: Sequence[int], parents: Sequence[int], *, chain: bool) -> None:
         """Read the nodes that were not read yet, those of one depth together."""
@@ -219,26 +232,77 @@ class EagleScorer(HeadScorer):
     def _forward(
         self, ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The layer's output, [tokens, hidden]; without a mask tokens attend to what comes before, and themselves."""
+        """The head's output, [tokens, hidden]; without a mask tokens attend to what comes before, and themselves."""
+        past, tokens = self._caches[0].used, len(ids)
+        whole = past == 0 and mask is None and tokens > 1
+        if mask is None and tokens > 1 and not whole:
+            mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=self.device).tril_(past)
+        attends = [self._behind(cache, mask, whole=whole) for cache in self._caches]
+        embedded = self._embed(ids)[None].to(self._dtype)
+        return self.head.read(embedded, features[None], positions[None], attends)[0]
+
+    def _behind(self, cache: Any, mask: torch.Tensor | None, *, whole: bool) -> Attend:
+        """Tokens attend to what a cache holds and to each other as a mask says; they stay in the cache.
+
+        Args:
+            cache: Of a layer.
+            mask: Bool [1, 1, tokens, held and tokens]; ``None`` for one token that sees everything.
+            whole: There is nothing before them, and they attend causally.
+        """
 
         def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            past, tokens = self._cache.used, query.shape[2]
-            keys, values = self._cache.update(key, value)
-            if past == 0 and mask is None and tokens > 1:
+            keys, values = cache.update(key, value)
+            if whole:
                 return causal_attention(query, keys, values)
-            allowed = mask
-            if allowed is None and tokens > 1:
-                allowed = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=self.device).tril_(
-                    past
-                )
-            if query.device.type == "cpu" and tokens <= LONGEST_PASS:
-                folded = None if allowed is None else fold_mask(allowed, self._groups, query.dtype)
+            if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
+                folded = None if mask is None else fold_mask(mask, self._groups, query.dtype)
                 return attend(query, keys, values, folded, None)
-            out = scaled_dot_product_attention(query, keys, values, attn_mask=allowed, enable_gqa=True)
+            out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
             return out.transpose(1, 2)
 
-        embedded = self._embed(ids)[None].to(self._dtype)
-        return self.head.read(embedded, features[None], positions[None], attended)[0]
+        return attended
+
+
+class ParallelScorer(EagleScorer):
+    """P-EAGLE: with what is new of the context it reads masks, and has all rows of a draft by one pass. Of the draft
+    itself it sees how long it is.
+
+    Args:
+        head: The head.
+        embed, layers, fitted, context_limit: See ``EagleScorer``.
+    """
+
+    head: ParallelEagleHead
+
+    def __init__(
+        self,
+        head: ParallelEagleHead,
+        embed: Embed,
+        layers: Sequence[int],
+        fitted: FittedLogits,
+        context_limit: int | None,
+    ) -> None:
+        super().__init__(head, embed, layers, fitted, context_limit)
+        self.longest = head.ahead
+        self._masks = head.mask_features().detach()
+        self._rows = torch.empty(0)
+
+    def twin(self) -> ParallelScorer:
+        return ParallelScorer(self.head, self._embed, self.layers, self.fitted.fresh(), self.context_limit)
+
+    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
+        if self._read < len(asked.context) - 1:
+            self._read_context(asked.context)
+        return self._rows[_depths(asked)[-rows:]]
+
+    def _read_context(self, context: Sequence[int]) -> None:
+        """Read what is new, and masks behind it, which the next pass drops."""
+        past = self._read
+        ids, features = self._news(context)
+        ids = torch.cat((ids, ids.new_full((len(self._masks),), self.head.mask)))
+        positions = torch.arange(past, past + len(ids), device=self.device)
+        out = self._forward(ids, torch.cat((features, self._masks)), positions, None)
+        self._rows = self.head.logits(out[-self.head.ahead :])
 
 
 class MedusaScorer(HeadScorer):

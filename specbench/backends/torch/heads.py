@@ -24,6 +24,7 @@ __all__ = [
     "EagleShape",
     "LookAheadEmbedding",
     "MedusaHeads",
+    "ParallelEagleHead",
     "RecurrentHead",
     "causal_attention",
 ]
@@ -47,7 +48,8 @@ class EagleShape:
         states: Hidden states of the target at each position.
         width: Of each of them.
         vocab: Tokens it drafts.
-        layer: Its decoder layer, one of Llama's.
+        layer: Its decoder layers, Llama's.
+        layers: How many there are.
         embeds: Whether it has embeddings of its own, and does not take the target's.
         biases: Names of the linear layers that have one, such as ``fc`` and ``q_proj``.
         head_norms: Whether queries and keys are normalised by head, as Qwen3's are.
@@ -61,6 +63,7 @@ class EagleShape:
     width: int
     vocab: int
     layer: LlamaConfig
+    layers: int = 1
     embeds: bool = False
     biases: frozenset[str] = frozenset()
     head_norms: bool = False
@@ -79,7 +82,7 @@ class EagleShape:
 
 
 class RecurrentHead(nn.Module):
-    """One decoder layer over tokens and the target's hidden states.
+    """Decoder layers, mostly one, over tokens and the target's hidden states.
 
     A token goes with the feature of the position before it, ``fuse(states)``; where the target has not been there yet,
     with what the head itself put out there, ``recurring(out)``. The logits behind the token are ``logits(out)``.
@@ -87,10 +90,12 @@ class RecurrentHead(nn.Module):
     Attributes:
         shape: What it is made of.
         embed_tokens: Its own embeddings; ``None`` where it takes the target's.
+        layers: The first reads tokens and features, and each of the others what the one before puts out.
     """
 
     shape: EagleShape
     embed_tokens: nn.Embedding | None
+    layers: nn.ModuleList
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """The features of positions.
@@ -104,15 +109,19 @@ class RecurrentHead(nn.Module):
         raise NotImplementedError
 
     def read(
-        self, embedded: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        embedded: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        attends: Sequence[Attend],
     ) -> torch.Tensor:
-        """The layer's output at tokens.
+        """The last layer's output at tokens.
 
         Args:
             embedded: The tokens' embeddings, [batch, tokens, hidden].
             features: That go with them, [batch, tokens, hidden].
             positions: Theirs, [batch, tokens].
-            attend: How they attend.
+            attends: How they attend, by layer.
 
         Returns:
             [batch, tokens, hidden], before any final norm.
@@ -138,14 +147,16 @@ class RecurrentHead(nn.Module):
             Output, see ``read``, and logits.
         """
         positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
-        out = self.read(embedded, self.fuse(states), positions, causal_attention)
+        attends = [causal_attention] * len(self.layers)
+        out = self.read(embedded, self.fuse(states), positions, attends)
         return out, self.logits(out)
 
 
 class EagleHead(RecurrentHead):
-    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): it reads states of several layers, and its layer has 2·hidden inputs.
+    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): it reads states of several layers, and its first layer has 2·hidden
+    inputs.
 
-    Parameters are named as in files of ``speculators``, but for ``layer``, which is ``layers.0`` there.
+    Parameters are named as in files of ``speculators``.
 
     Args:
         shape: What it is made of.
@@ -161,7 +172,8 @@ class EagleHead(RecurrentHead):
             nn.ModuleList(shape.norm(shape.width) for _ in range(shape.states)) if shape.fc_norm else None
         )
         self.fc = shape.linear("fc", wide, hidden)
-        self.layer = _EagleLayer(shape)
+        further = (_DecoderLayer(shape) for _ in range(1, shape.layers))
+        self.layers = nn.ModuleList([_EagleLayer(shape), *further])
         self.norm = shape.norm(hidden)
         self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -177,9 +189,16 @@ class EagleHead(RecurrentHead):
         return fused
 
     def read(
-        self, embedded: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        embedded: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        attends: Sequence[Attend],
     ) -> torch.Tensor:
-        out: torch.Tensor = self.layer(embedded, features, self.rotary_emb(embedded, positions), attend)
+        rotation, (first, *further) = self.rotary_emb(embedded, positions), self.layers
+        out: torch.Tensor = first(embedded, features, rotation, attends[0])
+        for layer, attend in zip(further, attends[1:], strict=True):
+            out = layer(out, rotation, attend)
         return out
 
     def recurring(self, out: torch.Tensor) -> torch.Tensor:
@@ -189,6 +208,29 @@ class EagleHead(RecurrentHead):
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(self.norm(out))
         return logits
+
+
+class ParallelEagleHead(EagleHead):
+    """P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3 that guesses several tokens in one pass.
+
+    Behind the last token it reads masks: one token's embedding, and in place of states that are not known yet
+    parameters of its own. What comes out at the i-th mask tells the token i + 1 places behind the last one.
+
+    Args:
+        shape: What it is made of.
+        ahead: Tokens that it guesses in a pass.
+        mask: The token that stands for a mask.
+    """
+
+    def __init__(self, shape: EagleShape, ahead: int, mask: int) -> None:
+        super().__init__(shape)
+        self.ahead, self.mask = ahead, mask
+        self.mask_hidden = nn.Parameter(torch.zeros(shape.states * shape.width))
+
+    def mask_features(self) -> torch.Tensor:
+        """The features of the masks of a pass, [ahead - 1, hidden]."""
+        feature = self.fuse(self.mask_hidden.view(1, self.shape.states, self.shape.width))
+        return feature.expand(self.ahead - 1, -1)
 
 
 class EagleOneHead(RecurrentHead):
@@ -205,7 +247,7 @@ class EagleOneHead(RecurrentHead):
         hidden = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if shape.embeds else None
         self.fc = shape.linear("fc", 2 * hidden, hidden)
-        self.layer = _EagleOneLayer(shape)
+        self.layers = nn.ModuleList([_EagleOneLayer(shape)])
         self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
@@ -213,10 +255,14 @@ class EagleOneHead(RecurrentHead):
         return states.flatten(-2)
 
     def read(
-        self, embedded: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        embedded: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        attends: Sequence[Attend],
     ) -> torch.Tensor:
-        x = self.fc(torch.cat((embedded, features), dim=-1))
-        out: torch.Tensor = self.layer(x, self.rotary_emb(embedded, positions), attend)
+        x, (attend,) = self.fc(torch.cat((embedded, features), dim=-1)), attends
+        out: torch.Tensor = self.layers[0](x, self.rotary_emb(embedded, positions), attend)
         return out
 
     def recurring(self, out: torch.Tensor) -> torch.Tensor:
@@ -342,7 +388,7 @@ class BlockHead(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if shape.embeds else None
         self.fc = shape.linear("fc", shape.states * shape.width, hidden)
         self.hidden_norm, self.norm = shape.norm(hidden), shape.norm(hidden)
-        self.layers = nn.ModuleList(_BlockLayer(shape) for _ in range(layers))
+        self.layers = nn.ModuleList(_DecoderLayer(shape) for _ in range(layers))
         self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
@@ -377,8 +423,8 @@ class BlockHead(nn.Module):
         return logits
 
 
-class _BlockLayer(nn.Module):
-    """A layer of Qwen3's."""
+class _DecoderLayer(nn.Module):
+    """A layer of Llama's, or with norms of heads Qwen3's."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
