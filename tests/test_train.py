@@ -34,7 +34,7 @@ from specbench.train.result import write_head
 from specbench.train.run import Training, _Stand, processes
 from specbench.train.settings import Measured, TrainingSettings
 from specbench.train.state import read_state, write_state
-from specbench.train.students import KINDS, make_student, soft_cross_entropy
+from specbench.train.students import KINDS, Marks, make_student, soft_cross_entropy
 from specbench.train.texts import Text, TextStore, store_for, write_texts
 
 DEPTH = 3
@@ -395,8 +395,24 @@ def test_a_text_is_read_again_only_after_all_others(target: Target, monkeypatch:
     for number in range(2 * learner.epoch_steps):
         learner.step(number, 2 * learner.epoch_steps)
     assert sorted(text.prompt for batch in read for text in batch) == list(range(32))
-    learner.plan(100 * learner.epoch_steps)
-    assert learner.turns == 4
+    turns = []
+    for epochs in (1, 4, 6, 9, 100):
+        learner.plan(epochs * learner.epoch_steps)
+        turns.append(learner.turns)
+    assert turns == [1, 4, 3, 3, 4]  # so that the last texts are learnt from as often as the first
+
+
+def test_a_place_weighs_what_share_of_drafts_gets_there(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = made_up(20, 20)
+    learner = Learner(target, target.language_model.model, texts, QUICK, processes(cpu=True))
+    losses = torch.full((DEPTH,), 2.0, requires_grad=True)
+    marks = Marks(losses, torch.zeros(DEPTH), torch.tensor([8, 4, 0]))
+    monkeypatch.setattr(learner, "_module", lambda _lesson: marks)
+    learner._gradients(learner._read(texts))
+    assert losses.grad is not None
+    torch.testing.assert_close(losses.grad, torch.tensor([1.0, 0.8 * 4 / 8, 0.0]))
 
 
 def test_measures_are_spread_over_the_steps_there_are_time_for() -> None:

@@ -102,7 +102,7 @@ def train(
             metavar="N",
             help="Prompts, at most a third of them, that are not trained on: the head is measured on them.",
         ),
-    ] = 16,
+    ] = 24,
     seed: Annotated[int, _training("--seed", min=0, metavar="N", help="Of all that is random.")] = 0,
     out: Annotated[
         Path, opt.output("--out", "-o", metavar="FOLDER", help="Where the head goes: a drafter's folder.")

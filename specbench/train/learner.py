@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Learner", "Learnt"]
 
 _DECAY = 0.8
-"""Weight of each place of a draft beside the one before it."""
+"""Weight of a draft at each place beside the one before it; a place weighs what share of drafts gets there."""
 
 _WARM_UP, _LOWEST = 0.05, 0.02
 """Share of the steps in which the learning rate rises, and what it falls to, of its highest."""
@@ -114,9 +114,11 @@ class Learner:
         self._chunk, self._readings = (0, 0), dict[int, Reading]()
 
     def plan(self, steps: int) -> None:
-        """There will be about so many steps. All texts come before any of them is read again."""
+        """There will be about so many steps. All texts come before any of them is read again, and each of them is
+        learnt from about equally often."""
         most = 1 if self.student.needs_cache else _TURNS
-        self.turns = min(most, max(1, steps // self.epoch_steps))
+        epochs = max(1, round(steps / self.epoch_steps))
+        self.turns = round(epochs / -(-epochs // most))
 
     def _batches(self, number: int) -> list[list[int]]:
         return batches(self._texts, self._settings.batch_tokens, self._settings.seed, number)
@@ -184,7 +186,8 @@ class Learner:
         lesson = self._teacher.lesson(reading)
         with torch.autocast(self._teacher.device.type, torch.bfloat16, enabled=self._half):
             marks = self._module(lesson)
-            loss = (marks.losses * self._weights).sum()
+            arrived = marks.counted / marks.counted[0].clamp_min(1)
+            loss = (marks.losses * arrived * self._weights).sum()
         self._group.backward(loss)
         return marks
 

@@ -48,10 +48,10 @@ class TrainingSettings:
     vocab: int | None = None
     learning_rate: float | None = None
     batch_tokens: int = 1024
-    held_out: int = 16
+    held_out: int = 24
     measured_tokens: int = 64
     measures: int = 10
-    patience: int = 4
+    patience: int = 6
     seed: int = 0
     compact: bool = False
 

@@ -286,7 +286,8 @@ class EagleStudent(nn.Module):
 
     def forward(self, lesson: Lesson) -> Marks:
         """See ``Student``."""
-        marking, attend, head = _Marking(lesson, self._rows), DraftAttention(), self.head
+        marking, head = _Marking(lesson, self._rows), self.head
+        attends = [DraftAttention() for _ in head.layers]
         features = head.fuse(lesson.states[:, :-1].to(head.norm.weight.dtype)).float()
         texts, last = features.shape[:2]
         behind = torch.arange(last, device=features.device).expand(texts, -1)
@@ -294,7 +295,7 @@ class EagleStudent(nn.Module):
         kept = marking.rows(0)
         for place in range(self.depth):
             tokens = (behind + place + 1).clamp(max=last)
-            out = head.read(_picked(lesson.embedded, tokens), features, behind + place, [attend])
+            out = head.read(_picked(lesson.embedded, tokens), features, behind + place, attends)
             text, draft = kept.nonzero(as_tuple=True)
             begun = text, behind[text, draft]
             right = marking.add(head.norm(out[text, draft]), place, begun)
@@ -304,7 +305,8 @@ class EagleStudent(nn.Module):
             drafts, kept = _side_by_side(text[goes_on], draft[goes_on], texts)
             behind = _picked(behind, drafts)
             features = _picked(head.recurring(out), drafts)
-            attend.go_on(drafts, behind)
+            for attend in attends:
+                attend.go_on(drafts, behind)
         return marking.marks()
 
     def settings(self) -> dict[str, Any]:
@@ -372,18 +374,24 @@ def _start(head: EagleHead, model: PreTrainedModel) -> str | None:
         if config.model_type not in _FAMILY:
             return None
         decoder = untyped.get_decoder()
-        last, own, layer = decoder.layers[-1], head.layers[0], {}
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(last.self_attn, name).weight
-            layer[f"self_attn.{name}.weight"] = torch.cat((weight, weight), dim=1) * math.sqrt(0.5)
-        layer["self_attn.o_proj.weight"] = last.self_attn.o_proj.weight
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            layer[f"mlp.{name}.weight"] = getattr(last.mlp, name).weight
-        layer["input_layernorm.weight"] = layer["hidden_norm.weight"] = last.input_layernorm.weight
-        layer["post_attention_layernorm.weight"] = last.post_attention_layernorm.weight
-        own.load_state_dict({name: weight.float() for name, weight in layer.items()})
+        first, *further = head.layers
+        like, *others = decoder.layers[-len(head.layers) :]
+        weights = _weights_of(like)
+        for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+            weights[name] = torch.cat((weights[name], weights[name]), dim=1) * math.sqrt(0.5)
+        first.load_state_dict(weights | {"hidden_norm.weight": weights["input_layernorm.weight"]})
+        for layer, each in zip(further, others, strict=True):
+            layer.load_state_dict(_weights_of(each))
         head.norm.weight.copy_(decoder.norm.weight)
     return f"layer {config.num_hidden_layers - 1} and the final norm of the target"
+
+
+def _weights_of(layer: Any) -> dict[str, torch.Tensor]:
+    """Of a decoder layer, those that all of the Llama family have."""
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    names = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
+    return {f"{name}.weight": layer.get_submodule(name).weight.float() for name in names}
 
 
 _SMALL = 0.1
