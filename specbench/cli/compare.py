@@ -49,7 +49,7 @@ def compare(
         typer.Option(
             "--measure",
             metavar="WHAT",
-            help="speed (tokens/s), speedup (over the plain decoding of its own run), or auto: speed if both runs were"
+            help="speed (tokens/s), speedup (over the baseline of its own run), or auto: speed if both runs were"
             " made on one kind of machine.",
         ),
     ] = "auto",

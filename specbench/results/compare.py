@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from specbench.errors import UsageError
 from specbench.results import stats
-from specbench.results.frames import disturbance, paired_runs
+from specbench.results.frames import baseline_name, disturbance, paired_runs
+from specbench.results.rows import PLAIN
 from specbench.textsafe import counted, one_line
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ COMPARISON_VERSION = 1
 """Version of ``to_json``. 1: first release."""
 
 Measure: TypeAlias = Literal["speed", "speedup"]
-"""Decode tokens/s, or that over the plain decoding of the same run."""
+"""Decode tokens/s, or that over the baseline of the same run."""
 
 _MANY = 20  # intervals of which one is expected to miss
 _KEY = ["prompt", "turn", "repeat"]
@@ -245,10 +246,12 @@ def compare_runs(
     if not rows:
         what = "prompt" if not prompts else "finished generation"
         raise UsageError(f"The runs have no {what} in common.", "Measure the same prompts in both.")
+    over = _baselines(df_a, df_b)
     notes = [
-        _meaning(measure),
+        _meaning(measure, over),
         *_batch_notes(*(config for pair in matches for config in pair)),
-        *_machine_notes(machines, measure, rows, {config["baseline"] for config in run_a["configs"]}),
+        *_machine_notes(machines, measure, over),
+        *(_baseline_notes(rows, run_a) if measure == "speed" else ()),
         *([f"The targets differ: {targets}."] if targets else []),
         *_difference_notes(run_a, run_b),
         *left_out,
@@ -344,11 +347,12 @@ def _matched(
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     if a is not None or b is not None:
         pair = named_config(run_a, str(a or b), "run A"), named_config(run_b, str(b or a), "run B")
-        if measure == "speedup" and any(config["id"] == config["baseline"] for config in pair):
-            raise UsageError(
-                "Plain decoding is what speedups are over, so it has none of its own.",
-                "Name another configuration.",
-            )
+        for config in pair:
+            if measure == "speedup" and config["id"] == config["baseline"]:
+                raise UsageError(
+                    f"{_itself(config)} is what speedups are over, so it has none of its own.",
+                    "Name another configuration.",
+                )
         return [pair]
     by_id = {config["id"]: config for config in run_b["configs"]}
     by_label = {config["label"]: config for config in run_b["configs"]}
@@ -406,7 +410,10 @@ def _differing_targets(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> st
     differ = a["fingerprint"] != b["fingerprint"] if known else a.get("name") != b.get("name")
     if not differ and a.get("dtype") == b.get("dtype"):
         return ""
-    shown = [f"{one_line(each.get('name'))}, {one_line(each.get('dtype'))}" for each in (a, b)]
+    shown = [
+        ", ".join(one_line(each[name]) for name in ("name", "dtype") if each.get(name) is not None)
+        for each in (a, b)
+    ]
     if shown[0] == shown[1]:
         return f"both are called {shown[0]}, but their weights differ"
     return " / ".join(shown)
@@ -434,8 +441,26 @@ def _environments(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 # --- Notes ----------------------------------------------------------------------------------------
 
 
-def _meaning(measure: Measure) -> str:
-    what = "decode tokens/s" if measure == "speed" else "speedup over the plain decoding of its own run,"
+def _baselines(df_a: pd.DataFrame, df_b: pd.DataFrame) -> str:
+    """What the speedups of either run are over, in words that ``of its own run`` may follow."""
+    a, b = baseline_name(df_a), baseline_name(df_b)
+    if a != b:
+        return f"the baseline ({a} / {b})"
+    return f"the {PLAIN}" if a == PLAIN else f"the server {a}"
+
+
+def _itself(config: Mapping[str, Any]) -> str:
+    """A baseline, in words that begin a sentence."""
+    label = one_line(config["label"])
+    return (
+        f"The server {label}"
+        if config.get("kind") == "server"
+        else f"{label[:1].upper()}{label[1:]} decoding"
+    )
+
+
+def _meaning(measure: Measure, over: str) -> str:
+    what = "decode tokens/s" if measure == "speed" else f"speedup over {over} of its own run,"
     return f"A / B: {what} of A over that of B, geometric mean over the prompts that both have; above 1, A is faster."
 
 
@@ -447,20 +472,23 @@ def _batch_notes(*configs: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _machine_notes(
-    machines: str, measure: Measure, rows: Sequence[Row], baselines: set[str]
-) -> Iterator[str]:
+def _machine_notes(machines: str, measure: Measure, over: str) -> Iterator[str]:
     if machines:
-        yield f"The machines differ ({machines}), so only ratios to each run's own plain decoding are compared."
+        yield f"The machines differ ({machines}), so only ratios to {over} of each run are compared."
     if measure == "speed":
         yield (
             "The runs were not made at the same time: what the machine did differently between them is in the ratios"
-            " and not in their intervals. --measure speedup compares each with its own plain decoding instead."
+            f" and not in their intervals. --measure speedup compares each with {over} of its own run instead."
         )
-        for row in rows:
-            if row.category is None and row.config_a in baselines and row.verdict != "cannot tell":
-                ratio = stats.ratio_text(row.ratio)
-                yield f"{row.label} decoding itself is {row.verdict} in A, {ratio}, and so may all be."
+
+
+def _baseline_notes(rows: Sequence[Row], run: Mapping[str, Any]) -> Iterator[str]:
+    """Where a baseline is surely faster or slower in A, which ``run`` tells of."""
+    baselines = {config["id"]: config for config in run["configs"] if config["id"] == config["baseline"]}
+    for row in rows:
+        if row.category is None and row.config_a in baselines and row.verdict != "cannot tell":
+            name, ratio = _itself(baselines[row.config_a]), stats.ratio_text(row.ratio)
+            yield f"{name} itself is {row.verdict} in A, {ratio}, and so may all be."
 
 
 def _difference_notes(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> Iterator[str]:
