@@ -159,11 +159,15 @@ def setting_of_run(
         name: Of the run, for messages.
 
     Raises:
-        UsageError: There is no such setting, or it drafts nothing.
+        UsageError: There is no such setting, or it drafts nothing, or the run is one over servers.
     """
     run = frames.run_of(df)
     summary = frames.summary_frame(df)
     rows = frames.records(summary)
+    if any(row["kind"] == "server" for row in rows):
+        raise UsageError(
+            f"In {name} servers were measured, whose settings are not known here.", "Name a run of models."
+        )
     row = _best(summary, rows, name) if wanted is None else _named(run, rows, wanted, name)
     drafter = _drafter(row["drafter"])
     rule = parse_rule(row["policy"])
