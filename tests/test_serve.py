@@ -474,7 +474,7 @@ def test_what_has_been_done_is_counted() -> None:
         assert found["spec_decode_num_drafts_total"] == sum(bool(step.drafted) for step in expected.steps)
         assert found["spec_decode_num_draft_tokens_total"] == sum(step.gamma for step in expected.steps)
         assert found["spec_decode_num_accepted_tokens_total"] == sum(accepted)
-        for place in range(max(accepted)):
+        for place in range(max(step.gamma for step in expected.steps)):
             name = f'spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'
             assert found[name] == sum(kept > place for kept in accepted)
         assert found['requests_ended_total{reason="length"}'] == 1

@@ -112,12 +112,47 @@ def test_a_conversation_and_its_thoughts() -> None:
         ({"meta_info": {"spec_draft_token_num": 8, "spec_accept_token_num": 3, "cached_tokens": 6}}, 8, 3, 6),
         ({"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}}},
          None, None, None),
+        ({"meta_info": {"spec_num_proposed_drafts": 8, "spec_num_correct_drafts": 3}}, 8, 3, None),
         ({"usage": None, "timings": "none"}, None, None, None),
     ],
 )  # fmt: skip
 def test_acceptance_is_what_the_server_tells(more: Any, drafted: Any, accepted: Any, cached: Any) -> None:
     answer = asked(said("x", "stop") | more, DONE)
     assert (answer.drafted, answer.accepted, answer.cached_tokens) == (drafted, accepted, cached)
+
+
+@pytest.mark.parametrize(
+    ("more", "places"),
+    [
+        (
+            {"metrics": {"speculative_decoding": {"num_draft_tokens": 24, "num_accepted_draft_tokens": 9,
+                                                  "acceptance_histogram": [3, 2, 2, 1]}}},
+            (8, (5, 3, 1)),
+        ),
+        (
+            {"meta_info": {"spec_draft_token_num": 6, "spec_accept_token_num": 2, "spec_accept_histogram": [1, 2]}},
+            (3, (2,)),
+        ),
+        (
+            {"meta_info": {"spec_num_proposed_drafts": 9, "spec_num_correct_drafts": 0,
+                           "spec_correct_drafts_histogram": [3, 0]}},
+            (3, (0,)),
+        ),
+        # It counts something else than drafts that were kept, or nothing that can be counted.
+        (
+            {"meta_info": {"spec_draft_token_num": 6, "spec_accept_token_num": 2, "spec_accept_histogram": [0, 1, 2]}},
+            None,
+        ),
+        ({"metrics": {"speculative_decoding": {"num_draft_tokens": 4, "num_accepted_draft_tokens": 1,
+                                               "acceptance_histogram": [1, "1"]}}}, None),
+        ({"metrics": {"speculative_decoding": {"num_draft_tokens": 4, "num_accepted_draft_tokens": 0,
+                                               "acceptance_histogram": {"0": 2}}}}, None),
+        ({"meta_info": {"spec_accept_histogram": [1, 2]}}, None),
+    ],
+)  # fmt: skip
+def test_acceptance_by_place_is_what_the_server_tells(more: Any, places: Any) -> None:
+    found = asked(said("x", "stop") | more, DONE).speculation
+    assert (None if found is None else (found.drafts, found.kept_at)) == places
 
 
 def answer_of(text: str, used: int | None, ids: int | None = None, reason: str = "length") -> Answer:

@@ -38,6 +38,7 @@ from specbench.serve.server import Server
 from specbench.show.answer import find_answers
 from specbench.show.plots import draw_figures
 from specbench.show.report import write_report
+from specbench.show.tables import to_markdown
 from specbench.specs.servers import ServerSpec, parse_server, parse_servers
 
 NEW = 24
@@ -281,6 +282,108 @@ def test_acceptance_from_counters(sweep: Call, tmp_path: Path) -> None:
     assert all(row["speculation"]["accepted"] / row["speculation"]["drafted"] == 0.75 for row in rows)
     requests = frames.request_frame(load_results(tmp_path / "run"))
     assert requests["acceptance_rate"].tolist() == [0.75, 0.75]
+
+
+def counting(
+    server: ScriptedServer, drafts: int, drafted: int, kept_at: tuple[int, ...], apart: int = 0
+) -> None:
+    """Let a server count so much for every answer, and something else ``apart`` from its own answers."""
+
+    def count(body: dict[str, Any]) -> None:
+        n = len(server.asked) + apart
+        places = "".join(
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {n * kept}\n'
+            for place, kept in enumerate(kept_at)
+        )
+        server.manner.metrics = (
+            f"vllm:spec_decode_num_drafts_total {drafts * n}\n"
+            f"vllm:spec_decode_num_draft_tokens_total {drafted * n}\n"
+            f"vllm:spec_decode_num_accepted_tokens_total {sum(kept_at) * n}\n{places}"
+        )
+
+    count({})
+    server.manner.wrong = count
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_acceptance_by_position_from_counters(sweep: Call, tmp_path: Path, batch: int | None) -> None:
+    with ScriptedServer(Manner(owner="vllm")) as plain, ScriptedServer(Manner(owner="vllm")) as server:
+        counting(server, 10, 30, (8, 6, 0))
+        assert sweep(*(() if batch is None else ("--batch", batch)), plain=plain, drafting=server).code == 0
+    told = [row for row in stored(tmp_path) if row["config"].startswith("drafting")]
+    if batch is None:
+        assert all((row["server"]["drafts"], row["server"]["kept_at"]) == (10, [8, 6, 0]) for row in told)
+    else:
+        for row in told:
+            drafts, kept_at = row["speculation"]["drafts"], row["speculation"]["kept_at"]
+            assert [drafts * share for share in (0.8, 0.6, 0.0)] == pytest.approx(kept_at)
+    frame = load_results(tmp_path / "run")
+    positions = frames.position_frame(frame)
+    assert set(positions["config"]) == {told[0]["config"]}, "the other one says nothing"
+    assert positions["rate"].tolist() == pytest.approx([0.8, 0.75, 0.0])
+    assert positions["rate_of_drafted"].tolist() == pytest.approx([0.8, 0.6, 0.0])
+    assert positions["least"].tolist() == [False] * 3
+    assert "positions" in draw_figures(frame).figures
+    table = to_markdown(positions)
+    assert "75%" in table
+    assert "≥" not in table
+    report, _ = write_report(tmp_path / "run")
+    assert len(report.positions) == 3
+
+
+def test_drafts_of_several_lengths_have_least_rates(sweep: Call, tmp_path: Path) -> None:
+    with ScriptedServer(Manner(owner="vllm")) as server:
+        counting(server, 10, 14, (8, 4))
+        assert sweep(drafting=server).code == 0
+    table = to_markdown(frames.position_frame(load_results(tmp_path / "run")))
+    lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| drafting")]
+    assert [line[5:7] for line in lines] == [["80%", "80%"], ["≥ 50%", "≥ 40%"]]
+    assert "it does not tell how many reach this position" in table
+
+
+def test_places_of_other_answers_are_left_out(sweep: Call, tmp_path: Path) -> None:
+    facts = {"timings": {"draft_n": 30, "draft_n_accepted": 12, "cache_n": 0}}
+    with ScriptedServer(Manner(owner="llamacpp", facts=facts)) as server:
+        counting(server, 20, 60, (16, 12, 0))  # as much again for somebody else
+        assert sweep(drafting=server).code == 0
+    for row in stored(tmp_path):
+        told = row["server"]
+        assert (told["drafted"], told["accepted"], told["drafts"], told["kept_at"]) == (30, 12, None, None)
+    frame = load_results(tmp_path / "run")
+    assert frames.position_frame(frame).empty
+    assert "positions" not in draw_figures(frame).figures
+
+
+def test_runs_of_servers_are_compared_without_plain_decoding(
+    sweep: Call, plain: ScriptedServer, fast: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("one", "two"):
+        assert sweep("--out", folder, first=plain, drafting=fast).code == 0
+    assert sweep("--out", "three", other=plain, drafting=fast).code == 0
+    capsys.readouterr()
+    for how in ([], ["--markdown"], ["--json"], ["--measure", "speedup"]):
+        assert run_cli(["compare", "one", "two", *how]) == 0
+        said = capsys.readouterr().out
+        assert "plain" not in said
+        assert "the server first" in said
+    assert run_cli(["compare", "one", "three", "--measure", "speedup"]) == 0
+    assert "the baseline (first / other) of its own run" in " ".join(capsys.readouterr().out.split())
+    words = ["compare", "one", "two", "--a", "first", "--measure", "speedup"]
+    assert run_cli(words) == 2
+    assert "The server first is what speedups are over" in capsys.readouterr().err
+    with ScriptedServer(Manner(models=("giant",))) as server:
+        assert sweep("--out", "four", first=server).code == 0
+    assert run_cli(["compare", "one", "four"]) == 2
+    assert "The targets differ (tiny / giant)" in capsys.readouterr().err
+
+
+def test_settings_of_servers_cannot_be_exported(
+    sweep: Call, plain: ScriptedServer, fast: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(base=plain, drafting=fast).code == 0
+    for wanted in ([], ["--setting", "drafting"]):
+        assert run_cli(["export", "run", "--to", "vllm", *wanted]) == 2
+        assert "servers were measured, whose settings are not known here" in capsys.readouterr().err
 
 
 def test_servers_over_batches(
@@ -638,7 +741,9 @@ def test_our_own_server_is_measured(sweep: Call, tmp_path: Path) -> None:
     assert batches.code == 0, batches.err
     rows = stored(tmp_path)
     assert {row["new_tokens"] for row in rows} == {NEW}
-    assert all(row["server"]["drafted"] >= row["server"]["accepted"] for row in rows)
+    for told in (row["server"] for row in rows):
+        assert told["drafted"] >= told["accepted"] == sum(told["kept_at"])
+        assert told["drafted"] <= told["drafts"] * len(told["kept_at"]) <= 3 * told["drafts"]
     assert read_run(tmp_path / "run")["options"]["salt"] == "none", "nothing is kept of a prompt"
     summary = frames.summary_frame(load_results(tmp_path / "run"))
     assert summary["step_source"].tolist() == ["server"]

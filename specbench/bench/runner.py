@@ -346,7 +346,7 @@ class CellRunner(Generic[Encoded]):
             "tokens": served.tokens,
             "pool": None if served.pool is None else dict(served.pool),
             "peak_memory_bytes": served.peak_memory_bytes,
-            **({} if served.speculation is None else {"speculation": dict(served.speculation)}),
+            **({} if served.speculation is None else {"speculation": asdict(served.speculation)}),
             "requests": [
                 {
                     "prompt": name,
@@ -421,7 +421,8 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
 
 def _told(told: Told) -> dict[str, Any]:
     """The field ``server`` of a generation."""
-    return {name: value for name, value in asdict(told).items() if name != "tokens"}
+    found = {name: value for name, value in asdict(told).items() if name not in ("tokens", "speculation")}
+    return found | asdict(told.speculation)
 
 
 _PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\":,;/\\]+[/\\])+")

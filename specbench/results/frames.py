@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -299,12 +299,17 @@ def position_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame
     Returns:
         One row per configuration and position with ``config, label, position`` (from 1), the numbers of steps that
         ``drafted``, ``tested`` and ``accepted`` it, ``rate`` (accepted / tested), ``rate_of_drafted`` (accepted /
-        drafted) and ``alpha`` (mean of ``sum_x min(p, q)`` where tested).
+        drafted) and ``alpha`` (mean of ``sum_x min(p, q)`` where tested). A server tells what was ``accepted`` there,
+        and how many steps drafted at all: where its drafts are of several lengths, ``drafted`` and ``tested`` behind
+        the first position are the most that can be, and the rates are ``least``, the least that can be.
     """
     run_of(df)
     groups = _by_config(df, steps or step_arrays(df))
     out = []
     for config, fields in _configs(df).items():
+        if fields["kind"] == "server":
+            out += _positions_of_server(config, fields["label"], df[df["config"] == config])
+            continue
         mine = groups.get(config)
         longest = 0 if mine is None else int(mine["drafted"].max(initial=0))
         if mine is None or not longest:
@@ -320,6 +325,7 @@ def position_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame
                 "rate": _ratio(counts["accepted"][i], counts["tested"][i]),
                 "rate_of_drafted": _ratio(counts["accepted"][i], counts["drafted"][i]),
                 "alpha": alpha[i],
+                "least": False,
             }
             for i in range(longest)
         ]
@@ -333,10 +339,38 @@ def position_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame
         "rate",
         "rate_of_drafted",
         "alpha",
+        "least",
     ]
     frame = pd.DataFrame(out, columns=names)
     frame.attrs = {"kind": "position"}
     return frame
+
+
+def _positions_of_server(config: str, label: str, rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows of ``position_frame`` from what a server told of its answers, or of groups of them."""
+    done = rows[rows["status"] == "ok"]
+    told, prefix = done[done["kept_at"].notna()], ""
+    if told.empty:
+        told, prefix = done[done["group_kept_at"].notna()].drop_duplicates(["group", "repeat"]), "group_"
+    kept = [int(sum(places)) for places in zip_longest(*told[f"{prefix}kept_at"], fillvalue=0)]
+    drafts, drafted = (int(told[f"{prefix}{name}"].sum()) for name in ("drafts", "drafted"))
+    if not drafts:
+        return []
+    return [
+        {
+            "config": config,
+            "label": label,
+            "position": place + 1,
+            "drafted": drafts,
+            "tested": tested,
+            "accepted": accepted,
+            "rate": _ratio(accepted, tested),
+            "rate_of_drafted": _ratio(accepted, drafts),
+            "alpha": _NAN,
+            "least": place > 0 and drafted < drafts * len(kept),
+        }
+        for place, (accepted, tested) in enumerate(zip(kept, [drafts, *kept], strict=False))
+    ]
 
 
 def rank_frame(df: pd.DataFrame) -> pd.DataFrame:

@@ -69,7 +69,8 @@ LINE = {
 
 SERVER = {
     "text": str, "counted_by": str, "problem": _MAYBE_TEXT, "pieces": count, "bursts": count, "attempts": count,
-    "cached_tokens": (count, None), "drafted": (count, None), "accepted": (count, None),
+    "cached_tokens": (count, None), "drafted": (count, None), "accepted": (count, None), "drafts?": (count, None),
+    "kept_at?": ([count], None),
 }  # fmt: skip
 """What a line of a generation holds as ``server`` if a server made it."""
 
@@ -88,7 +89,8 @@ REQUEST = {"prompt": str, "category?": str, "arrived_s": size, "queued_s": size}
 
 GROUP = {
     "requests": [REQUEST], "clients": (count, None), "seconds": size, "tokens": count,
-    "peak_memory_bytes?": (count, None), "speculation?": (None, {"drafted": count, "accepted": count}),
+    "peak_memory_bytes?": (count, None),
+    "speculation?": (None, {"drafted": count, "accepted": count, "drafts?": count, "kept_at?": [count]}),
     "pool?": (None, {"block": count, "blocks": count, "peak": count, "bytes": count}),
 }  # fmt: skip
 """What a line of a group that has not failed holds beside ``LINE``, whose ``prompt`` is the group's name."""

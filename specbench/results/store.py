@@ -565,12 +565,13 @@ _MEASURED_FIELDS = (
     "load_average", "arrived_s", "queued_s",
 )  # fmt: skip
 _DERIVED = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
-_WORDS_OF_SERVERS = ("text", "counted_by", "problem", "step_source")
+_NO_FIGURES_OF_SERVERS = ("text", "counted_by", "problem", "kept_at", "step_source")
 _OF_SERVERS = (
-    "pieces", "bursts", "attempts", "cached_tokens", "drafted", "accepted", "emitted_in_steps", "told_steps",
+    "pieces", "bursts", "attempts", "cached_tokens", "drafted", "accepted", "drafts", "emitted_in_steps", "told_steps",
 )  # fmt: skip
 _OF_GROUPS = (
     "throughput", "pool_blocks", "pool_peak_blocks", "pool_peak_bytes", "group_drafted", "group_accepted",
+    "group_drafts",
 )  # fmt: skip
 
 
@@ -581,8 +582,8 @@ class _Columns:
     def __init__(self) -> None:
         names = (
             *_PLAIN_FIELDS, *_MEASURED_FIELDS, "token_ids", "warnings", "target", *_CONFIG_FIELDS, *_DERIVED,
-            *_WORDS_OF_SERVERS, *_OF_SERVERS, *_OF_GROUPS, *(f"steps_{field.name}" for field in STEP_FIELDS),
-            *(f"steps_{name}" for name in STEP_OTHERS),
+            *_NO_FIGURES_OF_SERVERS, *_OF_SERVERS, *_OF_GROUPS, "group_kept_at",
+            *(f"steps_{field.name}" for field in STEP_FIELDS), *(f"steps_{name}" for name in STEP_OTHERS),
         )  # fmt: skip
         self.values: dict[str, list[Any]] = {name: [] for name in names}
 
@@ -657,8 +658,8 @@ def _of_server(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     server = row.get("server")
     if not server:
-        return {**dict.fromkeys(_WORDS_OF_SERVERS), **dict.fromkeys(_OF_SERVERS, _NAN)}
-    told = {name: server.get(name) for name in _WORDS_OF_SERVERS}
+        return {**dict.fromkeys(_NO_FIGURES_OF_SERVERS), **dict.fromkeys(_OF_SERVERS, _NAN)}
+    told = {name: server.get(name) for name in _NO_FIGURES_OF_SERVERS}
     figures = {name: _NAN if server.get(name) is None else server[name] for name in _OF_SERVERS}
     if server.get("accepted") is not None:
         emitted, by = row["new_tokens"] - 1, "server"
@@ -677,10 +678,10 @@ def _of_server(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_group(row: Mapping[str, Any]) -> dict[str, float]:
+def _of_group(row: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of a line that belong to all of its generations; docs/metrics.md defines them."""
     if "requests" not in row:
-        return dict.fromkeys(_OF_GROUPS, _NAN)
+        return {**dict.fromkeys(_OF_GROUPS, _NAN), "group_kept_at": None}
     pool = row.get("pool") or {}
     blocks, peak = pool.get("blocks", _NAN), pool.get("peak", _NAN)
     speculation = row.get("speculation") or {}
@@ -691,6 +692,8 @@ def _of_group(row: Mapping[str, Any]) -> dict[str, float]:
         "pool_peak_bytes": pool.get("bytes", _NAN) * _ratio(peak, blocks),
         "group_drafted": speculation.get("drafted", _NAN),
         "group_accepted": speculation.get("accepted", _NAN),
+        "group_drafts": speculation.get("drafts", _NAN),
+        "group_kept_at": speculation.get("kept_at"),
     }
 
 

@@ -45,7 +45,7 @@ class Counts:
         prompt_tokens, tokens: Of prompts that were read, and emitted.
         steps, drafted, accepted: Steps; tokens drafted in them, of a tree its depth; how many of these were kept.
         drafts: Steps that drafted anything.
-        kept_at: By place in the draft, from 0: in how many steps the token there was kept.
+        kept_at: By place in a draft, from 0, for every place that was drafted: in how many steps it was kept.
     """
 
     ended: Counter[str] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Counts:
             self.drafts += bool(record.drafted)
             self.drafted += record.gamma
             self.accepted += record.accepted
-            self.kept_at.update(range(record.accepted))
+            self.kept_at.update({place: int(place < record.accepted) for place in range(record.gamma)})
 
 
 @dataclass(eq=False)

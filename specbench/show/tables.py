@@ -66,7 +66,7 @@ def sheet_of(frame: pd.DataFrame) -> Sheet:
     if kind == "category":
         return _category_sheet(frame)
     if kind == "position":
-        return _plain_sheet(frame, _POSITION_COLUMNS)
+        return dataclasses.replace(_plain_sheet(frame, _POSITION_COLUMNS), notes=_position_notes(frame))
     if kind == "heads":
         return dataclasses.replace(_plain_sheet(frame, _HEAD_COLUMNS), notes=_head_notes(frame))
     if kind == "requests":
@@ -298,14 +298,21 @@ _REQUEST_COLUMNS = [
     _Column("blocks", "pool_peak_blocks", 10, _as(_count, "pool_peak_blocks")),
     _Column("pool", "pool_peak_bytes", 10, _as(_bytes, "pool_peak_bytes")),
 ]
+
+
+def _least(key: str) -> Callable[[Mapping[str, Any]], str]:
+    """A share, with a sign where it may be more."""
+    return lambda row: ("≥ " if row["least"] and row[key] < 1 else "") + _percent(row[key])
+
+
 _POSITION_COLUMNS = [
     _Column("configuration", "label", 0, lambda row: str(row["label"])),
     _Column("position", "position", 0, _as(_count, "position")),
     _Column("drafted", "drafted", 2, _as(_count, "drafted")),
     _Column("tested", "tested", 1, _as(_count, "tested")),
     _Column("accepted", "accepted", 1, _as(_count, "accepted")),
-    _Column("accepted/tested", "rate", 0, _as(_percent, "rate")),
-    _Column("accepted/drafted", "rate_of_drafted", 0, _as(_percent, "rate_of_drafted")),
+    _Column("accepted/tested", "rate", 0, _least("rate")),
+    _Column("accepted/drafted", "rate_of_drafted", 0, _least("rate_of_drafted")),
     _Column("α", "alpha", 1, _as(stats.decimals, "alpha")),
 ]
 
@@ -345,6 +352,15 @@ def _request_notes(frame: pd.DataFrame) -> list[str]:
             f" fewer than {_FOR_P95}."
         )
     return out
+
+
+def _position_notes(frame: pd.DataFrame) -> list[str]:
+    if not frame["least"].any():
+        return []
+    return [
+        "≥: the server's drafts are of several lengths, and it does not tell how many reach this position: counted as"
+        " if all did."
+    ]
 
 
 def _head_notes(frame: pd.DataFrame) -> list[str]:
@@ -463,7 +479,15 @@ def spelled_out(text: str, encoding: str) -> str:
     """Text for a console: signs that its encoding lacks become words."""
     if encoding.lower().startswith("utf"):
         return text
-    for sign, word in {"γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x"}.items():
+    for sign, word in {
+        "γ": "gamma",
+        "α": "alpha",
+        "–": "-",
+        "…": "...",
+        "∞": "inf",
+        "×": "x",
+        "≥": ">=",
+    }.items():
         text = text.replace(sign, word)
     return terminal_safe(text, encoding)
 

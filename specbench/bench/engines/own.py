@@ -38,6 +38,7 @@ __all__ = [
     "ModelEngine",
     "Outcome",
     "RequestOutcome",
+    "Speculation",
     "Told",
     "check_engine",
     "load_engine",
@@ -45,6 +46,22 @@ __all__ = [
 
 _COST_PASSES = 2  # of each kind, every time they are timed
 _RATED_AT_ONCE = 32  # tokens of an answer whose rows of logits are in memory together
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What a server told of its drafts; ``None`` for what it did not tell.
+
+    Attributes:
+        drafted, accepted: Tokens drafted and kept.
+        drafts: Steps that drafted.
+        kept_at: In how many of them the draft at each place was kept, from the first one on.
+    """
+
+    drafted: int | None = None
+    accepted: int | None = None
+    drafts: int | None = None
+    kept_at: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +74,7 @@ class Told:
         problem: What does not fit, in a sentence; ``None`` if nothing was found.
         pieces, bursts: Events that brought something; those right behind each other taken together.
         cached_tokens: Of the prompt's, those that were not read again; ``None`` if it did not say.
-        drafted, accepted: Tokens drafted and kept; ``None`` if it did not say.
+        speculation: Of its drafts.
         attempts: How often it was asked.
     """
 
@@ -68,8 +85,7 @@ class Told:
     pieces: int
     bursts: int
     cached_tokens: int | None = None
-    drafted: int | None = None
-    accepted: int | None = None
+    speculation: Speculation = Speculation()
     attempts: int = 1
 
 
@@ -136,8 +152,7 @@ class GroupOutcome:
         pool: How much of the target's pool was taken: positions in a ``block``, ``blocks`` in all, the most taken at a
             time (``peak``), and ``bytes`` of all; ``None`` without one.
         peak_memory_bytes: Most memory in use meanwhile.
-        speculation: Tokens ``drafted`` and ``accepted`` meanwhile, for all requests, where only a server's counters
-            tell; else ``None``.
+        speculation: What was drafted meanwhile, for all requests, where a server counts it; else ``None``.
     """
 
     requests: tuple[RequestOutcome, ...]
@@ -145,7 +160,7 @@ class GroupOutcome:
     tokens: int
     pool: Mapping[str, int] | None = None
     peak_memory_bytes: int | None = None
-    speculation: Mapping[str, int] | None = None
+    speculation: Speculation | None = None
 
 
 class Engine(Protocol[Encoded]):

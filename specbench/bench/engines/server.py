@@ -84,6 +84,7 @@ class Answer:
         prompt_tokens, used_tokens: Of the prompt and of the output, by ``usage``; ``None`` without it.
         cached_tokens: Of the prompt's, those that were not read again; ``None`` if the server does not say.
         drafted, accepted: Tokens drafted and kept; ``None`` if the server does not say.
+        steps_by_kept: How many steps that drafted kept 0, 1, 2, ... tokens; ``None`` if the server does not say.
     """
 
     pieces: tuple[Piece, ...]
@@ -94,6 +95,7 @@ class Answer:
     cached_tokens: int | None = None
     drafted: int | None = None
     accepted: int | None = None
+    steps_by_kept: tuple[int, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -106,6 +108,16 @@ class Answer:
         if not self.pieces or any(piece.ids is None and piece.text for piece in self.pieces):
             return None
         return tuple(token for piece in self.pieces for token in piece.ids or ()) or None
+
+    @property
+    def speculation(self) -> SpeculationCounters | None:
+        """All that was drafted for it, by place too; ``None`` if the server does not say, or its figures disagree."""
+        if self.drafted is None or self.accepted is None or self.steps_by_kept is None:
+            return None
+        kept_at = tuple(sum(self.steps_by_kept[place:]) for place in range(1, len(self.steps_by_kept)))
+        if sum(kept_at) != self.accepted:
+            return None
+        return SpeculationCounters(sum(self.steps_by_kept), self.drafted, self.accepted, kept_at)
 
     @property
     def first(self) -> Piece | None:
@@ -176,7 +188,7 @@ def _apart(said: int, read: int, finish_reason: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounters:
-    """What a server has drafted since its start.
+    """What a server has drafted: since its start, or for an answer.
 
     Attributes:
         drafts: Steps that drafted.
@@ -339,7 +351,7 @@ class ServerClient:
 
     async def _read(self, response: httpx2.Response, began: float) -> Answer:
         pieces: list[Piece] = []
-        facts: dict[str, int] = {}
+        facts: dict[str, Any] = {}
         reason, ended_s = None, 0.0
         async for event in httpx2.EventSource(response, max_event_size=None):
             at_s = self._clock() - began
@@ -426,10 +438,11 @@ def _ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(ids)
 
 
-def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, int]:
+def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
     """What an event tells of counts, by the names of ``Answer``.
 
-    ``timings`` are llama.cpp's, ``metrics.speculative_decoding`` vLLM's, ``meta_info`` SGLang's.
+    ``timings`` are llama.cpp's, ``metrics.speculative_decoding`` vLLM's, ``meta_info`` SGLang's, under older names and
+    newer ones.
     """
     usage, timings = (_inner(body, name) for name in ("usage", "timings"))
     details, cached = (_inner(usage, f"{name}_tokens_details") for name in ("completion", "prompt"))
@@ -442,6 +455,7 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, int]
         (timings.get("draft_n", nothing), timings.get("draft_n_accepted", nothing)),
         (metrics.get("num_draft_tokens"), metrics.get("num_accepted_draft_tokens")),
         (meta.get("spec_draft_token_num"), meta.get("spec_accept_token_num")),
+        (meta.get("spec_num_proposed_drafts"), meta.get("spec_num_correct_drafts")),
         (predicted or None, accepted),
     )
     drafted, kept = next((pair for pair in drafted_and_kept if pair[0] is not None), (None, None))
@@ -452,7 +466,18 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, int]
         "drafted": drafted,
         "accepted": kept,
     }
-    return {name: value for name, value in found.items() if type(value) is int and value >= 0}
+    counts: dict[str, Any] = {
+        name: value for name, value in found.items() if type(value) is int and value >= 0
+    }
+    steps = (
+        metrics.get("acceptance_histogram"),
+        meta.get("spec_correct_drafts_histogram"),
+        meta.get("spec_accept_histogram"),
+    )
+    told = next((each for each in steps if isinstance(each, list) and each), [])
+    if told and all(type(count) is int and count >= 0 for count in told):
+        counts["steps_by_kept"] = tuple(told)
+    return counts
 
 
 def _inner(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -14,12 +14,12 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import httpx2
 
-from specbench.bench.engines.own import GroupOutcome, Outcome, RequestOutcome, Told
+from specbench.bench.engines.own import GroupOutcome, Outcome, RequestOutcome, Speculation, Told
 from specbench.bench.engines.server import (
     Answer,
     ListedModel,
@@ -130,6 +130,23 @@ class MeasuredServer:
         if answer.drafted is None and self.dialect.tells:
             return 0, 0
         return answer.drafted, answer.accepted
+
+    def speculation(self, answer: Answer, meanwhile: SpeculationCounters | None) -> Speculation:
+        """What was drafted for an answer: what it says itself, and where it does not, what was counted meanwhile.
+
+        Places are left out where they are not those of the answer: somebody else has been asking.
+
+        Args:
+            answer: Of this server.
+            meanwhile: What the server counted from before it was asked until the answer was there, if it does.
+        """
+        drafted, accepted = self.drafted(answer)
+        if meanwhile is not None and (drafted is None or accepted is None):
+            drafted, accepted = meanwhile.drafted, meanwhile.accepted
+        for each in (answer.speculation, meanwhile):
+            if each is not None and each.kept_at and (each.drafted, sum(each.kept_at)) == (drafted, accepted):
+                return Speculation(drafted, accepted, each.drafts, each.kept_at)
+        return Speculation(drafted, accepted)
 
 
 class ServerEngine:
@@ -332,11 +349,8 @@ class ServerEngine:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
         answer, attempts = await self._answer(config, asked, max_new_tokens, ignore_eos)
-        drafted = server.drafted(answer)
-        if None in drafted:
-            meanwhile = await self._since(server, before)
-            drafted = (None, None) if meanwhile is None else (meanwhile.drafted, meanwhile.accepted)
-        return self._outcome(answer, attempts, drafted)
+        meanwhile = await self._since(server, before)
+        return self._outcome(answer, attempts, server.speculation(answer, meanwhile))
 
     async def _side_by_side(
         self, config: Config, load: Load[ServerPrompt], max_new_tokens: int, ignore_eos: bool
@@ -350,12 +364,11 @@ class ServerEngine:
         crowd = _Crowd(load, answer, self._clock, self._pause)
         seconds = await crowd.served()
         outcomes = {
-            number: self._outcome(each.answer, each.attempts, server.drafted(each.answer))
+            number: self._outcome(each.answer, each.attempts, server.speculation(each.answer, None))
             for number, each in crowd.answered.items()
         }
         measured = [outcomes[number] for number in range(len(load.requests))]
-        untold = all(each.told is None or each.told.drafted is None for each in measured)
-        meanwhile = await self._since(server, before) if untold else None
+        meanwhile = await self._since(server, before)
         return GroupOutcome(
             requests=tuple(
                 RequestOutcome(outcome, crowd.answered[number].arrived_s, 0.0)
@@ -363,9 +376,7 @@ class ServerEngine:
             ),
             seconds=seconds,
             tokens=sum(outcome.tokens for outcome in outcomes.values()),
-            speculation=None
-            if meanwhile is None
-            else {"drafted": meanwhile.drafted, "accepted": meanwhile.accepted},
+            speculation=None if meanwhile is None else Speculation(**asdict(meanwhile)),
         )
 
     async def _answer(
@@ -427,7 +438,7 @@ class ServerEngine:
             return None
         return now.since(before)
 
-    def _outcome(self, answer: Answer, attempts: int, drafted: tuple[int | None, int | None]) -> Outcome:
+    def _outcome(self, answer: Answer, attempts: int, speculation: Speculation) -> Outcome:
         count = count_tokens(answer, self._tokenizer)
         if count.tokens is None:
             raise RunError(count.problem or "Nothing tells how many tokens the answer has.")
@@ -452,8 +463,7 @@ class ServerEngine:
                 pieces=len(answer.pieces),
                 bursts=answer.bursts,
                 cached_tokens=answer.cached_tokens,
-                drafted=drafted[0],
-                accepted=drafted[1],
+                speculation=speculation,
                 attempts=attempts,
             ),
         )

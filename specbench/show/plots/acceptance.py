@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
@@ -11,6 +12,8 @@ from matplotlib.ticker import FixedLocator, PercentFormatter
 from specbench.results import frames
 from specbench.show.plots.canvas import (
     BLACK,
+    COLORS,
+    MARKERS,
     WIDTH,
     End,
     NoDataError,
@@ -23,11 +26,13 @@ from specbench.show.plots.canvas import (
     label_ends,
     letter_size,
     new_figure,
+    row_names,
     two,
     with_gamma,
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
 
 __all__ = ["acceptance", "accepted_length", "panels", "positions", "two_lines"]
@@ -83,22 +88,59 @@ def acceptance(run: Run) -> Figure:
     return figure
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """A line of the figure of positions.
+
+    Attributes:
+        name: What it is called.
+        rows: Of the frame of positions.
+        adapts: Whether a rule decides how much is drafted.
+    """
+
+    name: str
+    rows: pd.DataFrame
+    color: str
+    marker: str
+    adapts: bool = False
+
+
+def _lines_of_positions(run: Run, frame: pd.DataFrame) -> list[_Places]:
+    """A line for each drafter and rule at the largest of its γ, or for each server."""
+    by_config = dict(list(frame.groupby("config", sort=False)))
+    ends = [(each, each.rows.iloc[-1]) for each in run.series]
+    servers = frames.records(run.summary[run.summary["kind"] == "server"])
+    return [
+        _Places(
+            each.name_at_gamma.format(row["gamma"]),
+            by_config[row["config"]],
+            each.color,
+            each.marker,
+            each.adapts,
+        )
+        for each, row in ends
+        if row["config"] in by_config
+    ] + [
+        _Places(name, by_config[row["config"]], COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)])
+        for number, (name, row) in enumerate(zip(row_names(servers, run), servers, strict=True))
+        if row["config"] in by_config
+    ]
+
+
 def positions(run: Run) -> Figure:
     frame = frames.position_frame(run.df, run.steps)
     if frame.empty:
         raise NoDataError("nothing was drafted")
     if not (frame["tested"] >= _TOO_FEW).any():
         raise NoDataError(f"at no position {_TOO_FEW} drafts were tested")
-    by_config = dict(list(frame.groupby("config", sort=False)))
-    chosen = [(each, each.rows.iloc[-1]) for each in run.series if each.rows.iloc[-1]["config"] in by_config]
+    lines = _lines_of_positions(run, frame)
     figure, (left, right) = two(run, 3.2, sharey=True)
     halves = ((left, "rate", "of those tested"), (right, "rate_of_drafted", "of those drafted"))
     few = False
     for axes, name, title in halves:
         ends = []
-        for each, row in chosen:
-            mine = by_config[row["config"]]
-            mine = mine[mine["tested" if name == "rate" else "drafted"] >= _TOO_FEW]
+        for each in lines:
+            mine = each.rows[each.rows["tested" if name == "rate" else "drafted"] >= _TOO_FEW]
             if mine.empty:
                 continue
             counted = mine["tested" if name == "rate" else "drafted"].to_numpy()
@@ -116,8 +158,7 @@ def positions(run: Run) -> Figure:
                 markerfacecolor="white",
                 zorder=3,
             )
-            name_of = each.name_at_gamma.format(row["gamma"])
-            ends.append(End(float(x[-1]), float(y[-1]), name_of, each.color, each.marker, each.color))
+            ends.append(End(float(x[-1]), float(y[-1]), each.name, each.color, each.marker, each.color))
         gamma_axis(axes, frame.loc[frame["drafted"] >= _TOO_FEW, "position"].tolist())
         axes.set_xlabel("position in the draft")
         axes.set_ylim(0.0, 1.02)
@@ -125,9 +166,13 @@ def positions(run: Run) -> Figure:
         axes.set_title(f"accepted, {title}")
         grid_lines(axes)
         axes.set_ylabel("share of tokens" if axes is left or run.narrow else "")
-    remark = "Tested: all drafts before it were accepted. Of fixed γ the largest; dashed: a rule sets γ."
-    note = f"Hollow: fewer than {_FEW} drafts; fewer than {_TOO_FEW} are not shown." if few else ""
-    inscribe(figure, run, "Acceptance by position", remark, note)
+    remarks = (
+        "Tested: all drafts before it were accepted.",
+        "Of fixed γ the largest; dashed: a rule sets γ." if run.series else "",
+        "Where a server's drafts have several lengths, at least so much." if frame["least"].any() else "",
+        f"Hollow: fewer than {_FEW} drafts; fewer than {_TOO_FEW} are not shown." if few else "",
+    )
+    inscribe(figure, run, "Acceptance by position", *remarks)
     label_ends(right, ends, run)
     return figure
 
