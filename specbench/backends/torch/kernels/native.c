@@ -9,7 +9,10 @@
  * ends the last piece of a stage does what has to be done once between two stages. Nothing here knows how many threads
  * there are: those of whoever calls are lent by the function `Parallel` (GOMP_parallel of torch's own OpenMP).
  */
+#define _GNU_SOURCE
 #include <immintrin.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <math.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -17,6 +20,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -30,6 +35,7 @@ enum {
     PIECE = 1 << 14,    /* bytes of weights to a piece, at least */
     ROWS_AT_ONCE = 256, /* of long inputs */
     SPINS = 400,        /* looks at a stage before the core is given away */
+    YIELDS = 100,       /* so many times, before the thread sleeps */
     KEYS = 64,
     HEADS_AT_ONCE = 8,
     MOST_SIZE = 256,    /* of a head */
@@ -264,7 +270,35 @@ int64_t specbench_packed_bytes(int outputs, int inputs, int bits) {
 typedef struct {
     _Alignas(64) atomic_int next; /* the piece to take */
     _Alignas(64) atomic_int done; /* pieces done, and one more once what follows them is done */
+    atomic_int asleep;            /* threads that wait to be woken */
 } Stage;
+
+static void begin_stage(Stage *stage) {
+    atomic_init(&stage->next, 0);
+    atomic_init(&stage->done, 0);
+    atomic_init(&stage->asleep, 0);
+}
+
+/* Wait until so much is done: look for a while, then let others have the core, then sleep. Only a core that nobody uses
+ * is given to a thread that is held up with its piece beside another program. */
+static void wait_for(Stage *stage, int enough) {
+    for (int looks = 0; looks < SPINS + YIELDS; looks++) {
+        if (atomic_load_explicit(&stage->done, memory_order_acquire) >= enough) return;
+        if (looks < SPINS)
+            _mm_pause();
+        else
+            sched_yield();
+    }
+    atomic_fetch_add(&stage->asleep, 1);
+    for (int done; (done = atomic_load(&stage->done)) < enough;)
+        syscall(SYS_futex, &stage->done, FUTEX_WAIT_PRIVATE, done, NULL, NULL, 0);
+}
+
+/* Say that all is done, and wake who sleeps. */
+static void finish(Stage *stage, int done) {
+    atomic_store(&stage->done, done);
+    if (atomic_load(&stage->asleep)) syscall(SYS_futex, &stage->done, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
 
 typedef struct Work Work;
 typedef void (*Step)(const Work *, const Layer *, int piece);
@@ -285,16 +319,11 @@ static void take_part(Stage *stage, int pieces, const Work *work, const Layer *l
         step(work, layer, piece);
         if (atomic_fetch_add_explicit(&stage->done, 1, memory_order_acq_rel) + 1 == pieces) {
             if (behind) behind(work, layer, 0);
-            atomic_store_explicit(&stage->done, pieces + 1, memory_order_release);
+            finish(stage, pieces + 1);
             return;
         }
     }
-    for (int spins = 0; atomic_load_explicit(&stage->done, memory_order_acquire) <= pieces; spins++) {
-        if (spins < SPINS)
-            _mm_pause();
-        else
-            sched_yield();
-    }
+    wait_for(stage, pieces + 1);
 }
 
 INLINE int panels_at_once(const Matrix *matrix) {
@@ -543,10 +572,7 @@ int specbench_pass(const Pass *pass) {
     arena.next = memory;
     lay_out(&work, &arena);
     const int stages = 2 + STAGES_OF_LAYER * pass->model->count;
-    for (int i = 0; i < stages; i++) {
-        atomic_init(&work.stages[i].next, 0);
-        atomic_init(&work.stages[i].done, 0);
-    }
+    for (int i = 0; i < stages; i++) begin_stage(&work.stages[i]);
     all_threads(pass->parallel, pass->threads, run, &work);
     free(memory);
     return 0;
@@ -581,9 +607,9 @@ static void take_singly(Single *work, Stage *stage, int pieces, void (*step)(con
     int piece;
     while ((piece = atomic_fetch_add_explicit(&stage->next, 1, memory_order_relaxed)) < pieces) {
         step(work, piece);
-        atomic_fetch_add_explicit(&stage->done, 1, memory_order_acq_rel);
+        if (atomic_fetch_add_explicit(&stage->done, 1, memory_order_acq_rel) + 1 == pieces) finish(stage, pieces);
     }
-    while (atomic_load_explicit(&stage->done, memory_order_acquire) < pieces) sched_yield();
+    wait_for(stage, pieces);
 }
 
 static void run_product(void *given) {
@@ -598,10 +624,7 @@ static void run_packing(void *given) {
 }
 
 static void no_pieces_taken(Single *work) {
-    for (int i = 0; i < 2; i++) {
-        atomic_init(&work->stages[i].next, 0);
-        atomic_init(&work->stages[i].done, 0);
-    }
+    for (int i = 0; i < 2; i++) begin_stage(&work->stages[i]);
 }
 
 /* x [rows, inputs] -> out [rows, outputs]. */
