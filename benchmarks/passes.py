@@ -43,7 +43,7 @@ def weight_bytes(model: nn.Module) -> int:
         if isinstance(module, Int8Linear):
             total += module.out_features * module.in_features
         elif isinstance(module, PackedLinear):
-            total += module.out_features * module.in_features * module._packed.element_size()
+            total += module.out_features * module.in_features * module.dtype.itemsize
         elif isinstance(module, nn.Linear):
             total += module.weight.nbytes
     return total

@@ -9,6 +9,7 @@ import torch
 from tiny import tiny_llama
 from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from specbench.backends.torch import trials
 from specbench.backends.torch.kernels import attention, linear, llama_layers
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
@@ -39,6 +40,20 @@ def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> 
     return wrap_target(model, name="tiny", cache=cache, pack=pack).scorer
 
 
+@pytest.fixture(params=["one call", "few operators"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How targets of the Llama family make short passes, where there is a native library."""
+    if request.param == "few operators":
+        monkeypatch.setattr(trials, "_MOST_SLOWER", 0.0)
+    return str(request.param)
+
+
+@pytest.fixture
+def few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_MOST_SLOWER", 0.0)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtype) -> None:
     if not can_pack(dtype, "cpu"):
@@ -48,6 +63,7 @@ def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtyp
     assert scorer.cache.length == 0
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("edge", [KEY_BLOCK, 2 * KEY_BLOCK])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,6 +118,7 @@ def test_a_cache_that_cannot_hold_the_layers_is_no_default() -> None:
     assert default_cache(tiny_llama().config, int8=False) == "dynamic"
 
 
+@pytest.mark.usefixtures("few_operators")
 def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")
@@ -139,6 +156,7 @@ def test_a_single_row_in_half_precision_is_never_alone(
     assert rows == expected
 
 
+@pytest.mark.usefixtures("way")
 def test_every_pass_of_a_walk_gives_the_same_bits() -> None:
     if not can_pack(torch.bfloat16, "cpu"):
         pytest.skip("no packed layers here")
@@ -172,6 +190,7 @@ def test_what_is_not_bit_exact_says_so() -> None:
         scorer_of(tiny_llama(context=32)).require_bit_exact()
 
 
+@pytest.mark.usefixtures("few_operators")
 def test_the_trial_finds_what_depends_on_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack(torch.float32, "cpu"):
         pytest.skip("no packed layers here")

@@ -7,7 +7,7 @@ import platform
 import pytest
 import torch
 
-from specbench.backends.torch.kernels import instructions
+from specbench.backends.torch.kernels import instructions, native
 from specbench.backends.torch.kernels.instructions import allowed, has_vnni, processor_name
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.models.load import cpu_computes_bfloat16
@@ -35,6 +35,7 @@ def test_a_limit_of_onednn_holds_for_everything(monkeypatch, name, limit, left):
 
 
 def test_what_is_not_allowed_is_not_there(monkeypatch):
+    monkeypatch.setattr(native, "_found", lambda: "it was not built")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert not has_vnni()
     assert not cpu_computes_bfloat16()

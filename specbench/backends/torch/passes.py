@@ -221,9 +221,9 @@ class _Stacked(NamedTuple):
 
 
 class NativePass(ShortPass):
-    """A short pass in one call; one of ``ShortPass`` where hidden states are wanted, or the cache is no plain one.
+    """A short pass in one call; one of ``ShortPass`` where the cache is no plain one.
 
-    Between its products everything is in float32.
+    Between its products everything is in float32, and so are its logits.
 
     Args:
         model: One that ``trials.choose_pass`` has tried.
@@ -234,8 +234,7 @@ class NativePass(ShortPass):
 
     def is_open(self) -> bool:
         """Whether the model is one that is known, of native products, and has no hooks now."""
-        own = self._layers(self._held())
-        return own is not None and self._stacked(own).stack is not None
+        return self.stack() is not None
 
     def rows(
         self,
@@ -246,7 +245,7 @@ class NativePass(ShortPass):
         attention_mask: torch.Tensor | None = None,
     ) -> Rows:
         tokens, held = ids.shape[1], self._held()
-        own = self._layers(held) if tokens <= LONGEST_PASS and not layers else None
+        own = self._layers(held) if tokens <= LONGEST_PASS and len({*layers}) == len(layers) else None
         made = None if own is None else self._stacked(own)
         if own is None or made is None or made.stack is None:
             return super().rows(ids, rows, layers, position_ids, attention_mask)
@@ -257,9 +256,14 @@ class NativePass(ShortPass):
         x = self._model.model.embed_tokens(ids)[0].float()
         rotation = made.rotations.of(range(past, past + tokens) if position_ids is None else position_ids[0])
         mask = None if attention_mask is None else attention_mask[0, 0]
-        logits = made.stack(x, rotation, entries, past, mask, min(rows, tokens))
+        logits, states = made.stack(x, rotation, entries, past, mask, min(rows, tokens), layers)
         self._cache.after_pass()
-        return Rows(logits.to(own[0].dtype), None)
+        return Rows(logits, None if states is None else states.to(own[0].dtype))
+
+    def stack(self) -> Stack | None:
+        """What makes its passes now; ``None`` where they cannot be made in one call."""
+        own = self._layers(self._held())
+        return None if own is None else self._stacked(own).stack
 
     def _stacked(self, own: tuple[ShortLayer, ...]) -> _Stacked:
         """Of the model's layers as they are in this context."""

@@ -7,6 +7,8 @@ passes give; and some models give the same bits in a pass of any width, so that 
 from __future__ import annotations
 
 import random
+import statistics
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -17,11 +19,13 @@ from specbench.backends.torch.caches import (
     NoKVCache,
     PreallocatedKVCache,
     StaticKVCache,
+    make_cache,
     rotates_by_length,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded, takes_ragged
 from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
-from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, rounds_to_int8
+from specbench.backends.torch.kernels.linear import PackedLinear
+from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, holds, rounds_to_int8
 from specbench.backends.torch.passes import (
     Forward,
     GraphPass,
@@ -79,7 +83,7 @@ def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False)
     if not isinstance(cache, NoKVCache):
         for kind in (NativePass, ShortPass):
             short = kind(model, cache)
-            if short.is_open() and _short_is_right(model, cache, kind):
+            if short.is_open() and _short_is_right(model, cache, kind) and _short_is_quick(model, short):
                 return short
     return OrdinaryPass(model, cache)
 
@@ -147,6 +151,60 @@ def _short_is_right(model: PreTrainedModel, cache: KVCache, way: type[ShortPass]
     expected, found = passes
     limit = _CLOSE_SHORT.get(torch.int8 if rounds_to_int8(sample) else model.dtype, 0.0)
     return _close(found, expected, limit)
+
+
+_TIMED_BYTES = 100_000_000
+"""Weights of a model that are read when passes are timed, if it has so many: more than caches hold."""
+
+_TIMED_CONTEXT = 64
+"""Tokens that are read before."""
+
+_TIMED_TOKENS = (1, 5)
+"""Of passes that are timed: one that decodes, and one that verifies."""
+
+_TIMED_PAIRS = 9
+
+_MOST_SLOWER = 1.05
+"""What passes in one call may take, in passes in few operators, to be taken: noise alone is not to decide, for a last
+bit of the logits goes by it."""
+
+_times: dict[tuple[int, ...], float] = {}
+"""What passes in one call took, in passes in few operators, by the sizes of models."""
+
+
+def _short_is_quick(model: PreTrainedModel, way: ShortPass) -> bool:
+    """Whether a way takes no longer than the next one; measured where both read the same weights."""
+    stack = way.stack() if isinstance(way, NativePass) and holds(model, PackedLinear) else None
+    if stack is None:
+        return True
+    sizes = (*stack.sizes, torch.get_num_threads())
+    if sizes not in _times:
+        _times[sizes] = _time_in_one_call(model, stack.layers_of(_TIMED_BYTES))
+    return _times[sizes] < _MOST_SLOWER
+
+
+@torch.inference_mode()
+def _time_in_one_call(model: PreTrainedModel, layers: int) -> float:
+    """Time of passes in one call through the first layers and the head, over that in few operators, in turn."""
+    sample = first_layers(model, layers)
+    cache = make_cache("dynamic", sample.config)
+    ids = torch.arange(_TIMED_CONTEXT)[None] % len(_embeddings(sample))
+    OrdinaryPass(sample, cache)(ids, 1)
+    ways = (NativePass(sample, cache), ShortPass(sample, cache))
+
+    def seconds(way: Forward) -> float:
+        began = time.perf_counter()
+        for tokens in _TIMED_TOKENS:
+            way(ids[:, :tokens], tokens)
+            cache.rollback(_TIMED_CONTEXT)
+        return time.perf_counter() - began
+
+    ratios = []
+    for pair in range(_TIMED_PAIRS + 1):
+        took = {way: seconds(way) for way in (ways if pair % 2 else reversed(ways))}
+        if pair:  # the first meets the machine cold
+            ratios.append(took[ways[0]] / took[ways[1]])
+    return statistics.median(ratios)
 
 
 # -- trees -------------------------------------------------------------------------------------------

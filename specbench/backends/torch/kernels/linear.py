@@ -53,8 +53,14 @@ _LEAST = 1e-30
 
 
 def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether oneDNN's packed linear layers exist here for this dtype."""
-    if torch.device(device).type != "cpu" or not torch.backends.mkldnn.is_available():
+    """Whether there are packed linear layers here for this dtype."""
+    if torch.device(device).type != "cpu":
+        return False
+    return _onednn_packs(dtype) or (dtype == torch.bfloat16 and native.available())
+
+
+def _onednn_packs(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
         return False
     if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
         return False
@@ -66,19 +72,33 @@ def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's own blocked order.
+    """A linear layer whose weight lies in the order in which products read it: oneDNN's, or that of native ones.
+
+    The latter is for bfloat16 where oneDNN has no products of it: on processors with AVX2 alone.
 
     Args:
         weight: [out, in]; can be freed afterwards.
         bias: [out] or ``None``.
+
+    Attributes:
+        panels: The same memory for native products; ``None`` where there are none, or they read no such order.
+        dtype: Of the weight.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
+        self.bias, self.dtype = bias, weight.dtype
+        self.panels: native.Panels | None = None
+        self._packed: torch.Tensor | None = None
+        self._least_rows = 1
+        if not _onednn_packs(weight.dtype):
+            self.panels = native.Panels.of_halves(weight)
+            return
         # Not a parameter or buffer: torch cannot move or save tensors of this layout.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+        if native.available():
+            self.panels = native.Panels.of_packed(self._packed, weight)
         self._least_rows = quickest_rows(weight.dtype)
         if self._least_rows == 1 and _single_rows_differ(self._packed, weight.dtype, self.in_features):
             self._least_rows = 2
@@ -86,6 +106,9 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight in its ordinary order, [out, in]; made anew at every call."""
+        if self._packed is None:
+            assert self.panels is not None
+            return self.panels.dense()
         dense: torch.Tensor = self._packed.to_dense()
         return dense
 
@@ -102,7 +125,13 @@ class PackedLinear(nn.Module):
         return self._product(filled)[:rows].view(*x.shape[:-1], self.out_features)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        out: torch.Tensor
+        if self._packed is None:
+            assert self.panels is not None
+            out = self.panels.product(x.reshape(-1, self.in_features).float())
+            out = out if self.bias is None else out.add_(self.bias)
+            return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

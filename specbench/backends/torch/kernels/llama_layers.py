@@ -137,6 +137,7 @@ def native_stack(model: Any, layers: Sequence[ShortLayer]) -> native.Stack | Non
     made = [own for layer in layers if (own := _native_layer(layer)) is not None]
     if head is None or len(made) < len(layers) or type(final) is not type(first.norms[0]):
         return None
+    products = [head, *(product for own in made for product in own.products)]
     norms = [final, *(norm for layer in layers for norm in (*layer.norms, *(layer.head_norms or ())))]
     hidden, middle = head.panels.inputs, made[0].down.panels.inputs
     sizes = {
@@ -153,11 +154,12 @@ def native_stack(model: Any, layers: Sequence[ShortLayer]) -> native.Stack | Non
     if (
         sizes != {(first.heads, first.groups, first.size, first.scaling, hidden, middle)}
         or len({norm.variance_epsilon for norm in norms}) > 1
+        or len({max(8, product.panels.bits) for product in products}) > 1
         or any("forward" in vars(module) for module in (model.lm_head, final))
         or hidden % native.STEP
         or first.size % native.STEP
         or first.size > native.MOST_HEAD_SIZE
-        or middle % native.PANEL
+        or any(middle % own.gates.panels.width for own in made)
     ):
         return None
     return native.Stack(
@@ -185,7 +187,7 @@ def _native_layer(layer: ShortLayer) -> native.Layer | None:
 
 
 def _native_product(layer: Any) -> native.Product | None:
-    panels = layer.panels if isinstance(layer, QuantisedLinear) else None
+    panels = layer.panels if isinstance(layer, PackedLinear | QuantisedLinear) else None
     return None if panels is None else native.Product(panels, layer.bias)
 
 

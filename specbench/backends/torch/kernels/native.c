@@ -1,9 +1,12 @@
-/* Short passes of the Llama family over weights in 8 or 4 bits, each in one call.
+/* Short passes of the Llama family, each in one call, over weights in 8 or 4 bits, in bfloat16 or in float32.
  *
- * Weights lie in panels of 32 outputs, in the order in which they are read. 8 bits: 32 scales (float32), then for every
- * four inputs 32 x 4 bytes, 128 added to each. 4 bits: for every group of 32 inputs 32 scales (bfloat16), then for every
- * four inputs 16 x 4 bytes, outputs 0 to 15 in the low halves and 16 to 31 in the high ones, 8 added to each.
- * Activations are rounded to bytes, with one scale for a row; products of bytes add up exactly in 32 bits.
+ * Weights lie in panels of some outputs, in the order in which they are read. In float32 for every input one number of
+ * each output, in bfloat16 for every two inputs two of each: so oneDNN packs them too, whose memory is read in place. In
+ * 8 and 4 bits a panel has 32 outputs. 8 bits: 32 scales (float32), then for every four inputs 32 x 4 bytes, 128 added to
+ * each. 4 bits: for every group of 32 inputs 32 scales (bfloat16), then for every four inputs 16 x 4 bytes, outputs 0 to
+ * 15 in the low halves and 16 to 31 in the high ones, 8 added to each.
+ * Beside these activations are rounded to bytes, with one scale for a row; products of bytes add up exactly in 32 bits.
+ * Beside bfloat16 they are rounded to it where the processor multiplies it, and otherwise both are in float32.
  *
  * Work is cut into pieces which threads take from a queue, so that a thread that is held up costs its piece. Whoever
  * ends the last piece of a stage does what has to be done once between two stages. Nothing here knows how many threads
@@ -26,7 +29,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 1,        /* of what Python hands over */
+    VERSION = 2,        /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 2 * PANEL + PANEL * GROUP / 2,
@@ -34,6 +37,11 @@ enum {
     AHEAD = 2048,       /* bytes fetched ahead: the processor itself stops at every 4 KiB */
     PIECE = 1 << 14,    /* bytes of weights to a piece, at least */
     ROWS_AT_ONCE = 256, /* of long inputs */
+    ROWS_TOGETHER = 48, /* of those, beside numbers: their sums stay in the nearest cache */
+    STRETCH = 256,      /* steps of numbers: 64 KiB of a panel */
+    MOST_WIDTH = 64,    /* of a panel of numbers */
+    MOST_PARTS = 4,     /* vectors of outputs of numbers at once */
+    DEPTH = 64,         /* rows of numbers are filled up with zeros to a multiple */
     SPINS = 400,        /* looks at a stage before the core is given away */
     YIELDS = 100,       /* so many times, before the thread sleeps */
     KEYS = 64,
@@ -46,7 +54,9 @@ typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 typedef struct {
     const uint8_t *panels;
     const float *bias; /* NULL for none */
-    int32_t outputs, inputs, bits, unused;
+    int32_t outputs, inputs, bits;
+    int32_t width, depth; /* outputs of a panel, and inputs with the zeros behind them */
+    int32_t unused;
 } Matrix;
 
 typedef struct {
@@ -74,26 +84,33 @@ typedef struct {
     const uint8_t *mask;    /* [rows, mask_stride], 0 where a row does not attend; NULL for all up to itself */
     int64_t mask_stride;
     float *logits;
+    float *const *states; /* [rows, states_stride], what goes into each layer and comes out of the final norm; or NULL */
+    int64_t states_stride;
     int32_t rows, wanted, past, is_bfloat16;
     Parallel parallel; /* NULL for the calling thread alone */
     int32_t threads, level;
 } Pass;
 
-/* A weight [rows, columns] to be laid in panels: bytes with a scale for each row, or float32 to be rounded to 4 bits. */
+/* A weight [rows, columns] to be laid in panels: bytes with a scale for each row, float32 to be rounded to 4 bits, or
+ * bfloat16. */
 typedef struct {
     const int8_t *bytes;
     const float *scales, *weight;
+    const uint16_t *halves;
     uint8_t *panels;
     int32_t rows, columns, bits, unused;
 } Packing;
 
-/* Rows of activations in bytes. */
+enum { IN_BYTES, IN_HALVES, IN_NUMBERS, FORMS };
+
+/* Rows of activations as products take them. */
 typedef struct {
     int8_t *bytes; /* [rows, padded] */
     float *scales;
     int32_t *totals, *sums; /* of a row, and of each of its groups */
-    int inputs, padded;
-} Bytes;
+    char *numbers;          /* [rows, padded] in bfloat16 or float32, in place of bytes */
+    int inputs, padded, form;
+} Given;
 
 typedef struct {
     const float *query;
@@ -104,8 +121,9 @@ typedef struct {
 } Attention;
 
 typedef struct {
-    void (*quantise)(const float *, const Bytes *, int);
-    void (*product)(const Matrix *, const Bytes *, int, int, float *, int64_t);
+    void (*quantise)(const float *, const Given *, int);
+    void (*products[FORMS])(const Matrix *, const Given *, int, int, float *, int64_t);
+    void (*halve)(const float *, uint16_t *, int); /* where products take halves */
     void (*norm)(const float *, const float *, float, int, float *);
     void (*add)(float *, const float *, int);
     void (*gate)(float *, const float *, int);
@@ -116,14 +134,23 @@ typedef struct {
 
 INLINE int padded_to_groups(int count) { return (count + GROUP - 1) / GROUP * GROUP; }
 
-INLINE int64_t panel_bytes(int bits, int padded) {
-    return bits == 8 ? (int64_t)sizeof(float) * PANEL + (int64_t)PANEL * padded
-                     : (int64_t)padded / GROUP * GROUP_BYTES;
+INLINE int64_t panel_bytes(const Matrix *matrix) {
+    if (matrix->bits > 8) return (int64_t)matrix->bits / 8 * matrix->width * matrix->depth;
+    return matrix->bits == 8 ? (int64_t)sizeof(float) * PANEL + (int64_t)PANEL * matrix->depth
+                             : (int64_t)matrix->depth / GROUP * GROUP_BYTES;
 }
 
-INLINE int panels_of(const Matrix *matrix) { return (matrix->outputs + PANEL - 1) / PANEL; }
+INLINE int panels_of(const Matrix *matrix) { return (matrix->outputs + matrix->width - 1) / matrix->width; }
 
-INLINE int32_t four_of(const int8_t *bytes) {
+INLINE int form_of(int bits, int level) { return bits <= 8 ? IN_BYTES : bits == 16 && level >= 3 ? IN_HALVES : IN_NUMBERS; }
+
+INLINE int number_bytes(int form) { return form == IN_HALVES ? 2 : 4; }
+
+INLINE int padded_for(int form, int inputs) {
+    return form == IN_BYTES ? padded_to_groups(inputs) : (inputs + DEPTH - 1) / DEPTH * DEPTH;
+}
+
+INLINE int32_t four_of(const void *bytes) {
     int32_t four;
     memcpy(&four, bytes, sizeof four);
     return four;
@@ -144,9 +171,26 @@ INLINE float rounded_bfloat16(float x) {
 
 /* ---- instruction sets ---- */
 
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma"
+
+/* The sum of each of sixteen vectors. */
+INLINE __attribute__((target(AVX512))) __m512 sums_avx512(const __m512 *x) {
+    __m512 fours[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512 *own = x + 4 * i;
+        __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(own[0], own[1]), _mm512_unpackhi_ps(own[0], own[1]));
+        __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(own[2], own[3]), _mm512_unpackhi_ps(own[2], own[3]));
+        fours[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    }
+    __m512 low = _mm512_add_ps(
+        _mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+    __m512 high = _mm512_add_ps(
+        _mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
 #define LANES 16
-#define NAME(name) name##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
 #define VF __m512
 #define VI __m512i
 #define F_LOAD _mm512_loadu_ps
@@ -161,23 +205,46 @@ INLINE float rounded_bfloat16(float x) {
 #define F_MIN _mm512_min_ps
 #define F_ABS _mm512_abs_ps
 #define F_SUM _mm512_reduce_add_ps
+#define F_SUMS sums_avx512
 #define F_LARGEST _mm512_reduce_max_ps
 #define F_TO_I _mm512_cvtps_epi32
 #define F_POWER(i) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(127)), 23))
 #define F_OF_BFLOAT16(p) \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define F_OF_I _mm512_castsi512_ps
 #define F_WHERE_FINITE(x, y) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ), y)
 #define I_TO_F _mm512_cvtepi32_ps
 #define I_SET _mm512_set1_epi32
 #define I_LOAD(p) _mm512_loadu_si512(p)
 #define I_AND _mm512_and_si512
 #define I_SHIFT4(v) _mm512_srli_epi16(v, 4)
+#define I_SHIFT_UP16(v) _mm512_slli_epi32(v, 16)
 #define I_STORE_BYTES(p, i) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(i))
 #define DOT_BYTES _mm512_dpbusd_epi32
 #define DOT_NIBBLES _mm512_dpbusd_epi32
 #define ZERO_OF_BYTES 128
 #define TILE_BYTES 8
 #define TILE_NIBBLES 6
+#define TILE_NUMBERS 6
+
+#define NAME(name) name##_bfloat16
+#define TARGET __attribute__((target(AVX512 ",avx512bf16")))
+#define ONLY_HALVES 1
+#define TILE_WIDENED 6
+#define DOT_HALVES(sum, weights, x) _mm512_dpbf16_ps(sum, (__m512bh)(weights), (__m512bh)(x))
+#define F_STORE_HALVES(p, x) _mm256_storeu_si256((__m256i *)(p), (__m256i)_mm512_cvtneps_pbh(x))
+#include "native_wide.h"
+#undef NAME
+#undef TARGET
+#undef ONLY_HALVES
+#undef TILE_WIDENED
+
+#define NAME(name) name##_avx512
+#define TARGET __attribute__((target(AVX512)))
+#define ONLY_HALVES 0
+#define TILE_WIDENED 4
+#define HALVES_ALONE product_of_numbers_bfloat16
+#define HALVE halve_bfloat16
 #include "native.h"
 
 #define AVX2 __attribute__((target("avx2,fma")))
@@ -188,7 +255,15 @@ INLINE AVX2 float sum_avx2(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
-INLINE AVX2 float largest_avx2(__m256 x) {
+/* The sum of each of eight vectors. */
+INLINE AVX2 __m256 sums_avx2(const __m256 *x) {
+    __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+INLINE AVX2 float largest_avx2
+(__m256 x) {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
@@ -227,42 +302,51 @@ INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
 #define F_MIN _mm256_min_ps
 #define F_ABS(x) _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x)
 #define F_SUM sum_avx2
+#define F_SUMS sums_avx2
 #define F_LARGEST largest_avx2
 #define F_TO_I _mm256_cvtps_epi32
 #define F_POWER(i) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(i, _mm256_set1_epi32(127)), 23))
 #define F_OF_BFLOAT16(p) \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define F_OF_I _mm256_castsi256_ps
 #define F_WHERE_FINITE(x, y) _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ))
 #define I_TO_F _mm256_cvtepi32_ps
 #define I_SET _mm256_set1_epi32
 #define I_LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 #define I_AND _mm256_and_si256
 #define I_SHIFT4(v) _mm256_srli_epi16(v, 4)
+#define I_SHIFT_UP16(v) _mm256_slli_epi32(v, 16)
 #define I_STORE_BYTES store_bytes_avx2
 #define DOT_BYTES dot_bytes_avx2
 #define DOT_NIBBLES dot_nibbles_avx2
 #define ZERO_OF_BYTES 0
 #define TILE_BYTES 2
 #define TILE_NIBBLES 2
+#define TILE_NUMBERS 2
+#define ONLY_HALVES 0
+#define TILE_WIDENED 2
+#define HALVES_ALONE NULL
+#define HALVE NULL
 #include "native.h"
 
-static const Ways *const WAYS[] = {NULL, &ways_avx2, &ways_avx512};
+static const Ways *const WAYS[] = {NULL, &ways_avx2, &ways_avx512, &ways_avx512};
 
-/* The highest level this processor has: 0 none, 1 AVX2 and FMA, 2 AVX-512 with VNNI. */
+/* The highest level this processor has: 0 none, 1 AVX2 and FMA, 2 AVX-512 with VNNI, 3 with bfloat16 as well. */
 int specbench_level(void) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                   __builtin_cpu_supports("avx512vnni")
-               ? 2
-               : 1;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512vnni"))
+        return 1;
+    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
 }
 
 int specbench_version(void) { return VERSION; }
 
 int64_t specbench_packed_bytes(int outputs, int inputs, int bits) {
-    return (int64_t)((outputs + PANEL - 1) / PANEL) * panel_bytes(bits, padded_to_groups(inputs));
+    const Matrix matrix = {.outputs = outputs, .bits = bits, .width = PANEL, .depth = padded_to_groups(inputs)};
+    return panels_of(&matrix) * panel_bytes(&matrix);
 }
 
 /* ---- stages ---- */
@@ -307,7 +391,7 @@ struct Work {
     const Pass *pass;
     const Ways *ways;
     Stage *stages;
-    Bytes wide, narrow; /* what goes into the down product, and into all others */
+    Given wide, narrow; /* what goes into the down product, and into all others */
     float *row, *more;  /* [rows, stride]: what comes out of products, and of attention */
     int64_t stride;
 };
@@ -327,7 +411,7 @@ static void take_part(Stage *stage, int pieces, const Work *work, const Layer *l
 }
 
 INLINE int panels_at_once(const Matrix *matrix) {
-    const int64_t bytes = panel_bytes(matrix->bits, padded_to_groups(matrix->inputs));
+    const int64_t bytes = panel_bytes(matrix);
     return bytes >= PIECE ? 1 : (int)((PIECE + bytes - 1) / bytes);
 }
 
@@ -337,13 +421,41 @@ INLINE int pieces_of(const Matrix *matrix) {
 }
 
 static void multiply(
-    const Work *work, const Matrix *matrix, const Bytes *x, int rows, int piece, float *out, int64_t stride) {
+    const Work *work, const Matrix *matrix, const Given *x, int rows, int piece, float *out, int64_t stride) {
     const int some = panels_at_once(matrix), all = panels_of(matrix), end = (piece + 1) * some;
     for (int panel = piece * some; panel < end && panel < all; panel++)
-        work->ways->product(matrix, x, rows, panel, out, stride);
+        work->ways->products[x->form](matrix, x, rows, panel, out, stride);
+}
+
+/* ---- what products take ---- */
+
+/* `count` numbers of a row, from `first` on; behind its last number it is filled up. Not for bytes. */
+static void put(const Ways *ways, const float *x, const Given *to, int row, int first, int count) {
+    const size_t size = (size_t)number_bytes(to->form), left = first + count == to->inputs ? (size_t)(to->padded - to->inputs) : 0;
+    char *at = to->numbers + ((int64_t)row * to->padded + first) * (int64_t)size;
+    if (to->form == IN_HALVES)
+        ways->halve(x, (uint16_t *)at, count);
+    else
+        memcpy(at, x, size * (size_t)count);
+    memset(at + size * (size_t)count, 0, size * left);
+}
+
+static void give(const Ways *ways, const float *x, const Given *to, int row) {
+    if (to->form == IN_BYTES)
+        ways->quantise(x, to, row);
+    else
+        put(ways, x, to, row, 0, to->inputs);
 }
 
 /* ---- the parts of a layer ---- */
+
+/* Hidden states in front of layer number `index`, or behind the last one, for who wants them. */
+static void tell_states(const Work *work, int index, const float *x, int64_t stride) {
+    const Pass *pass = work->pass;
+    if (!pass->states || !pass->states[index]) return;
+    for (int r = 0; r < pass->rows; r++)
+        memcpy(pass->states[index] + r * pass->states_stride, x + r * stride, sizeof(float) * (size_t)pass->model->hidden);
+}
 
 static void normed(const Work *work, const float *weight) {
     const Pass *pass = work->pass;
@@ -351,12 +463,13 @@ static void normed(const Work *work, const float *weight) {
     for (int r = 0; r < pass->rows; r++) {
         float *to = work->more + r * work->stride;
         work->ways->norm(pass->x + (int64_t)r * model->hidden, weight, model->epsilon, model->hidden, to);
-        work->ways->quantise(to, &work->narrow, r);
+        give(work->ways, to, &work->narrow, r);
     }
 }
 
 static void begin(const Work *work, const Layer *layer, int piece) {
     (void)piece;
+    tell_states(work, 0, work->pass->x, work->pass->model->hidden);
     normed(work, layer->attention_norm);
 }
 
@@ -397,6 +510,14 @@ static void rotate(const Work *work, const Layer *layer, int piece) {
     }
 }
 
+/* The output's inputs are as many as all heads have, which may be more or fewer than the hidden size. */
+static Given to_output(const Work *work, const Layer *layer) {
+    Given given = work->narrow;
+    given.inputs = layer->output.inputs;
+    given.padded = padded_for(given.form, given.inputs);
+    return given;
+}
+
 static void attend(const Work *work, const Layer *layer, int piece) {
     const Pass *pass = work->pass;
     const Model *model = pass->model;
@@ -417,22 +538,20 @@ static void attend(const Work *work, const Layer *layer, int piece) {
         .is_bfloat16 = pass->is_bfloat16,
     };
     work->ways->attend(&attention);
+    const Given given = to_output(work, layer);
+    if (given.form != IN_BYTES) put(work->ways, attention.out, &given, row, (int)first, groups * model->size);
 }
 
 static void attended(const Work *work, const Layer *layer, int piece) {
     (void)piece;
-    /* The output's inputs are as many as all heads have, which may be more or fewer than the hidden size. */
-    Bytes bytes = work->narrow;
-    bytes.inputs = layer->output.inputs;
-    bytes.padded = padded_to_groups(layer->output.inputs);
-    for (int r = 0; r < work->pass->rows; r++) work->ways->quantise(work->more + r * work->stride, &bytes, r);
+    const Given given = to_output(work, layer);
+    if (given.form != IN_BYTES) return;
+    for (int r = 0; r < work->pass->rows; r++) give(work->ways, work->more + r * work->stride, &given, r);
 }
 
 static void put_out(const Work *work, const Layer *layer, int piece) {
-    Bytes bytes = work->narrow;
-    bytes.inputs = layer->output.inputs;
-    bytes.padded = padded_to_groups(layer->output.inputs);
-    multiply(work, &layer->output, &bytes, work->pass->rows, piece, work->row, work->stride);
+    const Given given = to_output(work, layer);
+    multiply(work, &layer->output, &given, work->pass->rows, piece, work->row, work->stride);
 }
 
 static void added(const Work *work) {
@@ -451,14 +570,15 @@ static void after_attention(const Work *work, const Layer *layer, int piece) {
 /* Gates of some panels and what they let through: the second half of the same product. */
 static void gate(const Work *work, const Layer *layer, int piece) {
     const Matrix *gates = &layer->gates;
-    const int middle = work->pass->model->middle, half = middle / PANEL, rows = work->pass->rows;
+    const int middle = work->pass->model->middle, width = gates->width, half = middle / width, rows = work->pass->rows;
     const int some = panels_at_once(gates), end = (piece + 1) * some;
     for (int panel = piece * some; panel < end && panel < half; panel++) {
-        work->ways->product(gates, &work->narrow, rows, panel, work->row, work->stride);
-        work->ways->product(gates, &work->narrow, rows, half + panel, work->row, work->stride);
+        work->ways->products[work->narrow.form](gates, &work->narrow, rows, panel, work->row, work->stride);
+        work->ways->products[work->narrow.form](gates, &work->narrow, rows, half + panel, work->row, work->stride);
         for (int r = 0; r < rows; r++) {
-            float *x = work->row + r * work->stride + (int64_t)panel * PANEL;
-            work->ways->gate(x, x + middle, PANEL);
+            float *x = work->row + r * work->stride + (int64_t)panel * width;
+            work->ways->gate(x, x + middle, width);
+            if (work->wide.form != IN_BYTES) put(work->ways, x, &work->wide, r, panel * width, width);
         }
     }
 }
@@ -466,7 +586,8 @@ static void gate(const Work *work, const Layer *layer, int piece) {
 static void gated(const Work *work, const Layer *layer, int piece) {
     (void)layer;
     (void)piece;
-    for (int r = 0; r < work->pass->rows; r++) work->ways->quantise(work->row + r * work->stride, &work->wide, r);
+    if (work->wide.form != IN_BYTES) return;
+    for (int r = 0; r < work->pass->rows; r++) give(work->ways, work->row + r * work->stride, &work->wide, r);
 }
 
 static void bring_down(const Work *work, const Layer *layer, int piece) {
@@ -476,8 +597,11 @@ static void bring_down(const Work *work, const Layer *layer, int piece) {
 static void after_layer(const Work *work, const Layer *layer, int piece) {
     (void)piece;
     const Model *model = work->pass->model;
+    const int index = (int)(layer - model->layers) + 1, is_last = index == model->count;
     added(work);
-    normed(work, layer + 1 < model->layers + model->count ? layer[1].attention_norm : model->norm);
+    if (!is_last) tell_states(work, index, work->pass->x, model->hidden);
+    normed(work, is_last ? model->norm : layer[1].attention_norm);
+    if (is_last) tell_states(work, index, work->more, work->stride);
 }
 
 static void tell(const Work *work, const Layer *layer, int piece) {
@@ -485,11 +609,15 @@ static void tell(const Work *work, const Layer *layer, int piece) {
     const Pass *pass = work->pass;
     const Matrix *head = &pass->model->head;
     const int first = pass->rows - pass->wanted;
-    Bytes last = work->narrow;
-    last.bytes += (int64_t)first * last.padded;
-    last.scales += first;
-    last.totals += first;
-    last.sums += (int64_t)first * (last.padded / GROUP);
+    Given last = work->narrow;
+    if (last.form == IN_BYTES) {
+        last.bytes += (int64_t)first * last.padded;
+        last.scales += first;
+        last.totals += first;
+        last.sums += (int64_t)first * (last.padded / GROUP);
+    } else {
+        last.numbers += (int64_t)first * last.padded * number_bytes(last.form);
+    }
     multiply(work, head, &last, pass->wanted, piece, pass->logits, head->outputs);
 }
 
@@ -502,7 +630,7 @@ static void run(void *given) {
     Stage *stage = work->stages;
     take_part(stage++, 1, work, model->layers, begin, NULL);
     for (const Layer *layer = model->layers; layer < model->layers + model->count; layer++) {
-        const int some = panels_at_once(&layer->gates), half = model->middle / PANEL;
+        const int some = panels_at_once(&layer->gates), half = model->middle / layer->gates.width;
         take_part(stage++, pieces_of(&layer->projections), work, layer, project, rotate);
         take_part(stage++, pairs, work, layer, attend, attended);
         take_part(stage++, pieces_of(&layer->output), work, layer, put_out, after_attention);
@@ -528,9 +656,13 @@ static void *some(Arena *arena, size_t bytes) {
     return found;
 }
 
-static Bytes some_bytes(Arena *arena, int rows, int inputs) {
-    const size_t padded = (size_t)padded_to_groups(inputs), count = (size_t)rows;
-    Bytes found = {.inputs = inputs, .padded = (int)padded};
+static Given some_given(Arena *arena, int rows, int inputs, int form) {
+    const size_t padded = (size_t)padded_for(form, inputs), count = (size_t)rows;
+    Given found = {.inputs = inputs, .padded = (int)padded, .form = form};
+    if (form != IN_BYTES) {
+        found.numbers = some(arena, count * padded * (size_t)number_bytes(form));
+        return found;
+    }
     found.bytes = some(arena, count * padded);
     found.scales = some(arena, count * sizeof(float));
     found.totals = some(arena, count * sizeof(int32_t));
@@ -546,10 +678,11 @@ static void lay_out(Work *work, Arena *arena) {
     const int all = (model->heads + 2 * model->shared) * model->size, stages = 2 + STAGES_OF_LAYER * model->count;
     work->stride = (larger(larger(all, 2 * model->middle), model->hidden) + PANEL - 1) / PANEL * PANEL;
     work->stages = some(arena, (size_t)stages * sizeof(Stage));
-    work->narrow = some_bytes(arena, pass->rows, larger(model->hidden, model->heads * model->size));
+    const int form = form_of(model->head.bits, pass->level);
+    work->narrow = some_given(arena, pass->rows, larger(model->hidden, model->heads * model->size), form);
     work->narrow.inputs = model->hidden;
-    work->narrow.padded = padded_to_groups(model->hidden);
-    work->wide = some_bytes(arena, pass->rows, model->middle);
+    work->narrow.padded = padded_for(form, model->hidden);
+    work->wide = some_given(arena, pass->rows, model->middle, form);
     work->row = some(arena, (size_t)pass->rows * (size_t)work->stride * sizeof(float));
     work->more = some(arena, (size_t)pass->rows * (size_t)work->stride * sizeof(float));
 }
@@ -586,19 +719,20 @@ typedef struct {
     const Ways *ways;
     const float *x;
     float *out;
-    Bytes bytes;
+    Given given;
     int rows;
     Stage stages[2];
 } Single;
 
-static void quantise_rows(const Single *work, int piece) {
+static void give_rows(const Single *work, int piece) {
     const int inputs = work->matrix->inputs;
     for (int r = piece * MOST_TILE; r < (piece + 1) * MOST_TILE && r < work->rows; r++)
-        work->ways->quantise(work->x + (int64_t)r * inputs, &work->bytes, r);
+        give(work->ways, work->x + (int64_t)r * inputs, &work->given, r);
 }
 
 static void multiply_panel(const Single *work, int piece) {
-    work->ways->product(work->matrix, &work->bytes, work->rows, piece, work->out, work->matrix->outputs);
+    const Given *given = &work->given;
+    work->ways->products[given->form](work->matrix, given, work->rows, piece, work->out, work->matrix->outputs);
 }
 
 static void pack_panel(const Single *work, int piece) { work->ways->pack(work->packing, piece); }
@@ -614,7 +748,7 @@ static void take_singly(Single *work, Stage *stage, int pieces, void (*step)(con
 
 static void run_product(void *given) {
     Single *work = given;
-    take_singly(work, &work->stages[0], (work->rows + MOST_TILE - 1) / MOST_TILE, quantise_rows);
+    take_singly(work, &work->stages[0], (work->rows + MOST_TILE - 1) / MOST_TILE, give_rows);
     take_singly(work, &work->stages[1], panels_of(work->matrix), multiply_panel);
 }
 
@@ -633,12 +767,12 @@ int specbench_product(
     if (level < 1 || level > specbench_level()) return 1;
     Single work = {.matrix = matrix, .ways = WAYS[level]};
     Arena arena = {0};
-    const int most = rows < ROWS_AT_ONCE ? (int)rows : ROWS_AT_ONCE;
-    some_bytes(&arena, most, matrix->inputs);
+    const int most = rows < ROWS_AT_ONCE ? (int)rows : ROWS_AT_ONCE, form = form_of(matrix->bits, level);
+    some_given(&arena, most, matrix->inputs, form);
     char *memory = aligned_alloc(64, arena.used + 64);
     if (!memory) return 1;
     arena.next = memory;
-    work.bytes = some_bytes(&arena, most, matrix->inputs);
+    work.given = some_given(&arena, most, matrix->inputs, form);
     for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
         work.x = x + first * matrix->inputs;
         work.out = out + first * matrix->outputs;

@@ -4,6 +4,8 @@
  * A row is computed by itself and in the same order whatever stands beside it, so its bits do not depend on the pass.
  */
 
+#include "native_wide.h"
+
 enum { NAME(PARTS) = PANEL / LANES };
 
 INLINE TARGET VF NAME(exponential)(VF x) {
@@ -23,7 +25,7 @@ INLINE TARGET VF NAME(exponential)(VF x) {
 }
 
 /* One row of activations to bytes, symmetric, and their sums by groups. */
-TARGET static void NAME(quantise)(const float *x, const Bytes *to, int row) {
+TARGET static void NAME(quantise)(const float *x, const Given *to, int row) {
     int count = to->inputs, padded = to->padded, i = 0;
     int8_t *bytes = to->bytes + (int64_t)row * padded;
     VF most = F_SET(0.0f);
@@ -48,7 +50,7 @@ TARGET static void NAME(quantise)(const float *x, const Bytes *to, int row) {
 /* ---- products: `count` rows, a constant where this is inlined, times one panel of outputs ---- */
 
 INLINE TARGET void NAME(finish_tile)(
-    const Bytes *x, int first, const float *bias, float *out, int64_t stride, VF sums[][NAME(PARTS)], const int count) {
+    const Given *x, int first, const float *bias, float *out, int64_t stride, VF sums[][NAME(PARTS)], const int count) {
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++) {
         VF scale = F_SET(x->scales[first + r]);
@@ -62,7 +64,7 @@ INLINE TARGET void NAME(finish_tile)(
 }
 
 INLINE TARGET void NAME(tile_of_bytes)(
-    const uint8_t *panel, const Bytes *x, int first, const float *bias, float *out, int64_t stride, const int count) {
+    const uint8_t *panel, const Given *x, int first, const float *bias, float *out, int64_t stride, const int count) {
     VI sums[TILE_BYTES][NAME(PARTS)];
     const float *scales = (const float *)panel;
     const uint8_t *weights = panel + sizeof(float) * PANEL;
@@ -96,7 +98,7 @@ INLINE TARGET void NAME(tile_of_bytes)(
 }
 
 INLINE TARGET void NAME(tile_of_nibbles)(
-    const uint8_t *panel, const Bytes *x, int first, const float *bias, float *out, int64_t stride, const int count) {
+    const uint8_t *panel, const Given *x, int first, const float *bias, float *out, int64_t stride, const int count) {
     VF found[TILE_NIBBLES][NAME(PARTS)];
     const int8_t *rows = x->bytes + (int64_t)first * x->padded;
     const int groups = x->padded / GROUP;
@@ -144,8 +146,8 @@ INLINE TARGET void NAME(tile_of_nibbles)(
 }
 
 /* Panel number `panel` of the outputs, of all rows; `out` points to the first row's first output of the matrix. */
-TARGET static void NAME(product)(const Matrix *matrix, const Bytes *x, int rows, int panel, float *out, int64_t stride) {
-    const uint8_t *weights = matrix->panels + (int64_t)panel * panel_bytes(matrix->bits, x->padded);
+TARGET static void NAME(product)(const Matrix *matrix, const Given *x, int rows, int panel, float *out, int64_t stride) {
+    const uint8_t *weights = matrix->panels + (int64_t)panel * panel_bytes(matrix);
     const int begin = panel * PANEL, left = matrix->outputs - begin, most = matrix->bits == 8 ? TILE_BYTES : TILE_NIBBLES;
     const float *bias = matrix->bias ? matrix->bias + begin : NULL;
     float cut[MOST_TILE * PANEL], padded_bias[PANEL] = {0};
@@ -217,11 +219,53 @@ INLINE TARGET VF NAME(load)(const void *states, int64_t at, const int is_bfloat1
     return is_bfloat16 ? F_OF_BFLOAT16((const uint16_t *)states + at) : F_LOAD((const float *)states + at);
 }
 
+/* Scores of LANES keys, of which there are `count`; those missing stand for others. */
+INLINE TARGET void NAME(score)(
+    const Attention *a, int first, int count, int begin, int heads, float scores[][KEYS], int at, const int is_bfloat16) {
+    const int size = a->size;
+    _Alignas(64) float keys[LANES * MOST_SIZE];
+    for (int j = 0; j < LANES; j++) {
+        const int64_t from = (int64_t)(first + (j < count ? j : count - 1)) * size;
+        for (int i = 0; i < size; i += LANES) F_STORE(keys + j * size + i, NAME(load)(a->keys, from + i, is_bfloat16));
+    }
+    for (int g = 0; g < heads; g++) {
+        const float *query = a->query + (int64_t)(begin + g) * size;
+        VF products[LANES];
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) products[j] = F_SET(0.0f);
+        for (int i = 0; i < size; i += LANES) {
+            VF part = F_LOAD(query + i);
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++) products[j] = F_FMA(part, F_LOAD(keys + j * size + i), products[j]);
+        }
+        F_STORE(scores[g] + at, F_MUL(F_SUMS(products), F_SET(a->scaling)));
+    }
+}
+
+/* Values, times what every head, of which there is a constant number where this is inlined, gives them, are added up. */
+INLINE TARGET void NAME(weigh)(
+    const Attention *a, int first, int count, const uint8_t *mask, float scores[][KEYS], float sums[][MOST_SIZE],
+    const int heads, const int is_bfloat16) {
+    for (int i = 0; i < a->size; i += LANES) {
+        VF found[HEADS_AT_ONCE];
+#pragma GCC unroll 8
+        for (int g = 0; g < heads; g++) found[g] = F_LOAD(sums[g] + i);
+        for (int j = 0; j < count; j++) {
+            if (mask && !mask[j]) continue;
+            VF value = NAME(load)(a->values, (int64_t)(first + j) * a->size + i, is_bfloat16);
+#pragma GCC unroll 8
+            for (int g = 0; g < heads; g++) found[g] = F_FMA(F_SET(scores[g][j]), value, found[g]);
+        }
+#pragma GCC unroll 8
+        for (int g = 0; g < heads; g++) F_STORE(sums[g] + i, found[g]);
+    }
+}
+
 /* Query heads of one row that share a key/value head attend to it, KEYS keys at a time with a running maximum
  * (Milakov and Gimelshein 2018). Blocks begin at the same keys in every pass. */
 INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
     const int size = a->size;
-    _Alignas(64) float scores[HEADS_AT_ONCE][KEYS], sums[HEADS_AT_ONCE][MOST_SIZE], key[MOST_SIZE];
+    _Alignas(64) float scores[HEADS_AT_ONCE][KEYS], sums[HEADS_AT_ONCE][MOST_SIZE];
     for (int begin = 0; begin < a->groups; begin += HEADS_AT_ONCE) {
         const int heads = a->groups - begin < HEADS_AT_ONCE ? a->groups - begin : HEADS_AT_ONCE;
         float most[HEADS_AT_ONCE], weight[HEADS_AT_ONCE];
@@ -233,26 +277,13 @@ INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
         for (int first = 0; first < a->count; first += KEYS) {
             const int count = a->count - first < KEYS ? a->count - first : KEYS;
             const uint8_t *mask = a->mask ? a->mask + first : NULL;
-            int seen = 0;
-            for (int j = 0; j < count; j++) {
-                if (mask && !mask[j]) {
-                    for (int g = 0; g < heads; g++) scores[g][j] = -INFINITY;
-                    continue;
-                }
-                seen = 1;
-                const int64_t at = (int64_t)(first + j) * size;
-                for (int i = 0; i < size; i += LANES) F_STORE(key + i, NAME(load)(a->keys, at + i, is_bfloat16));
-                for (int g = 0; g < heads; g++) {
-                    const float *query = a->query + (int64_t)(begin + g) * size;
-                    VF product = F_MUL(F_LOAD(query), F_LOAD(key));
-                    for (int i = LANES; i < size; i += LANES)
-                        product = F_FMA(F_LOAD(query + i), F_LOAD(key + i), product);
-                    scores[g][j] = F_SUM(product) * a->scaling;
-                }
-            }
-            if (!seen) continue;
+            if (mask && !memchr(mask, 1, (size_t)count)) continue;
+            for (int j = 0; j < count; j += LANES)
+                NAME(score)(a, first + j, count - j, begin, heads, scores, j, is_bfloat16);
             for (int g = 0; g < heads; g++) {
                 float highest = most[g];
+                for (int j = 0; mask && j < count; j++)
+                    if (!mask[j]) scores[g][j] = -INFINITY;
                 for (int j = count; j < KEYS; j++) scores[g][j] = -INFINITY;
                 VF top = F_LOAD(scores[g]);
                 for (int j = LANES; j < KEYS; j += LANES) top = F_MAX(top, F_LOAD(scores[g] + j));
@@ -270,14 +301,13 @@ INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
                 if (faded != 1.0f)
                     for (int i = 0; i < size; i += LANES) F_STORE(sums[g] + i, F_MUL(F_LOAD(sums[g] + i), F_SET(faded)));
             }
-            for (int j = 0; j < count; j++) {
-                if (mask && !mask[j]) continue;
-                const int64_t at = (int64_t)(first + j) * size;
-                for (int i = 0; i < size; i += LANES) {
-                    VF value = NAME(load)(a->values, at + i, is_bfloat16);
-                    for (int g = 0; g < heads; g++)
-                        F_STORE(sums[g] + i, F_FMA(F_SET(scores[g][j]), value, F_LOAD(sums[g] + i)));
-                }
+            switch (heads) {
+#define WEIGH(n)                                                          \
+    case n:                                                               \
+        NAME(weigh)(a, first, count, mask, scores, sums, n, is_bfloat16); \
+        break;
+                WEIGH(1) WEIGH(2) WEIGH(3) WEIGH(4) WEIGH(5) WEIGH(6) WEIGH(7) WEIGH(8)
+#undef WEIGH
             }
         }
         for (int g = 0; g < heads; g++) {
@@ -330,7 +360,17 @@ TARGET static float NAME(round_group)(const float *w, int8_t *rounded) {
 TARGET static void NAME(pack)(const Packing *given, int panel) {
     const int columns = given->columns, padded = padded_to_groups(columns), begin = panel * PANEL;
     const int rows = given->rows - begin < PANEL ? given->rows - begin : PANEL;
-    uint8_t *to = given->panels + (int64_t)panel * panel_bytes(given->bits, padded);
+    const Matrix matrix = {.bits = given->bits, .width = PANEL, .depth = padded};
+    uint8_t *to = given->panels + panel * panel_bytes(&matrix);
+    if (given->bits == 16) {
+        uint16_t *halves = (uint16_t *)to;
+        memset(halves, 0, sizeof *halves * (size_t)padded * PANEL);
+        for (int r = 0; r < rows; r++) {
+            const uint16_t *row = given->halves + (int64_t)(begin + r) * columns;
+            for (int k = 0; k < columns; k++) halves[k / 2 * 2 * PANEL + 2 * r + k % 2] = row[k];
+        }
+        return;
+    }
     if (given->bits == 8) {
         uint8_t *bytes = to + sizeof(float) * PANEL;
         memset(to, 0, sizeof(float) * PANEL);
@@ -362,7 +402,7 @@ TARGET static void NAME(pack)(const Packing *given, int panel) {
 }
 
 static const Ways NAME(ways) = {
-    .quantise = NAME(quantise), .product = NAME(product), .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
+    .quantise = NAME(quantise), .products = {NAME(product), HALVES_ALONE, NAME(product_of_numbers)}, .halve = HALVE, .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
     .rotate = NAME(rotate), .attend = NAME(attend_one), .pack = NAME(pack),
 };
 
@@ -383,19 +423,27 @@ static const Ways NAME(ways) = {
 #undef F_MIN
 #undef F_ABS
 #undef F_SUM
+#undef F_SUMS
 #undef F_LARGEST
 #undef F_TO_I
 #undef F_POWER
 #undef F_OF_BFLOAT16
+#undef F_OF_I
 #undef F_WHERE_FINITE
 #undef I_TO_F
 #undef I_SET
 #undef I_LOAD
 #undef I_AND
 #undef I_SHIFT4
+#undef I_SHIFT_UP16
 #undef I_STORE_BYTES
 #undef DOT_BYTES
 #undef DOT_NIBBLES
 #undef ZERO_OF_BYTES
 #undef TILE_BYTES
 #undef TILE_NIBBLES
+#undef TILE_NUMBERS
+#undef TILE_WIDENED
+#undef ONLY_HALVES
+#undef HALVES_ALONE
+#undef HALVE

@@ -1,9 +1,10 @@
-"""Products of weights in 4 or 8 bits, and whole passes of the Llama family over them, in C (native.c).
+"""Products of weights, and whole passes of the Llama family over them, in C (native.c).
 
 A pass in torch's operators spends half of a small model's time on starting products, and in the gaps between them
-memory rests. Here a pass is one call. The library is built with the package where there is a C compiler; without it,
-and on other processors than x86-64 with AVX2, everything goes its usual way. Its threads are those of torch's own
-OpenMP, so that nobody waits for two pools in turn.
+memory rests. Here a pass is one call. Weights in 4 and 8 bits are laid in an order of their own; those in bfloat16 and
+float32 are read where oneDNN has packed them, so that they are there once. The library is built with the package where
+there is a C compiler; without it, and on other processors than x86-64 with AVX2, everything goes its usual way. Its
+threads are those of torch's own OpenMP, so that nobody waits for two pools in turn.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,6 @@ from specbench.backends.torch.kernels.instructions import allowed
 __all__ = [
     "LIBRARY",
     "MOST_HEAD_SIZE",
-    "PANEL",
     "STEP",
     "Layer",
     "Panels",
@@ -37,7 +38,7 @@ LIBRARY = "_native.so"
 """The file beside this one that the build makes."""
 
 PANEL = 32
-"""Outputs that lie together. What a pass multiplies by has to fill panels."""
+"""Outputs that lie together in panels of our own."""
 
 STEP = 16
 """Numbers that are taken at a time between the products: sizes of a head and of hidden states have to be multiples."""
@@ -47,7 +48,7 @@ MOST_HEAD_SIZE = 256
 _ROUNDED_AT_ONCE = 128 * PANEL
 """Rows of a weight that are made float32 at once."""
 
-_VERSION = 1
+_VERSION = 2
 """Of what is handed over; the library's own has to be the same."""
 
 _LEVELS = {"default": 0, "avx2": 1}
@@ -61,6 +62,8 @@ class _Matrix(Structure):
         ("outputs", c_int32),
         ("inputs", c_int32),
         ("bits", c_int32),
+        ("width", c_int32),
+        ("depth", c_int32),
         ("unused", c_int32),
     )
 
@@ -106,6 +109,8 @@ class _Pass(Structure):
         ("mask", c_void_p),
         ("mask_stride", c_int64),
         ("logits", c_void_p),
+        ("states", POINTER(c_void_p)),
+        ("states_stride", c_int64),
         ("rows", c_int32),
         ("wanted", c_int32),
         ("past", c_int32),
@@ -121,6 +126,7 @@ class _Packing(Structure):
         ("bytes", c_void_p),
         ("scales", c_void_p),
         ("weight", c_void_p),
+        ("halves", c_void_p),
         ("panels", c_void_p),
         ("rows", c_int32),
         ("columns", c_int32),
@@ -156,8 +162,9 @@ def _found() -> _Native | str:
         return "the library that was built cannot be loaded here"
     if version != _VERSION:
         return "the library is of another version: install specbench again"
-    limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 2)
-    level = min(int(library.specbench_level()), limit, 2 if allowed("vnni") else 1)
+    limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 3)
+    highest = 1 if not allowed("vnni") else 3 if allowed("bfloat16") else 2
+    level = min(int(library.specbench_level()), limit, highest)
     if level < 1:
         return "this processor has no AVX2, or may not use it"
     try:
@@ -198,17 +205,89 @@ def _check(status: int) -> None:
         raise MemoryError("no memory for a pass")
 
 
+_GROUP = 32
+"""Inputs of panels of our own, in which oneDNN has no say, are filled up with zeros to a multiple."""
+
+_BITS = {torch.bfloat16: 16, torch.float32: 32}
+"""Of numbers that products take as they are."""
+
+_WIDTHS = (64, 48, 32, 16, 8)
+"""Outputs that may lie together where oneDNN has packed a weight."""
+
+_LANES = {1: 8, 2: 16, 3: 16}
+"""Outputs that are multiplied at once, by the level of instructions."""
+
+_DEPTH = 64
+"""No more inputs lie together there: to a multiple of them native.c fills rows up with zeros."""
+
+
+class _Laid(NamedTuple):
+    """Where and how panels lie.
+
+    Attributes:
+        data: What keeps the memory.
+        address: Its beginning.
+        width: Outputs of a panel.
+        depth: Inputs, with the zeros behind them.
+    """
+
+    data: torch.Tensor
+    address: int
+    width: int
+    depth: int
+
+
+def _layout_of(packed: torch.Tensor, weight: torch.Tensor) -> _Laid | None:
+    """How oneDNN has packed a weight; ``None`` where it lies otherwise, or all orders look alike.
+
+    It does not tell: the first, the middle and the last panel are compared with the weight in every order that products
+    read, of which one has to be right.
+    """
+    try:
+        address = int(torch.ops.mkldnn.data_ptr(packed))
+        size = int(torch.ops.mkldnn._nbytes(packed))
+    except (AttributeError, RuntimeError):
+        return None
+    memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=weight.dtype)
+    (outputs, inputs), pair = weight.shape, 4 // weight.itemsize
+    lanes, found = _LANES[_native().level], []
+    for width in _WIDTHS:
+        count = -(-outputs // width)
+        depth, rest = divmod(len(memory), count * width)
+        if rest or width % lanes or depth % pair or not inputs <= depth <= -(-inputs // _DEPTH) * _DEPTH:
+            continue
+        panels = memory.view(count, depth // pair, width, pair)
+        if all(
+            torch.equal(
+                panels[panel].permute(1, 0, 2).reshape(width, depth),
+                _filled_up(weight[panel * width : (panel + 1) * width], width, depth),
+            )
+            for panel in {0, count // 2, count - 1}
+        ):
+            found.append(_Laid(packed, address, width, depth))
+    return found[0] if len(found) == 1 else None
+
+
+def _filled_up(rows: torch.Tensor, width: int, depth: int) -> torch.Tensor:
+    return torch.nn.functional.pad(rows.detach(), (0, depth - rows.shape[1], 0, width - len(rows)))
+
+
 class Panels:
     """A weight in the order in which the products read it; where ``available()``.
 
     Attributes:
-        bits: 8, with one scale for each output, or 4, with one for every 32 inputs.
+        bits: 32 and 16 for float32 and bfloat16, 8 with one scale for each output, 4 with one for every 32 inputs.
         outputs, inputs: As of the weight.
+        width: Outputs that lie together.
     """
 
-    def __init__(self, bits: int, outputs: int, inputs: int) -> None:
+    def __init__(self, bits: int, outputs: int, inputs: int, laid: _Laid | None = None) -> None:
+        """Panels of their own, still to be filled, or those that oneDNN has made."""
         self.bits, self.outputs, self.inputs = bits, outputs, inputs
-        self._data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
+        if laid is None:
+            data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
+            laid = _Laid(data, data.data_ptr(), PANEL, -(-inputs // _GROUP) * _GROUP)
+        self._data, self._address, self.width, self._depth = laid
 
     def _bytes_of(self, outputs: int) -> int:
         return int(_native().library.specbench_packed_bytes(outputs, self.inputs, self.bits))
@@ -216,7 +295,7 @@ class Panels:
     def _pack(self, first: int, packing: _Packing) -> None:
         """Lay rows from ``first`` on, which begins a panel."""
         native = _native()
-        packing.panels = self._data.data_ptr() + self._bytes_of(first)
+        packing.panels = self._address + self._bytes_of(first)
         packing.columns, packing.bits = self.inputs, self.bits
         threads = torch.get_num_threads()
         _check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
@@ -243,19 +322,50 @@ class Panels:
             made._pack(first, _Packing(weight=rows.data_ptr(), rows=len(rows)))
         return made
 
+    @classmethod
+    def of_halves(cls, weight: torch.Tensor) -> Panels:
+        """Those of a weight [out, in] in bfloat16."""
+        weight = weight.detach().contiguous()
+        made = cls(16, *weight.shape)
+        made._pack(0, _Packing(halves=weight.data_ptr(), rows=len(weight)))
+        return made
+
+    @classmethod
+    def of_packed(cls, packed: torch.Tensor, weight: torch.Tensor) -> Panels | None:
+        """Those that oneDNN has laid a weight in, read where they are.
+
+        Args:
+            packed: By oneDNN.
+            weight: [out, in], what was packed.
+
+        Returns:
+            ``None`` where it lies in another order.
+        """
+        found = _layout_of(packed, weight) if weight.dtype in _BITS else None
+        outputs, inputs = weight.shape
+        return None if found is None else cls(_BITS[weight.dtype], outputs, inputs, found)
+
     @property
     def nbytes(self) -> int:
-        """What a product reads."""
-        return self._data.nbytes
+        """What a product reads, less what fills panels up."""
+        return self.outputs * self.inputs * self.bits // 8
+
+    def dense(self) -> torch.Tensor:
+        """The weight of panels that ``of_halves`` made, [out, in]."""
+        panels = self._data.view(torch.bfloat16).view(-1, self._depth // 2, self.width, 2)
+        whole = panels.permute(0, 2, 1, 3).reshape(-1, self._depth)
+        return whole[: self.outputs, : self.inputs].contiguous()
 
     def matrix(self, bias: torch.Tensor | None) -> _Matrix:
         """What native.c knows of it; holds as long as the panels and the bias, float32, do."""
         return _Matrix(
-            panels=self._data.data_ptr(),
+            panels=self._address,
             bias=None if bias is None else bias.data_ptr(),
             outputs=self.outputs,
             inputs=self.inputs,
             bits=self.bits,
+            width=self.width,
+            depth=self._depth,
         )
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -310,6 +420,11 @@ class Layer(NamedTuple):
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
 
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All that it multiplies by."""
+        return (self.projections, self.output, self.gates, self.down)
+
 
 class Stack:
     """Decoder layers with their final norm and head, for passes of few rows.
@@ -322,6 +437,9 @@ class Stack:
         size: Of a head: a multiple of 16, at most ``MOST_HEAD_SIZE``.
         epsilon: Of all norms.
         scaling: What scores of attention are multiplied by.
+
+    Attributes:
+        sizes: Of all that a pass is made of: what stacks of the same sizes share is how long their passes take.
     """
 
     def __init__(
@@ -338,22 +456,31 @@ class Stack:
     ) -> None:
         self._held: list[torch.Tensor | Panels] = []  # what the structures point to
         self._own = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        hidden, middle = head.panels.inputs, layers[0].down.panels.inputs
         self._model = _Model(
             layers=self._own,
             head=self._matrix(head),
             norm=self._vector(norm),
             count=len(layers),
-            hidden=head.panels.inputs,
+            hidden=hidden,
             heads=heads,
             shared=shared,
             size=size,
-            middle=layers[0].down.panels.inputs,
+            middle=middle,
             epsilon=epsilon,
             scaling=scaling,
         )
         self._strides = (c_int64 * (2 * len(layers)))()
         self._keys, self._values = (c_void_p * len(layers))(), (c_void_p * len(layers))()
         self._vocabulary = head.panels.outputs
+        self._nbytes = [sum(product.panels.nbytes for product in layer.products) for layer in layers]
+        self._head_nbytes = head.panels.nbytes
+        self.sizes = (len(layers), hidden, heads, shared, size, middle, self._vocabulary, head.panels.bits)
+
+    def layers_of(self, nbytes: int) -> int:
+        """How many of the first layers hold so many bytes of weights, with the head; all where there are fewer."""
+        held = accumulate(self._nbytes, initial=self._head_nbytes)
+        return next((max(1, count) for count, sum_ in enumerate(held) if sum_ >= nbytes), len(self._nbytes))
 
     def _vector(self, tensor: torch.Tensor | None) -> int | None:
         """Where its numbers lie as float32."""
@@ -388,7 +515,8 @@ class Stack:
         past: int,
         mask: torch.Tensor | None,
         wanted: int,
-    ) -> torch.Tensor:
+        layers: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Make a pass.
 
         Args:
@@ -399,9 +527,11 @@ class Stack:
             past: In positions.
             mask: Bool [rows, positions], true where a row attends; ``None`` for all that come before it, and itself.
             wanted: How many of the last rows' logits are.
+            layers: In front of which hidden states are wanted, of all rows; their number stands for those behind the
+                final norm.
 
         Returns:
-            Logits, [wanted, vocabulary], float32.
+            Logits, [wanted, vocabulary], and hidden states, [rows, layers, hidden size], or ``None``; float32.
         """
         native = _native()
         cosines, sines = (each.contiguous() for each in rotation)
@@ -410,6 +540,10 @@ class Stack:
             self._keys[place], self._values[place] = keys.data_ptr(), values.data_ptr()
             self._strides[2 * place], self._strides[2 * place + 1] = keys.stride(1), values.stride(1)
         logits = torch.empty(wanted, self._vocabulary)
+        states = torch.empty(len(x), len(layers), x.shape[1])
+        told = (c_void_p * (len(held) + 1))()
+        for place, layer in enumerate(layers):
+            told[layer] = states[:, place].data_ptr()
         _check(
             native.library.specbench_pass(
                 byref(
@@ -424,6 +558,8 @@ class Stack:
                         mask=None if mask is None else mask.data_ptr(),
                         mask_stride=0 if mask is None else mask.stride(0),
                         logits=logits.data_ptr(),
+                        states=told if layers else None,
+                        states_stride=states.stride(0),
                         rows=len(x),
                         wanted=wanted,
                         past=past,
@@ -435,4 +571,4 @@ class Stack:
                 )
             )
         )
-        return logits
+        return logits, states if layers else None
