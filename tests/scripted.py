@@ -162,6 +162,9 @@ class Replay:
         self.branches = list(branches)
         self.widths: list[int] = []
         self.weight = 1.0
+        self.drawn = -1
+        self.last: dict[int, float] = {}
+        """Where the last event was a draw: the weight of the run with each token in place of ``drawn``."""
 
     def _branch(self, probabilities: Sequence[float]) -> int:
         possible = [i for i, probability in enumerate(probabilities) if probability > 0.0]
@@ -175,24 +178,43 @@ class Replay:
 
     def draw(self, probabilities: torch.Tensor) -> int:
         exact = probabilities.double()
-        return self._branch((exact / exact.sum()).tolist())
+        shares = (exact / exact.sum()).tolist()
+        self.last = {token: self.weight * share for token, share in enumerate(shares) if share > 0.0}
+        self.drawn = self._branch(shares)
+        return self.drawn
 
     def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
         passed, outcomes = 1.0, []
         for chance in acceptance.double().tolist():
             outcomes.append(passed * (1.0 - chance))
             passed *= chance
+        self.last = {}
         return self._branch([*outcomes, passed]), [0.5] * len(acceptance)
 
 
-def enumerate_outcomes(run: Callable[[Replay], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
-    """The exact distribution of what ``run`` returns, over all of its random events."""
+def enumerate_outcomes(
+    run: Callable[[Replay], tuple[int, ...]], length: int | None = None
+) -> dict[tuple[int, ...], float]:
+    """The exact distribution of what ``run`` returns, over all of its random events.
+
+    Args:
+        run: Returns tokens.
+        length: Of the longest outputs, which end there whatever their last token is: of runs that differ in the draw of
+            that token alone, one is made.
+    """
     distribution: dict[tuple[int, ...], float] = {}
     branches: list[int] | None = []
     while branches is not None:
         replay = Replay(branches)
         outcome = run(replay)
-        distribution[outcome] = distribution.get(outcome, 0.0) + replay.weight
+        if len(outcome) == length and replay.last:
+            assert outcome[-1] == replay.drawn, "the token drawn last is not the last of the output"
+            weights = {(*outcome[:-1], token): weight for token, weight in replay.last.items()}
+            del replay.widths[-1]
+        else:
+            weights = {outcome: replay.weight}
+        for each, weight in weights.items():
+            distribution[each] = distribution.get(each, 0.0) + weight
         branches = _next(replay)
     return distribution
 

@@ -88,7 +88,7 @@ def loop_distribution(
                 tokens += record.tokens
         return tuple(tokens)
 
-    return enumerate_outcomes(run)
+    return enumerate_outcomes(run, new)
 
 
 @cache

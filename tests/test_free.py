@@ -356,7 +356,8 @@ def test_the_output_distribution_is_the_targets(name: str, shape: str, method: A
             lambda: DraftPolicy(FixedLength(1), tree=TREES[shape](), verification=method),
             sampling,
             random,
-        )
+        ),
+        NEW,
     )
     wanted = expected(sampling)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)

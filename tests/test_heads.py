@@ -695,7 +695,7 @@ def loop_distribution(
                 tokens += record.tokens
         return tuple(tokens)
 
-    return enumerate_outcomes(run)
+    return enumerate_outcomes(run, new)
 
 
 def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], float]:

@@ -152,7 +152,7 @@ def distribution(
             lengths.setdefault(step.position, set()).add(step.gamma)
         return tuple(tokens)
 
-    return enumerate_outcomes(run), any(len(found) > 1 for found in lengths.values())
+    return enumerate_outcomes(run, new), any(len(found) > 1 for found in lengths.values())
 
 
 @functools.cache
@@ -230,7 +230,7 @@ def test_so_it_is_with_a_target_that_drafts_for_itself(rule: str) -> None:
         tokens, _ = decode(RULES[rule](), drafter, random=replay, target=target, max_new_tokens=NEW)
         return tuple(tokens)
 
-    assert gap(enumerate_outcomes(run)) < 1e-6
+    assert gap(enumerate_outcomes(run, NEW)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_so_it_is_behind_sampling_transforms(rule: str) -> None:
     def run(replay: Any) -> tuple[int, ...]:
         return tuple(decode(RULES[rule](), random=replay, sampling=sampling, max_new_tokens=NEW)[0])
 
-    found = enumerate_outcomes(run)
+    found = enumerate_outcomes(run, NEW)
     assert max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in {*found, *expected}) < 1e-6
 
 

@@ -325,7 +325,7 @@ def drafted_by_another(sampling: Sampling, gamma: int) -> dict[tuple[int, ...], 
             tokens += [token for token in new if token is not None]
         return tuple(tokens)
 
-    return enumerate_outcomes(run)
+    return enumerate_outcomes(run, NEW)
 
 
 @pytest.mark.parametrize("name", ["multinomial", "nucleus", "repetition penalty"])

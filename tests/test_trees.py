@@ -93,7 +93,7 @@ def loop_distribution(
         return next(record.tokens for record in records if isinstance(record, Step))
 
     found: dict[tuple[int, ...], float] = {}
-    for emitted, weight in enumerate_outcomes(step).items():
+    for emitted, weight in enumerate_outcomes(step, NEW - len(tokens)).items():
         rest = loop_distribution(tree, method, sampling, drafter, (*tokens, *emitted))
         for behind, chance in rest.items():
             key = (*emitted, *behind)

@@ -248,7 +248,7 @@ def test_the_output_distribution_is_the_targets(name: str) -> None:
             tokens += [token for token in new if token is not None]
         return tuple(tokens)
 
-    found = enumerate_outcomes(outcome)
+    found = enumerate_outcomes(outcome, NEW)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     assert largest_gap(found, target_distribution(SAMPLINGS[name])) < 1e-6
 
