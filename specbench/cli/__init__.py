@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import sys
@@ -125,9 +126,8 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every error becomes one sentence on stderr."""
     _prepare_streams()
     _wait_briefly()
-    command = typer.main.get_command(app)
     try:
-        result: Any = command.main(arguments, prog_name="specbench", standalone_mode=False)
+        result: Any = _command_line().main(arguments, prog_name="specbench", standalone_mode=False)
         sys.stdout.flush()
     except BaseException as raised:
         error = raised.__cause__ if isinstance(raised, _EscapeError) and raised.__cause__ else raised
@@ -135,6 +135,12 @@ def run(arguments: list[str]) -> int:
             traceback.print_exception(error)
         return _explain(error)
     return result if isinstance(result, int) else 0
+
+
+@functools.cache
+def _command_line() -> Any:
+    """Every command with its options; reading them takes a while, and whoever calls `run` again need not wait again."""
+    return typer.main.get_command(app)
 
 
 def _prepare_streams() -> None:
