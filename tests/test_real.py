@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from specbench.bench.prompts import load_prompts
 from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Multinomial
 from specbench.generate import GenerationRun, encode_prompt, speculative_generate
@@ -26,6 +25,11 @@ from specbench.options import LoadOptions
 pytestmark = pytest.mark.real
 
 MODEL, NEW, MANY = "smollm2-135m", 24, 40
+PROMPTS = (
+    "Rename `x` to `total`:\n\ndef add(xs):\n    x = 0\n    for each in xs:\n        x = x + each\n    return x\n",
+    "Tell me a story about a lighthouse.",
+    "List three colours as a JSON array.",
+)
 CACHES = ("dynamic", "preallocated")
 FLOAT32 = LoadOptions(dtype="float32", device="cpu")
 
@@ -34,10 +38,9 @@ FLOAT32 = LoadOptions(dtype="float32", device="cpu")
 def expected(new: int) -> dict[tuple[int, ...], list[int]]:
     """What `generate` answers to a few prompts, with the same end tokens and no sampling defaults."""
     reference = load_model(MODEL, FLOAT32)
-    prompts = load_prompts(["code-editing", "chat", "structured-output"], limit=3)
     answers = {}
-    for prompt in prompts:
-        ids = encode_prompt(reference.tokenizer, prompt.turns[0], system=prompt.system)
+    for prompt in PROMPTS:
+        ids = encode_prompt(reference.tokenizer, prompt)
         batch = torch.tensor([ids])
         config = GenerationConfig(
             do_sample=False,
@@ -73,18 +76,22 @@ DRAFTS = [
 
 
 def cells() -> Iterator[Any]:
-    """Every drafter with one of the caches in turn; with the other one, and longer, where it is slow."""
+    """Every drafter with one of the caches and two of the prompts in turn; with all, and longer, where it is slow."""
     for place, kind in enumerate(CACHES):
         for number, (spec, rule) in enumerate(DRAFTS):
             quick = number % len(CACHES) == place
-            new, marks = (NEW, ()) if quick else (MANY, pytest.mark.slow)
-            yield pytest.param(kind, spec, rule, new, id=f"{kind}-{spec}-{rule}", marks=marks)
+            new, left_out, marks = (NEW, number % 3, ()) if quick else (MANY, None, pytest.mark.slow)
+            yield pytest.param(kind, spec, rule, new, left_out, id=f"{kind}-{spec}-{rule}", marks=marks)
 
 
-@pytest.mark.parametrize(("target", "spec", "rule", "new"), list(cells()), indirect=["target"])
-def test_greedy_tokens_are_those_of_transformers(target: Target, spec: str, rule: str, new: int) -> None:
+@pytest.mark.parametrize(("target", "spec", "rule", "new", "left_out"), list(cells()), indirect=["target"])
+def test_greedy_tokens_are_those_of_transformers(
+    target: Target, spec: str, rule: str, new: int, left_out: int | None
+) -> None:
     drafter = load_drafter(spec, target)
-    for ids, tokens in expected(new).items():
+    for number, (ids, tokens) in enumerate(expected(new).items()):
+        if number == left_out:
+            continue
         run = GenerationRun(ids, target, drafter, policy=build_policy(rule), max_new_tokens=new)
         for _ in run:
             pass
@@ -111,6 +118,7 @@ def test_tokens_in_a_batch_are_those_of_transformers(target: Target, batch: int)
         assert list(found.token_ids) == tokens
 
 
+@pytest.mark.parametrize("target", ["dynamic"], indirect=True)
 def test_sampling_repeats_with_its_seed(target: Target) -> None:
     drafter = load_drafter("self:int8", target)
 
@@ -124,6 +132,7 @@ def test_sampling_repeats_with_its_seed(target: Target) -> None:
     assert tokens(1) != tokens(2)
 
 
+@pytest.mark.parametrize("target", ["preallocated"], indirect=True)
 def test_the_answer_makes_sense(target: Target) -> None:
     result = speculative_generate("What is the capital of France?", target, None, max_new_tokens=24)
     assert result.text is not None
