@@ -958,10 +958,18 @@ def best_fixed(alpha: float, c: float, v: Sequence[float]) -> float:
     return max(rate([gamma], alpha, c, v) for gamma in range(17))
 
 
-@pytest.mark.parametrize("v", [V_FLAT, V_GENTLE, V_JUMP, V_STEEP], ids=["flat", "gentle", "jump", "steep"])
-@pytest.mark.parametrize("c", [0.02, 0.1, 0.3])
-@pytest.mark.parametrize("alpha", [0.4, 0.7, 0.9])
-@pytest.mark.parametrize("given", [False, True], ids=["measured", "given"])
+def situations() -> Iterator[Any]:
+    """Acceptance and costs; of those with given costs, which leave less to find out, every pair of values."""
+    shapes = {"flat": V_FLAT, "gentle": V_GENTLE, "jump": V_JUMP, "steep": V_STEEP}
+    for (i, alpha), (j, c), (k, name), given in itertools.product(
+        enumerate((0.4, 0.7, 0.9)), enumerate((0.02, 0.1, 0.3)), enumerate(shapes), (False, True)
+    ):
+        marks = pytest.mark.slow if given and (i + j + k) % 3 else ()
+        words = f"{'given' if given else 'measured'}-{alpha}-{c}-{name}"
+        yield pytest.param(alpha, c, shapes[name], given, id=words, marks=marks)
+
+
+@pytest.mark.parametrize(("alpha", "c", "v", "given"), list(situations()))
 def test_auto_comes_within_two_percent_of_the_best_fixed_length(
     alpha: float, c: float, v: list[float], given: bool
 ) -> None:
