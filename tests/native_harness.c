@@ -117,10 +117,13 @@ static int same(const Model *model, int level) {
             strides[i] = (int64_t)keys * SIZE;
             *(i % 2 ? &of_values[i / 2] : &of_keys[i / 2]) = entries[run][i];
         }
+        const Request request = {.mask = masked ? mask : NULL, .mask_stride = keys, .past = past};
+        int32_t which[rows];
+        for (int i = 0; i < wanted; i++) which[i] = rows - wanted + i;
         const Pass pass = {
             .model = model, .x = input, .cosines = cosines, .sines = sines, .keys = of_keys, .values = of_values,
-            .strides = strides, .mask = masked ? mask : NULL, .mask_stride = keys, .logits = logits[run],
-            .states = told ? of_layers : NULL, .states_stride = HIDDEN, .rows = rows, .wanted = wanted, .past = past,
+            .strides = strides, .requests = &request, .count = 1, .which = which, .logits = logits[run],
+            .states = told ? of_layers : NULL, .states_stride = HIDDEN, .rows = rows, .wanted = wanted,
             .is_bfloat16 = is_bfloat16, .parallel = run ? on_threads : NULL, .threads = run ? 4 : 1, .level = level,
         };
         if (specbench_pass(&pass)) exit(2);

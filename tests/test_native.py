@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import transformers as hf
 
 from specbench.backends.torch import passes as ways
 from specbench.backends.torch import trials
+from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.attention import fold_attention
@@ -22,6 +23,7 @@ from specbench.backends.torch.kernels.linear import (
     rounded_to_4_bits,
 )
 from specbench.backends.torch.kernels.surgery import int4_copy, int8_copy, pack_linears
+from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Pass
 from specbench.generate import speculative_generate
@@ -367,6 +369,84 @@ def test_as_many_layers_are_timed_as_fill_no_cache() -> None:
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 80}, {"hidden_size": 36}, {"head_dim": 8}])
 def test_targets_of_other_sizes_go_the_short_way(sizes: dict[str, Any]) -> None:
     assert type(Scorer(target_of("Llama", torch.float32, **sizes))._pass) is ways.ShortPass
+
+
+# -- of several requests -----------------------------------------------------------------------------
+
+
+def in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every pass over several requests from now on, whether it was made in one call."""
+    own, seen = ways.RaggedPass._in_one_call, list[bool]()
+
+    def noticed(*given: Any) -> Any:
+        found = own(*given)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(ways.RaggedPass, "_in_one_call", noticed)
+    return seen
+
+
+@pytest.mark.parametrize("pool", ["slotted", "paged"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(
+    kind: str, dtype: torch.dtype, pool: PoolKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer, choice = chosen(target_of(kind, dtype)), random.Random(0)
+    batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 2048, 9))
+    assert batch.why_apart is None
+    batch.score([Pass(batch.open(), CONTEXT[:1])])  # the pool has its buffers now
+    seen = in_one_call(monkeypatch)
+    contexts = [CONTEXT[:size] for size in (65, 3, 40, 17)]
+    drafts: list[tuple[list[int], list[int] | None]] = [
+        ([7, 8, 9], None), ([], None), ([5, 6, 7, 8], [-1, 0, 0, -1]), ([4], None),
+    ]  # fmt: skip
+    together, alone = ([batch.open() for _ in contexts] for _ in range(2))
+    for end in range(1, 65, 16):
+        some = [i for i, context in enumerate(contexts) if end < len(context)]
+        batch.score([Pass(together[i], contexts[i][:end], rows=1) for i in choice.sample(some, len(some))])
+        for i in some:
+            batch.score([Pass(alone[i], contexts[i][:end], rows=1)])
+    order = choice.sample(range(4), 4)
+    asked = [Pass(together[i], contexts[i], *drafts[i], layers=(3, 1)) for i in order]
+    for i, found in zip(order, batch.score(asked), strict=True):
+        known = batch.score([Pass(alone[i], contexts[i], *drafts[i], layers=(3, 1))])[0]
+        assert torch.equal(found.logits, known.logits)
+        assert torch.equal(cast("torch.Tensor", found.hidden), cast("torch.Tensor", known.hidden))
+        own = chosen(scorer.model)
+        own.score(Pass(own, contexts[i][:-1], rows=1))
+        limit = 1e-4 if dtype == torch.float32 else 0.1
+        assert relative(found.logits, own.score(Pass(own, contexts[i], *drafts[i])).logits) < limit
+    assert all(seen)
+
+
+@pytest.mark.parametrize("pool", ["slotted", "paged"])
+def test_drafters_read_several_requests_in_one_call(pool: PoolKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = int8_copy(build("Llama"))
+    scorer = chosen(copy)
+    batch = BatchedModel(scorer, KVPool(copy.config, pool, 512, 2), exact=False)
+    seats, alone = [batch.open() for _ in range(2)], [chosen(copy) for _ in range(2)]
+    seen = in_one_call(monkeypatch)
+    batch.score([Pass(seat, CONTEXT[:3], rows=1) for seat in seats])
+    found = batch.score([Pass(seat, CONTEXT[: 5 + i], [1, 2]) for i, seat in enumerate(seats)])
+    for i, own in enumerate(alone):
+        own.score(Pass(own, CONTEXT[:3], rows=1))
+        assert relative(found[i].logits, own.score(Pass(own, CONTEXT[: 5 + i], [1, 2])).logits) < 0.05
+    assert seen == [False, True]
+
+
+def test_more_rows_than_are_quick_in_one_call_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = chosen(target_of("Llama", torch.float32))
+    batch = BatchedModel(scorer, KVPool(scorer.model.config, "paged", 1024))
+    seats = [batch.open() for _ in range(2)]
+    batch.score([Pass(seat, CONTEXT[:2]) for seat in seats])
+    seen = in_one_call(monkeypatch)
+    rows = batch.score([Pass(seat, CONTEXT[: 40 - i], rows=1) for i, seat in enumerate(seats)])
+    assert seen == [False]
+    for i, found in enumerate(rows):
+        expected = Scorer(scorer.model, "none").logits(CONTEXT[: 40 - i])
+        assert relative(found.logits, expected) < 1e-4
 
 
 # -- what is kept, and how it is taken ---------------------------------------------------------------

@@ -47,7 +47,7 @@ class BatchedModel:
             )
         else:
             self.why_apart = scorer.why_not_ragged(pool.kind)
-            self._forward = RaggedPass(scorer.model, short=scorer.short)
+            self._forward = RaggedPass(scorer.model, scorer.way)
 
     def open(self, shared: KVCache | None = None) -> Scorer:
         """A scorer for one more request.

@@ -24,7 +24,7 @@ from specbench.backends.torch.kernels.llama_layers import (
     short_layers,
     spread_rotation,
 )
-from specbench.backends.torch.kernels.native import Stack
+from specbench.backends.torch.kernels.native import Request, Stack
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import Joined
 from specbench.decoding.protocols import Rows
@@ -185,6 +185,10 @@ _POSITIONS = 512
 """So many more are rotated at once."""
 
 
+_MOST_SHARED = 64
+"""Rows of several requests that are read in one call: for more, oneDNN's products are the quicker ones."""
+
+
 class _Rotations:
     """Cosines and sines of positions, [positions, head size], made once and kept for a context.
 
@@ -220,6 +224,20 @@ class _Stacked(NamedTuple):
     rotations: _Rotations
 
 
+class _Stacks:
+    """What native passes of a model need, made again where its layers are others."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._last: _Stacked | None = None
+
+    def __call__(self, own: tuple[ShortLayer, ...]) -> _Stacked:
+        """For the model's layers as they are in this context."""
+        if self._last is None or self._last.own is not own:
+            self._last = _Stacked(own, native_stack(self._model, own), _Rotations(self._model))
+        return self._last
+
+
 class NativePass(ShortPass):
     """A short pass in one call; one of ``ShortPass`` where the cache is no plain one.
 
@@ -230,7 +248,9 @@ class NativePass(ShortPass):
         cache: Its keys and values.
     """
 
-    _last: _Stacked | None = None
+    def __init__(self, model: Any, cache: KVCache) -> None:
+        super().__init__(model, cache)
+        self._stacked = _Stacks(model)
 
     def is_open(self) -> bool:
         """Whether the model is one that is known, of native products, and has no hooks now."""
@@ -255,8 +275,10 @@ class NativePass(ShortPass):
             return super().rows(ids, rows, layers, position_ids, attention_mask)
         x = self._model.model.embed_tokens(ids)[0].float()
         rotation = made.rotations.of(range(past, past + tokens) if position_ids is None else position_ids[0])
-        mask = None if attention_mask is None else attention_mask[0, 0]
-        logits, states = made.stack(x, rotation, entries, past, mask, min(rows, tokens), layers)
+        request = Request(tokens, past, None if attention_mask is None else attention_mask[0, 0])
+        logits, states = made.stack(
+            x, rotation, entries, [request], range(max(0, tokens - rows), tokens), layers
+        )
         self._cache.after_pass()
         return Rows(logits, None if states is None else states.to(own[0].dtype))
 
@@ -264,12 +286,6 @@ class NativePass(ShortPass):
         """What makes its passes now; ``None`` where they cannot be made in one call."""
         own = self._layers(self._held())
         return None if own is None else self._stacked(own).stack
-
-    def _stacked(self, own: tuple[ShortLayer, ...]) -> _Stacked:
-        """Of the model's layers as they are in this context."""
-        if self._last is None or self._last.own is not own:
-            self._last = _Stacked(own, native_stack(self._model, own), _Rotations(self._model))
-        return self._last
 
 
 class _FoundLayers:
@@ -301,14 +317,15 @@ class RaggedPass:
 
     Args:
         model: One that ``trials.why_not_ragged`` has tried.
-        short: Whether it may be made in few operators, where it can.
+        way: How passes over one context are made: in one call or in few operators, these are too, where they can.
     """
 
-    def __init__(self, model: Any, *, short: bool) -> None:
+    def __init__(self, model: Any, way: type[Forward]) -> None:
         self._model = model
         # Which logits are wanted is told where the pass begins, and a spread model ends on another device.
         self._keeps_logits = _keeps_logits(model) and len({each.device for each in model.parameters()}) == 1
-        self._layers = _FoundLayers(model) if short else None
+        self._layers = _FoundLayers(model) if issubclass(way, ShortPass) else None
+        self._stacked = _Stacks(model) if issubclass(way, NativePass) else None
 
     def __call__(
         self, ids: torch.Tensor, joined: Joined, wanted: torch.Tensor, layers: Sequence[int] = ()
@@ -323,6 +340,9 @@ class RaggedPass:
         """
         own = None if self._layers is None else self._layers(joined.mark)
         if own is not None:
+            found = self._in_one_call(own, ids, joined, wanted, layers)
+            if found is not None:
+                return found
             return _through(self._model, own, ids, joined.position_ids, joined, _no_masks, wanted, layers)
         arguments = joined.model_arguments()
         if self._keeps_logits:
@@ -336,6 +356,29 @@ class RaggedPass:
             if self._keeps_logits
             else found._replace(logits=found.logits[wanted.to(found.logits.device)])
         )
+
+    def _in_one_call(
+        self,
+        own: tuple[ShortLayer, ...],
+        ids: torch.Tensor,
+        joined: Joined,
+        wanted: torch.Tensor,
+        layers: Sequence[int],
+    ) -> Rows | None:
+        """``None`` where that cannot be, or takes longer."""
+        if self._stacked is None or ids.shape[1] > _MOST_SHARED or len({*layers}) < len(layers):
+            return None
+        made = self._stacked(own)
+        if made.stack is None:
+            return None
+        held = joined.lengthened([layer.place for layer in own], _ENTRIES)
+        if held is None:
+            return None
+        entries, requests = held
+        x = self._model.model.embed_tokens(ids)[0].float()
+        rotation = made.rotations.of(joined.position_ids[0])
+        logits, states = made.stack(x, rotation, entries, requests, wanted.tolist(), layers)
+        return Rows(logits, None if states is None else states.to(own[0].dtype))
 
 
 def _no_masks(kept: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -23,7 +24,9 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from specbench.backends.torch.caches import Entries
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, Ragged, Span
+from specbench.backends.torch.kernels.native import Request
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -560,7 +563,6 @@ class Joined:
 
     Attributes:
         position_ids: [1, rows].
-        layers: One for each of the model.
         mark: See ``KVPool``.
     """
 
@@ -569,16 +571,59 @@ class Joined:
         self.mark = pool.mark
         positions = [position for part in parts for position in part.positions]
         self.position_ids = torch.tensor([positions], device=device)
-        self._places = torch.cat([part.slot.places(part.slot.length, part.end) for part in parts]).to(device)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        places = [part.slot.places(part.slot.length, part.end) for part in self._parts]
+        return torch.cat(places).to(self._device)
+
+    @cached_property
+    def layers(self) -> list[Any]:
+        """One for each of the model."""
         groups = self._groups()
-        windows = {store.window for store in pool.stores if store is not None}
+        windows = {store.window for store in self._pool.stores if store is not None}
         spans = {window: self._spans(groups, window) for window in windows}
-        self.layers: list[Any] = [
+        return [
             DummyLayer()
             if store is None
-            else _JoinedLayer(store, self._places, parts, i, spans[store.window])
-            for i, store in enumerate(pool.stores)
+            else _JoinedLayer(store, self._places, self._parts, i, spans[store.window])
+            for i, store in enumerate(self._pool.stores)
         ]
+
+    def lengthened(
+        self, layers: Sequence[int], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[Entries], list[Request]] | None:
+        """Hold the rows from now on, whose keys and values the caller writes; compare ``caches.lengthened``.
+
+        Args:
+            layers: In which they are held.
+            dtypes: What keys and values may be.
+
+        Returns:
+            Keys and values of each layer, [1, heads, positions of the pool, head size], and which of the places
+            each request attends to; ``None``, and nothing has changed, where a layer has no buffers yet, or others.
+        """
+        stores = [self._pool.stores[layer] for layer in layers]
+        entries = [
+            (store.keys, store.values)
+            for store in stores
+            if store and store.made and store.window is None and store.keys.dtype in dtypes
+        ]
+        if len(entries) < len(stores):
+            return None
+        requests = [
+            Request(
+                len(part.positions),
+                part.slot.length,
+                None if part.seen is None else torch.from_numpy(part.seen),
+                part.slot.places(0, part.end).int(),
+            )
+            for part in self._parts
+        ]
+        for part in self._parts:
+            for layer in layers:
+                part.slot.lengthen(layer, len(part.positions))
+        return entries, requests
 
     def model_arguments(self) -> dict[str, Any]:
         """The keyword arguments that hand it to a ``transformers`` model."""

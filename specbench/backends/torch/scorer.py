@@ -18,7 +18,7 @@ from specbench.backends.torch.caches import (
     make_cache,
 )
 from specbench.backends.torch.kernels.surgery import rounds_to_int8
-from specbench.backends.torch.passes import OrdinaryPass, ShortPass
+from specbench.backends.torch.passes import Forward, OrdinaryPass, ShortPass
 from specbench.backends.torch.pools import PoolKind, Slot
 from specbench.backends.torch.trials import choose_pass, trees_are_right, why_not_ragged, why_widths_differ
 from specbench.decoding.protocols import Batch, Pass, Rows
@@ -248,9 +248,9 @@ class Scorer:
             self.begin()
 
     @property
-    def short(self) -> bool:
-        """Whether short passes are made in few operators."""
-        return isinstance(self._pass, ShortPass)
+    def way(self) -> type[Forward]:
+        """How its passes are made."""
+        return type(self._pass)
 
     @cached_property
     def rounding(self) -> torch.dtype:
@@ -282,7 +282,7 @@ class Scorer:
     def why_not_ragged(self, kind: PoolKind) -> str | None:
         """Why several requests in a pool cannot share a pass, in a sentence; ``None`` if they can. Tried out once."""
         if kind not in self._ragged:
-            self._ragged[kind] = why_not_ragged(self.model, kind, short=self.short)
+            self._ragged[kind] = why_not_ragged(self.model, kind, self.way)
         return self._ragged[kind]
 
     def why_not_bit_exact(self) -> str | None:

@@ -238,7 +238,7 @@ def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) ->
 # -- several requests --------------------------------------------------------------------------------
 
 
-def why_not_ragged(model: PreTrainedModel, kind: PoolKind, *, short: bool) -> str | None:
+def why_not_ragged(model: PreTrainedModel, kind: PoolKind, way: type[Forward]) -> str | None:
     """Why a model cannot make one pass of several requests', in a sentence; ``None`` if it can.
 
     Its attention is one that takes them from now on.
@@ -246,7 +246,7 @@ def why_not_ragged(model: PreTrainedModel, kind: PoolKind, *, short: bool) -> st
     Args:
         model: See ``choose_pass``.
         kind: Of the pool.
-        short: Whether passes in few operators come out right.
+        way: How its passes over one context are made.
     """
     config = model.config.get_text_config(decoder=True)
     if rotates_by_length(model.config):
@@ -256,11 +256,11 @@ def why_not_ragged(model: PreTrainedModel, kind: PoolKind, *, short: bool) -> st
     if not takes_ragged(model):
         return "Its attention is not the scaled dot-product attention of transformers."
     # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
-    right = _ragged_is_right(float32_sample(model) or model, kind, _CLOSE, short=False)
-    if right and short:
+    right = _ragged_is_right(float32_sample(model) or model, kind, _CLOSE, OrdinaryPass)
+    if right and issubclass(way, ShortPass):
         rounding = torch.int8 if rounds_to_int8(model) else model.dtype
         few = first_layers(model, min(2, config.num_hidden_layers))
-        right = _ragged_is_right(few, kind, _CLOSE_SHORT.get(rounding, 0.0), short=True)
+        right = _ragged_is_right(few, kind, _CLOSE_SHORT.get(rounding, 0.0), way)
     return None if right else "A pass over several requests gives other logits than a pass over each."
 
 
@@ -272,7 +272,7 @@ _LATE = (3, 1, 1)
 
 
 @torch.inference_mode()
-def _ragged_is_right(model: PreTrainedModel, kind: PoolKind, limit: float, *, short: bool) -> bool:
+def _ragged_is_right(model: PreTrainedModel, kind: PoolKind, limit: float, way: type[Forward]) -> bool:
     """Whether passes over three requests, a tree among them, give what passes over each without a cache give."""
     size, cpu = len(_embeddings(model)), torch.device("cpu")
     contexts = [[token % size for token in context] for context in _CONTEXTS]
@@ -283,7 +283,7 @@ def _ragged_is_right(model: PreTrainedModel, kind: PoolKind, limit: float, *, sh
     slots = [pool.slot() for _ in contexts]
     if not slots[0].takes_trees:
         nodes, parents, branches = nodes[:2], parents[:2], branches[:1]
-    forward, alone = RaggedPass(model, short=short), OrdinaryPass(model, NoKVCache())
+    forward, alone = RaggedPass(model, way), OrdinaryPass(model, NoKVCache())
     device = _embeddings(model).device
 
     def read(fed: Sequence[Sequence[int]], parts: Sequence[Part]) -> torch.Tensor:

@@ -29,7 +29,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 2,        /* of what Python hands over */
+    VERSION = 3,        /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 2 * PANEL + PANEL * GROUP / 2,
@@ -73,20 +73,29 @@ typedef struct {
     float epsilon, scaling;
 } Model;
 
-/* A pass: rows of x [rows, hidden] become logits [wanted, outputs of the head], of the last rows. Keys and values,
- * [shared, stride / size, size] in each layer, hold `past` positions and get those of the rows behind them. */
+/* Rows of a pass, up to the first of the next, that belong to one request and attend to what it holds: `past` positions
+ * before them, and themselves. */
+typedef struct {
+    const int32_t *places;  /* where all these are among keys and values; NULL for one behind the other, from 0 on */
+    const uint8_t *mask;    /* [its rows, mask_stride], 0 where a row does not attend; NULL for all up to itself */
+    int64_t mask_stride;
+    int32_t first, past;
+} Request;
+
+/* A pass: rows of x [rows, hidden] become logits [wanted, outputs of the head], of those wanted. Keys and values,
+ * [shared, stride / size, size] in each layer, hold what requests have read and get what their rows bring. */
 typedef struct {
     const Model *model;
     float *x;
     const float *cosines, *sines; /* [rows, size] */
     void *const *keys, *const *values;
     const int64_t *strides; /* from one head to the next, for keys and values of each layer, in numbers */
-    const uint8_t *mask;    /* [rows, mask_stride], 0 where a row does not attend; NULL for all up to itself */
-    int64_t mask_stride;
+    const Request *requests;
+    const int32_t *which; /* the rows wanted */
     float *logits;
     float *const *states; /* [rows, states_stride], what goes into each layer and comes out of the final norm; or NULL */
     int64_t states_stride;
-    int32_t rows, wanted, past, is_bfloat16;
+    int32_t rows, wanted, count, is_bfloat16; /* count of requests */
     Parallel parallel; /* NULL for the calling thread alone */
     int32_t threads, level;
 } Pass;
@@ -115,6 +124,7 @@ typedef struct {
 typedef struct {
     const float *query;
     const void *keys, *values;
+    const int32_t *places; /* of keys and values; NULL for one behind the other */
     const uint8_t *mask;
     float *out, scaling;
     int count, groups, size, is_bfloat16;
@@ -168,6 +178,8 @@ INLINE float rounded_bfloat16(float x) {
     memcpy(&x, &bits, sizeof x);
     return x;
 }
+
+INLINE int64_t place_of(const int32_t *places, int position) { return places ? places[position] : position; }
 
 /* ---- instruction sets ---- */
 
@@ -463,14 +475,24 @@ static void normed(const Work *work, const float *weight) {
     for (int r = 0; r < pass->rows; r++) {
         float *to = work->more + r * work->stride;
         work->ways->norm(pass->x + (int64_t)r * model->hidden, weight, model->epsilon, model->hidden, to);
-        give(work->ways, to, &work->narrow, r);
     }
+}
+
+static void give_normed(const Work *work, const float *weight) {
+    normed(work, weight);
+    for (int r = 0; r < work->pass->rows; r++) give(work->ways, work->more + r * work->stride, &work->narrow, r);
+}
+
+static const Request *whose(const Pass *pass, int row) {
+    const Request *found = pass->requests + pass->count - 1;
+    while (found->first > row) found--;
+    return found;
 }
 
 static void begin(const Work *work, const Layer *layer, int piece) {
     (void)piece;
     tell_states(work, 0, work->pass->x, work->pass->model->hidden);
-    normed(work, layer->attention_norm);
+    give_normed(work, layer->attention_norm);
 }
 
 static void project(const Work *work, const Layer *layer, int piece) {
@@ -486,6 +508,8 @@ static void rotate(const Work *work, const Layer *layer, int piece) {
     const int64_t keys_stride = pass->strides[2 * place], values_stride = pass->strides[2 * place + 1];
     for (int r = 0; r < pass->rows; r++) {
         const float *cosines = pass->cosines + (int64_t)r * size, *sines = pass->sines + (int64_t)r * size;
+        const Request *request = whose(pass, r);
+        const int64_t at = place_of(request->places, request->past + r - request->first) * size;
         float *row = work->row + r * work->stride;
         for (int head = 0; head < model->heads + model->shared; head++) {
             float *x = row + (int64_t)head * size;
@@ -496,7 +520,6 @@ static void rotate(const Work *work, const Layer *layer, int piece) {
         for (int head = 0; head < model->shared; head++) {
             const float *key = row + (int64_t)(model->heads + head) * size;
             const float *value = key + (int64_t)model->shared * size;
-            const int64_t at = (int64_t)(pass->past + r) * size;
             if (pass->is_bfloat16) {
                 uint16_t *keys = (uint16_t *)pass->keys[place] + head * keys_stride + at;
                 uint16_t *values = (uint16_t *)pass->values[place] + head * values_stride + at;
@@ -525,14 +548,17 @@ static void attend(const Work *work, const Layer *layer, int piece) {
     const int place = (int)(layer - model->layers);
     const size_t number = pass->is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t first = (int64_t)head * groups * model->size;
+    const Request *request = whose(pass, row);
+    const int own = row - request->first, after = request + 1 < pass->requests + pass->count ? request[1].first : pass->rows;
     const Attention attention = {
         .query = work->row + row * work->stride + first,
         .keys = (const char *)pass->keys[place] + (size_t)(head * pass->strides[2 * place]) * number,
         .values = (const char *)pass->values[place] + (size_t)(head * pass->strides[2 * place + 1]) * number,
-        .mask = pass->mask ? pass->mask + row * pass->mask_stride : NULL,
+        .places = request->places,
+        .mask = request->mask ? request->mask + own * request->mask_stride : NULL,
         .out = work->more + row * work->stride + first,
         .scaling = model->scaling,
-        .count = pass->past + (pass->mask ? pass->rows : row + 1),
+        .count = request->past + (request->mask ? after - request->first : own + 1),
         .groups = groups,
         .size = model->size,
         .is_bfloat16 = pass->is_bfloat16,
@@ -564,7 +590,7 @@ static void added(const Work *work) {
 static void after_attention(const Work *work, const Layer *layer, int piece) {
     (void)piece;
     added(work);
-    normed(work, layer->mlp_norm);
+    give_normed(work, layer->mlp_norm);
 }
 
 /* Gates of some panels and what they let through: the second half of the same product. */
@@ -596,29 +622,26 @@ static void bring_down(const Work *work, const Layer *layer, int piece) {
 
 static void after_layer(const Work *work, const Layer *layer, int piece) {
     (void)piece;
-    const Model *model = work->pass->model;
-    const int index = (int)(layer - model->layers) + 1, is_last = index == model->count;
+    const Pass *pass = work->pass;
+    const Model *model = pass->model;
+    const int index = (int)(layer - model->layers) + 1;
     added(work);
-    if (!is_last) tell_states(work, index, work->pass->x, model->hidden);
-    normed(work, is_last ? model->norm : layer[1].attention_norm);
-    if (is_last) tell_states(work, index, work->more, work->stride);
+    if (index < model->count) {
+        tell_states(work, index, pass->x, model->hidden);
+        give_normed(work, layer[1].attention_norm);
+        return;
+    }
+    normed(work, model->norm);
+    tell_states(work, index, work->more, work->stride);
+    for (int i = 0; i < pass->wanted; i++)
+        give(work->ways, work->more + pass->which[i] * work->stride, &work->narrow, i);
 }
 
 static void tell(const Work *work, const Layer *layer, int piece) {
     (void)layer;
     const Pass *pass = work->pass;
     const Matrix *head = &pass->model->head;
-    const int first = pass->rows - pass->wanted;
-    Given last = work->narrow;
-    if (last.form == IN_BYTES) {
-        last.bytes += (int64_t)first * last.padded;
-        last.scales += first;
-        last.totals += first;
-        last.sums += (int64_t)first * (last.padded / GROUP);
-    } else {
-        last.numbers += (int64_t)first * last.padded * number_bytes(last.form);
-    }
-    multiply(work, head, &last, pass->wanted, piece, pass->logits, head->outputs);
+    multiply(work, head, &work->narrow, pass->wanted, piece, pass->logits, head->outputs);
 }
 
 enum { STAGES_OF_LAYER = 5 };

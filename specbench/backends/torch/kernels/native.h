@@ -225,7 +225,7 @@ INLINE TARGET void NAME(score)(
     const int size = a->size;
     _Alignas(64) float keys[LANES * MOST_SIZE];
     for (int j = 0; j < LANES; j++) {
-        const int64_t from = (int64_t)(first + (j < count ? j : count - 1)) * size;
+        const int64_t from = place_of(a->places, first + (j < count ? j : count - 1)) * size;
         for (int i = 0; i < size; i += LANES) F_STORE(keys + j * size + i, NAME(load)(a->keys, from + i, is_bfloat16));
     }
     for (int g = 0; g < heads; g++) {
@@ -252,7 +252,7 @@ INLINE TARGET void NAME(weigh)(
         for (int g = 0; g < heads; g++) found[g] = F_LOAD(sums[g] + i);
         for (int j = 0; j < count; j++) {
             if (mask && !mask[j]) continue;
-            VF value = NAME(load)(a->values, (int64_t)(first + j) * a->size + i, is_bfloat16);
+            VF value = NAME(load)(a->values, place_of(a->places, first + j) * a->size + i, is_bfloat16);
 #pragma GCC unroll 8
             for (int g = 0; g < heads; g++) found[g] = F_FMA(F_SET(scores[g][j]), value, found[g]);
         }

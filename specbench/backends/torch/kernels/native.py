@@ -29,6 +29,7 @@ __all__ = [
     "Layer",
     "Panels",
     "Product",
+    "Request",
     "Stack",
     "available",
     "why_not",
@@ -48,7 +49,7 @@ MOST_HEAD_SIZE = 256
 _ROUNDED_AT_ONCE = 128 * PANEL
 """Rows of a weight that are made float32 at once."""
 
-_VERSION = 2
+_VERSION = 3
 """Of what is handed over; the library's own has to be the same."""
 
 _LEVELS = {"default": 0, "avx2": 1}
@@ -97,6 +98,16 @@ class _Model(Structure):
     )
 
 
+class _Request(Structure):
+    _fields_ = (
+        ("places", c_void_p),
+        ("mask", c_void_p),
+        ("mask_stride", c_int64),
+        ("first", c_int32),
+        ("past", c_int32),
+    )
+
+
 class _Pass(Structure):
     _fields_ = (
         ("model", POINTER(_Model)),
@@ -106,14 +117,14 @@ class _Pass(Structure):
         ("keys", POINTER(c_void_p)),
         ("values", POINTER(c_void_p)),
         ("strides", POINTER(c_int64)),
-        ("mask", c_void_p),
-        ("mask_stride", c_int64),
+        ("requests", POINTER(_Request)),
+        ("which", c_void_p),
         ("logits", c_void_p),
         ("states", POINTER(c_void_p)),
         ("states_stride", c_int64),
         ("rows", c_int32),
         ("wanted", c_int32),
-        ("past", c_int32),
+        ("count", c_int32),
         ("is_bfloat16", c_int32),
         ("parallel", c_void_p),
         ("threads", c_int32),
@@ -426,6 +437,24 @@ class Layer(NamedTuple):
         return (self.projections, self.output, self.gates, self.down)
 
 
+class Request(NamedTuple):
+    """Rows of a pass that attend to what one request holds.
+
+    Attributes:
+        rows: How many they are.
+        past: How many positions are held before them.
+        mask: Bool [rows, past + rows or more], true where a row attends; ``None`` for all that come before it, and
+            itself.
+        places: int32 [past + rows], where the positions are among keys and values; ``None`` for one behind the other,
+            from the first on.
+    """
+
+    rows: int
+    past: int
+    mask: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
+
 class Stack:
     """Decoder layers with their final norm and head, for passes of few rows.
 
@@ -512,9 +541,8 @@ class Stack:
         x: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
         held: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        past: int,
-        mask: torch.Tensor | None,
-        wanted: int,
+        requests: Sequence[Request],
+        wanted: Sequence[int],
         layers: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Make a pass.
@@ -523,10 +551,9 @@ class Stack:
             x: Embeddings, [rows, hidden size], float32; overwritten.
             rotation: Cosines and sines, [rows, head size], float32.
             held: Keys and values of each layer, [1, heads, positions, head size] in bfloat16 or float32, with room
-                for the rows' own behind the first ``past`` positions.
-            past: In positions.
-            mask: Bool [rows, positions], true where a row attends; ``None`` for all that come before it, and itself.
-            wanted: How many of the last rows' logits are.
+                for the rows' own.
+            requests: Whose the rows are, one behind the other.
+            wanted: Of which rows logits are.
             layers: In front of which hidden states are wanted, of all rows; their number stands for those behind the
                 final norm.
 
@@ -535,11 +562,24 @@ class Stack:
         """
         native = _native()
         cosines, sines = (each.contiguous() for each in rotation)
-        mask = None if mask is None else mask.contiguous()
+        kept = [
+            request._replace(mask=_whole(request.mask), places=_whole(request.places)) for request in requests
+        ]
+        given, first = (_Request * len(kept))(), 0
+        for place, request in enumerate(kept):
+            given[place] = _Request(
+                _address(request.places),
+                _address(request.mask),
+                0 if request.mask is None else request.mask.stride(0),
+                first,
+                request.past,
+            )
+            first += request.rows
+        which = (c_int32 * len(wanted))(*wanted)
         for place, (keys, values) in enumerate(held):
             self._keys[place], self._values[place] = keys.data_ptr(), values.data_ptr()
             self._strides[2 * place], self._strides[2 * place + 1] = keys.stride(1), values.stride(1)
-        logits = torch.empty(wanted, self._vocabulary)
+        logits = torch.empty(len(wanted), self._vocabulary)
         states = torch.empty(len(x), len(layers), x.shape[1])
         told = (c_void_p * (len(held) + 1))()
         for place, layer in enumerate(layers):
@@ -555,14 +595,14 @@ class Stack:
                         keys=self._keys,
                         values=self._values,
                         strides=self._strides,
-                        mask=None if mask is None else mask.data_ptr(),
-                        mask_stride=0 if mask is None else mask.stride(0),
+                        requests=given,
+                        which=ctypes.addressof(which),
                         logits=logits.data_ptr(),
                         states=told if layers else None,
                         states_stride=states.stride(0),
                         rows=len(x),
-                        wanted=wanted,
-                        past=past,
+                        wanted=len(wanted),
+                        count=len(kept),
                         is_bfloat16=held[0][0].dtype == torch.bfloat16,
                         parallel=native.parallel,
                         threads=torch.get_num_threads(),
@@ -572,3 +612,12 @@ class Stack:
             )
         )
         return logits, states if layers else None
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Without gaps in memory."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
