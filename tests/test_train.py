@@ -255,6 +255,20 @@ def test_texts_are_the_targets_own_and_written_once(target: Target, monkeypatch:
     assert store_for(target, prompts, 7, 0).folder != store.folder
 
 
+def test_answers_that_had_not_ended_are_kept_apart(target: Target, tmp_path: Path) -> None:
+    prompts = [[5, 9, 14], [30, 2]]
+    store, cut = store_for(target, prompts, 40, 0), TextStore(tmp_path / "cut")
+    enough = {"enough": lambda _, everything: everything >= 12}
+    write_texts(target, prompts, store, answer_tokens=40, seed=0, cut=cut, **enough)
+    assert not store.read()
+    texts = cut.read()
+    assert set(texts) == {(0, 0), (0, 1)}
+    for (_, place), text in texts.items():
+        alone = autoregressive_generate(prompts[place], target, max_new_tokens=40)
+        assert text.tokens == (*prompts[place], *alone.token_ids[: text.written])
+        assert 0 < text.written < 40
+
+
 def test_a_line_cut_short_is_written_again(tmp_path: Path) -> None:
     store = TextStore(tmp_path / "texts")
     first, second = made_up(8, 9)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -269,6 +269,8 @@ class Training:
         """The texts to train on; written now, unless they were before."""
         settings, rank = self._settings, self._group.process_index
         store = store_for(self._target, self._prompts, settings.answer_tokens, settings.seed, rank)
+        folder = f"folder {str(self._out)!r}"
+        cut = TextStore(self._out / _STATE, rank, within=folder, advice="Name another one with --out.")
         if self._begun["texts"] is None:
             share = slice(rank, None, self._group.num_processes)
             store.check_space(settings.tokens or 0)
@@ -280,12 +282,14 @@ class Training:
                 seed=settings.seed,
                 enough=self._enough_written(),
                 share=share,
+                cut=None if settings.minutes is None else cut,
             )
             self._group.wait_for_everyone()
             if self._main:
-                self._note(texts=[text.key for text in self._enough_of(store)])
+                texts = self._enough_of(store.read() | cut.read())
+                self._note(texts=[text.key for text in texts])
             self._begun["texts"] = self._agreed(self._begun["texts"])
-        known = store.read()
+        known = store.read() | cut.read()
         keys = [tuple(key) for key in self._begun["texts"]]
         if any(key not in known for key in keys):
             raise RunError(
@@ -316,7 +320,7 @@ class Training:
             if settings.minutes is not None:
                 limit = _WRITING * 60 * settings.minutes
                 self._watch.wrote(total, None, max(0.0, limit - now))
-                return written > 0 and now >= limit
+                return everything >= settings.answer_tokens and now >= limit
             wanted = settings.tokens or 0
             pace = (total - first[0]) / (now - first[1]) if now > first[1] else 0
             self._watch.wrote(total, wanted, max(0, wanted - total) / pace if pace else None)
@@ -324,11 +328,11 @@ class Training:
 
         return enough
 
-    def _enough_of(self, store: TextStore) -> list[Text]:
+    def _enough_of(self, known: Mapping[tuple[int, int], Text]) -> list[Text]:
         """Those of the texts that are trained on: the first ones, up to the tokens asked for."""
         chosen: list[Text] = []
         written = 0
-        for text in store.read().values():
+        for text in known.values():
             if self._settings.tokens is not None and written >= self._settings.tokens:
                 break
             chosen.append(text)

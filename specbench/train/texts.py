@@ -81,10 +81,14 @@ class TextStore:
     Args:
         folder: Made when the first text is added.
         rank: Of the process.
+        within: What it lies in, in words.
+        advice: What to do where that cannot be written.
     """
 
-    def __init__(self, folder: Path, rank: int = 0) -> None:
+    def __init__(self, folder: Path, rank: int = 0, *, within: str | None = None, advice: str = "") -> None:
         self.folder, self._own = folder, folder / f"texts-{rank}.jsonl"
+        self._within = within or f"cache folder {str(cache_folder())!r}"
+        self._advice = advice or f"Set {CACHE_VARIABLE} to a folder that can, and go on with --resume."
 
     def read(self) -> dict[tuple[int, int], Text]:
         """All texts by their keys, in the order of rounds and prompts. A line cut short by a crash is left out.
@@ -104,7 +108,7 @@ class TextStore:
         """Append texts.
 
         Raises:
-            RunError: The cache folder cannot be written, or is full. UsageError: A link stands in the file's place.
+            RunError: The folder cannot be written, or is full. UsageError: A link stands in the file's place.
         """
         lines = "".join(json.dumps(vars(text), separators=(",", ":")) + "\n" for text in texts)
         with self._errors():
@@ -124,27 +128,22 @@ class TextStore:
         """Refuse to begin where so many tokens have no room.
 
         Raises:
-            RunError: They have none, or the cache folder cannot be written.
+            RunError: They have none, or the folder cannot be written.
         """
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
         if free < tokens * _LINE_BYTES:
-            raise _full()
+            raise self._full()
 
     def _errors(self) -> AbstractContextManager[None]:
-        return explained(
-            f"The cache folder {str(cache_folder())!r} cannot be written",
-            f"Set {CACHE_VARIABLE} to a folder that can.",
-            full=_full(),
+        return explained(f"The {self._within} cannot be written", self._advice, full=self._full())
+
+    def _full(self) -> RunError:
+        return RunError(
+            f"No space is left for texts in the {self._within}; those written are kept.",
+            f"Free some. {self._advice}",
         )
-
-
-def _full() -> RunError:
-    return RunError(
-        f"No space is left for texts in the cache folder {str(cache_folder())!r}; those written are kept.",
-        f"Free some, or set {CACHE_VARIABLE} to a folder on another disk, and go on with --resume.",
-    )
 
 
 def _parsed(line: str) -> Text | None:
@@ -175,6 +174,7 @@ def write_texts(
     seed: int,
     enough: Callable[[int, int], bool],
     share: slice = slice(None),
+    cut: TextStore | None = None,
 ) -> None:
     """Let a target answer the prompts, greedily and then at temperatures above 0, until there is enough.
 
@@ -187,6 +187,7 @@ def write_texts(
         enough: Asked all along, with the tokens of the answers that are there without a gap, and all that were ever
             written, those under way among them.
         share: Which of a round's prompts are for this process.
+        cut: Where answers go that had not ended when there was enough; ``None`` for nowhere.
 
     Raises:
         UsageError: No prompt fits the target's context.
@@ -199,13 +200,19 @@ def write_texts(
         missing = [place for place in places if (number, place) not in known]
         for first in range(0, len(missing), BATCH * _GROUP):
             group = missing[first : first + BATCH * _GROUP]
-            for tokens, text in _answered(target, prompts, number, group, answer_tokens, seed):
-                everything += tokens
-                if text is not None:
+            answers: dict[int, list[int]] = {place: [] for place in group}
+            for place, fresh, ended in _answered(target, prompts, number, group, answer_tokens, seed):
+                answers[place] += fresh
+                everything += len(fresh)
+                if ended:
+                    text = _text(number, place, prompts[place], answers.pop(place))
                     store.add([text])
                     known[text.key] = text
                     written = without_a_gap(known, places)
                 if enough(written, everything):
+                    if cut is not None:
+                        begun = ((place, answer) for place, answer in answers.items() if answer)
+                        cut.add(_text(number, place, prompts[place], answer) for place, answer in begun)
                     return
         if not any(known[number, place].written for place in places):
             raise UsageError(
@@ -225,6 +232,11 @@ def without_a_gap(known: Mapping[tuple[int, int], Text], places: Sequence[int]) 
     return total
 
 
+def _text(number: int, place: int, prompt: Sequence[int], answer: Sequence[int]) -> Text:
+    """An empty one where there is no answer, as to a prompt that does not fit."""
+    return Text(number, place, len(prompt), (*prompt, *answer)) if answer else Text(number, place, 0, ())
+
+
 def _answered(
     target: Target,
     prompts: Sequence[Sequence[int]],
@@ -232,8 +244,8 @@ def _answered(
     places: Sequence[int],
     answer_tokens: int,
     seed: int,
-) -> Iterator[tuple[int, Text | None]]:
-    """How many more tokens there are, and a text where one has ended; an empty one of a prompt that does not fit."""
+) -> Iterator[tuple[int, Sequence[int], bool]]:
+    """As the answers grow, the places of their prompts, more tokens, and whether these are the last ones."""
     sampling: Sampling = Multinomial(_WARMER[(number - 1) % len(_WARMER)]) if number else Greedy()
     runs = []
     for place in places:
@@ -244,22 +256,13 @@ def _answered(
                 prompts[place], target, sampling=sampling, max_new_tokens=answer_tokens, seed=own_seed
             )
         )
-    answers: list[list[int]] = [[] for _ in runs]
     for i, event in GenerationRuns(runs, max_batch=BATCH):
-        place, prompt, answer = places[i], prompts[places[i]], answers[i]
         if isinstance(event, UsageError):
-            yield 0, Text(number, place, 0, ())
+            yield places[i], (), True
             continue
         if isinstance(event, Exception):
             raise event
-        fresh = _tokens_of(event)
-        answer += fresh
-        text = None
-        if event.finish_reason is not None:
-            text = (
-                Text(number, place, len(prompt), (*prompt, *answer)) if answer else Text(number, place, 0, ())
-            )
-        yield len(fresh), text
+        yield places[i], _tokens_of(event), event.finish_reason is not None
 
 
 def _tokens_of(event: Prefill | Step) -> Sequence[int]:
