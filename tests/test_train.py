@@ -139,12 +139,14 @@ def decoders_rows(
     return scorer.score(Pass(scorer, context, draft)).logits
 
 
-@pytest.mark.parametrize(("kind", "every"), [*((kind, 1) for kind in KINDS), ("eagle", 3)])
-def test_losses_are_those_of_what_the_decoder_drafts(model: Any, kind: str, every: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "every", "layers"), [*((kind, 1, 1) for kind in KINDS), ("eagle", 3, 1), ("eagle", 1, 2)]
+)
+def test_losses_are_those_of_what_the_decoder_drafts(model: Any, kind: str, every: int, layers: int) -> None:
     """Position by position, draft by draft, with a pass of the decoder's scorer for each."""
     texts = made_up(19, 12)
     teacher = Teacher(model, DRAFTED)
-    student = make_student(kind, model, teacher.head, DEPTH, 0)
+    student = make_student(kind, model, teacher.head, DEPTH, 0, layers)
     student.every = every
     with torch.no_grad():
         for parameter in student.parameters():
@@ -341,6 +343,10 @@ def test_a_head_learns_and_drafts_exactly(easy: Target, tmp_path: Path, kind: st
     assert told["measured"][0]["step"] == 0
     assert told["target"]["fingerprint"] == easy.language_model.identity
     assert told["data"]["held_out"] == ["p6", "p7"]
+    if kind == "eagle":
+        assert told["derived"].startswith(
+            "The rows of its head are the target's, and it was started from layer 1, layer 2 and the final norm"
+        )
     assert set(told["measured"][0]["categories"]) == {"a", "b"}
     assert [each.tokens_per_step for each in watch.measures] == [
         each["tokens_per_step"] for each in told["measured"]
@@ -503,6 +509,14 @@ def test_a_head_for_other_weights_is_refused_unless_told(model: Any, target: Tar
 
 
 REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
+    "layers": (
+        lambda target, out: training(target, out, replace(QUICK, layers=4)),
+        "A head of 4 layers is larger than its target, which has 3.",
+    ),
+    "layers of Medusa": (
+        lambda _target, _out: replace(QUICK, kind="medusa", layers=1),
+        "A head of the kind medusa has no layers.",
+    ),
     "both": (lambda _target, _out: replace(QUICK, minutes=3), "is said twice"),
     "neither": (lambda _target, _out: replace(QUICK, tokens=None), "is not said"),
     "no time": (lambda _target, _out: replace(QUICK, tokens=None, minutes=0.0), "0 minutes"),

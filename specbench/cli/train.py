@@ -80,6 +80,10 @@ def train(
     depth: Annotated[
         int, _training("--depth", min=1, metavar="N", help="Tokens that the head learns to draft.")
     ] = 4,
+    layers: Annotated[
+        int | None,
+        _training("--layers", min=1, metavar="N", help="Decoder layers of an EAGLE head. Default: 2."),
+    ] = None,
     vocab: Annotated[
         int | None,
         _training(
@@ -143,6 +147,7 @@ def train(
         answer_tokens=max_new_tokens,
         epochs=epochs,
         depth=depth,
+        layers=layers,
         vocab=vocab,
         learning_rate=learning_rate,
         held_out=held_out,

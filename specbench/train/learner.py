@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from specbench.models.checkpoints import text_config
 from specbench.models.counts import TokenCounts
 from specbench.train.lessons import Reading, Teacher, batches, padded
 from specbench.train.state import restore_optimizer, stored_optimizer
@@ -90,7 +91,10 @@ class Learner:
         self.drafted = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
         self._teacher = Teacher(model, self.drafted)
         self.head = self._teacher.head
-        self.student: Any = make_student(settings.kind, model, self.head, settings.depth, settings.seed)
+        layers = settings.head_layers(text_config(model.config).num_hidden_layers)
+        self.student: Any = make_student(
+            settings.kind, model, self.head, settings.depth, settings.seed, layers
+        )
         self._names: Mapping[str, nn.Parameter] = dict(self.student.named_parameters())
         self._optimizer = torch.optim.AdamW(
             [*self._names.values()],

@@ -162,6 +162,7 @@ class Training:
         self._group = group or processes(cpu=target.scorer.device.type == "cpu")
         self._watch, self._saved_every_s = watch or _Silent(), saved_every_s
         layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        settings.head_layers(layers)
         require_states(target, (layers,))
         trained, held = held_out_prompts(prompts, settings.held_out)
         self._prompts = encode_turns(target, trained)

@@ -12,6 +12,8 @@ __all__ = ["Measured", "TrainingSettings", "Watch"]
 
 _RATES = {"eagle": 8e-4, "medusa": 1e-3, "pass": 1e-2}
 _SMALL_VOCAB = 8192
+_LAYERS = 2
+"""Of an EAGLE head (docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class TrainingSettings:
         answer_tokens: Length of an answer at most.
         epochs: How often each text is trained on at most; ``None`` for 4 times, or as often as there are minutes for.
         depth: Tokens it learns to draft.
+        layers: Decoder layers of an EAGLE head; ``None`` for 2.
         vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, which small ones keep whole.
         learning_rate: At its highest; ``None`` for what the kind takes.
         batch_tokens: Of each step, padding included; longer texts are cut.
@@ -36,7 +39,8 @@ class TrainingSettings:
         compact: See ``write_head``.
 
     Raises:
-        UsageError: Tokens and minutes are both given, or neither, or one of them is too small.
+        UsageError: Tokens and minutes are both given, or neither, or one of them is too small; layers are given for a
+            head that has none.
     """
 
     kind: str = "eagle"
@@ -45,6 +49,7 @@ class TrainingSettings:
     answer_tokens: int = 256
     epochs: int | None = None
     depth: int = 4
+    layers: int | None = None
     vocab: int | None = None
     learning_rate: float | None = None
     batch_tokens: int = 1024
@@ -66,6 +71,9 @@ class TrainingSettings:
                 f"The learning rate is {self.learning_rate:g}.", "Give one between 0 and 1, such as 0.0008."
             )
 
+        if self.layers is not None and self.kind != "eagle":
+            raise UsageError(f"A head of the kind {self.kind} has no layers.", "Leave --layers out.")
+
     @property
     def rate(self) -> float:
         """The learning rate at its highest."""
@@ -85,6 +93,24 @@ class TrainingSettings:
                 "Give less with --vocab, or leave it out.",
             )
         return self.vocab
+
+    def head_layers(self, whole: int) -> int:
+        """How many decoder layers an EAGLE head has.
+
+        Args:
+            whole: How many the target has.
+
+        Raises:
+            UsageError: More than that.
+        """
+        if self.layers is None:
+            return min(whole, _LAYERS)
+        if self.layers > whole:
+            raise UsageError(
+                f"A head of {self.layers} layers is larger than its target, which has {whole}.",
+                "Give less with --layers, or leave it out.",
+            )
+        return self.layers
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""

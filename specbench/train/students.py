@@ -262,6 +262,7 @@ class EagleStudent(nn.Module):
         head: See ``Teacher``.
         depth: Tokens it learns to draft.
         seed: Of what is random at the beginning.
+        layers: Decoder layers.
 
     Attributes:
         every: Of drafts whose last token was not right, which the decoder would drop, one in so many is gone on from.
@@ -270,13 +271,15 @@ class EagleStudent(nn.Module):
     kind = "eagle"
     needs_cache = False
 
-    def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int
+    ) -> None:
         super().__init__()
         self.depth, config = depth, text_config(model.config)
         self.every = _EVERY
         total = config.num_hidden_layers
         self.layers = tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
-        shape = EagleShape(len(self.layers), config.hidden_size, len(head), _layer_like(config))
+        shape = EagleShape(len(self.layers), config.hidden_size, len(head), _layer_like(config), layers)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.head = EagleHead(shape)
@@ -311,7 +314,7 @@ class EagleStudent(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """See ``Student``."""
-        layer = self.head.shape.layer.to_dict()
+        layer = self.head.shape.layer.to_dict() | {"num_hidden_layers": self.head.shape.layers}
         return {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
@@ -334,7 +337,7 @@ _LAYER = (
 
 
 def _layer_like(target: PreTrainedConfig) -> LlamaConfig:
-    """The configuration of a decoder layer of the size of the target's."""
+    """The configuration of decoder layers of the size of the target's."""
     own = target.to_dict()
     size = own.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
     known: dict[str, Any] = {
@@ -346,7 +349,6 @@ def _layer_like(target: PreTrainedConfig) -> LlamaConfig:
         "rms_norm_eps": own.get("rms_norm_eps") or 1e-5,
         "max_position_embeddings": own.get("max_position_embeddings") or 2048,
         "vocab_size": own["vocab_size"],
-        "num_hidden_layers": 1,
     }
     if own.get("model_type") in _FAMILY:
         rope = {
@@ -361,7 +363,7 @@ _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def _start(head: EagleHead, model: PreTrainedModel) -> str | None:
-    """Give a head the weights of the target's last layer where these fit; its features begin as the highest state.
+    """Give a head the weights of the target's last layers where these fit; its features begin as the highest state.
 
     What reads two inputs side by side, the embedding and the feature, begins as if it read their sum.
     """
@@ -383,7 +385,9 @@ def _start(head: EagleHead, model: PreTrainedModel) -> str | None:
         for layer, each in zip(further, others, strict=True):
             layer.load_state_dict(_weights_of(each))
         head.norm.weight.copy_(decoder.norm.weight)
-    return f"layer {config.num_hidden_layers - 1} and the final norm of the target"
+    total, own = config.num_hidden_layers, len(head.layers)
+    named = ", ".join(f"layer {layer}" for layer in range(total - own, total))
+    return f"{named} and the final norm of the target"
 
 
 def _weights_of(layer: Any) -> dict[str, torch.Tensor]:
@@ -537,11 +541,13 @@ class PassStudent(nn.Module):
 
 _MAKERS: Mapping[str, Any] = {
     "eagle": EagleStudent,
-    "medusa": lambda model, head, depth, seed: MedusaStudent(model, head, depth),  # noqa: ARG005
-    "pass": PassStudent,
+    "medusa": lambda model, head, depth, seed, layers: MedusaStudent(model, head, depth),  # noqa: ARG005
+    "pass": lambda model, head, depth, seed, layers: PassStudent(model, head, depth, seed),  # noqa: ARG005
 }
 
 
-def make_student(kind: str, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int) -> Any:
+def make_student(
+    kind: str, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int = 1
+) -> Any:
     """A head at the beginning, a module that is a ``Student``; for the arguments see ``EagleStudent``."""
-    return _MAKERS[kind](model, head, depth, seed).to(head.device)
+    return _MAKERS[kind](model, head, depth, seed, layers).to(head.device)
