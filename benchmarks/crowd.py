@@ -7,11 +7,11 @@ The server runs in a thread of this process, so that everything can be counted. 
 streams, leave them anywhere, vanish before the answer or in the middle of their own body, send what is no HTTP, no
 JSON, wrong or too large, and read slowly; a few read nothing before all others are done. Greedy answers must be those
 of the decoder alone, wrong requests must get their status, and nobody may wait for a minute. Behind every round nothing
-may be left: no request, no block of the pool, no task, no connection, no generation in memory. At the end the server
-must be gone with its threads and sockets and have logged no error, and Python must hold as many objects as behind the
-second round, within 1%. The memory of the process is told and not judged: oneDNN keeps what it has compiled for up to
-1,024 shapes of passes, and the allocator what large bodies have taken. Ends with one line of JSON; exit code 1 if
-anything was wrong.
+may be left: no request, no block of the pool, no task, no connection, no generation in memory; and nothing may listen
+for more than this machine. At the end the server must be gone with its threads and sockets and have logged no error,
+and Python must hold as many objects as behind the second round, within 1%. The memory of the process is told and not
+judged: oneDNN keeps what it has compiled for up to 1,024 shapes of passes, and the allocator what large bodies have
+taken. Ends with one line of JSON; exit code 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import ipaddress
 import json
 import logging
 import os
@@ -122,6 +123,7 @@ class Serving:
             "blocks": 0 if use is None else use.used,
             "tasks": len(state.tasks),
             "connections": len(state.connections),
+            "sockets that others reach": _reached_by_others(),
             **kinds,
         }
         return [f"{count} {name}" for name, count in found.items() if count]
@@ -421,6 +423,16 @@ def _joined(events: Sequence[str]) -> str:
     """The text of events."""
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
+def _reached_by_others() -> int:
+    """Sockets of this process that listen for more than this machine."""
+    listening = (
+        each.laddr.ip
+        for each in psutil.Process().net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    )
+    return sum(not ipaddress.ip_address(address).is_loopback for address in listening)
 
 
 def _files() -> int:
