@@ -137,7 +137,8 @@ def _serve(given: argparse.Namespace) -> list[str]:
 def _run(given: argparse.Namespace, parts: Parts, address: str, until: float) -> None:
     """The sweeps that are missing, as far as the time reaches."""
     prompts = load_prompts(["all"])
-    with closing(ServerEngine(parse_servers([f"{X}={address}", f"{ITSELF}={address}"]), keys={})) as engine:
+    servers = parse_servers([f"{X}={address}", f"{ITSELF}={address}"])
+    with closing(ServerEngine(servers, keys={}, ignore_eos=True)) as engine:
         target = engine.describe_target()
 
         def one(number: int, folder: Path) -> dict[str, Any]:

@@ -221,13 +221,24 @@ def test_an_answer_that_goes_wrong_is_one_sentence(events: list[Any], fragment: 
         (422, b'{"detail": "no such field"}', "status 422: no such field."),
         (404, b'{"error": "no such model"}', "status 404: no such model."),
         (500, b"<html>", "status 500: no reason is given."),
-        (302, b"", "status 302"),
     ],
 )
 def test_a_refusal_says_why(status: int, body: bytes, fragment: str) -> None:
     with pytest.raises(RunError, match="refuses a request") as caught:
         asked(body, status=status)
     assert fragment in str(caught.value)
+
+
+def test_an_address_that_leads_elsewhere_is_told() -> None:
+    with pytest.raises(
+        ServerError, match=r"^The server far sends requests to another address \(status 302\)\.$"
+    ):
+        asked(b"", status=302)
+
+
+def test_what_a_library_says_ends_in_one_full_stop() -> None:
+    with pytest.raises(ServerError, match=r"broke: no response\.$"):
+        asked(httpx2.RemoteProtocolError("no response."))
 
 
 def test_an_answer_that_is_no_stream_is_told() -> None:

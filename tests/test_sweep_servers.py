@@ -523,6 +523,34 @@ def test_outputs_that_part_are_found_and_judged(
     assert "compare their weights, quantisation and sampling" in judged.err
 
 
+@pytest.mark.parametrize(
+    ("words", "field"), [(["--ignore-eos"], "ignore_eos"), (["--temperature", 0, "--temperature", 1], "seed")]
+)
+def test_a_field_that_is_refused_is_found_before_anything_is_measured(
+    sweep: Call, tmp_path: Path, words: list[Any], field: str
+) -> None:
+    with ScriptedServer(Manner(wrong=lambda body: 400 if field in body else None)) as server:
+        sweep(*words, a=server).refused(2, "status 400: not now", "its model and the options")
+        assert sweep(a=server).code == 0
+
+
+def test_a_server_that_was_started_anew_is_told(sweep: Call, tmp_path: Path) -> None:
+    with ScriptedServer(Manner(owner="vllm")) as server:
+
+        def count(body: dict[str, Any]) -> None:
+            n = len(server.asked) % 6
+            server.manner.metrics = "".join(
+                f"vllm:spec_decode_num_{name}_total {n}\n"
+                for name in ("drafts", "draft_tokens", "accepted_tokens")
+            )
+
+        count({})
+        server.manner.wrong = count
+        assert sweep(a=server).code == 1
+    errors = [row["error"] for row in stored(tmp_path) if row["status"] == "failed"]
+    assert errors == ["a: The server's counters have gone back: it was started anew."]
+
+
 def test_a_key_is_read_from_the_environment_and_kept_nowhere(
     sweep: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -433,6 +433,8 @@ def _sweep_servers(
         tokenizer=tokenizer,
         local=(lambda: load_engine(local)) if servers.check_outputs else None,
         timeout_s=servers.timeout,
+        ignore_eos=decode.ignore_eos,
+        temperature=max(options.temperatures),
     )
     try:
         options = replace(options, servers=tuple(each.described for each in engine.servers), salt=engine.salt)

@@ -384,7 +384,7 @@ def failures(frame: DataFrame) -> Iterator[RunWarning]:
         yield RunWarning(
             "failed",
             "error" if lost else "warning",
-            f"{len(rows)} generations of {where} failed: {str(reason).rstrip('.')}.",
+            f"{counted(len(rows), 'generation')} of {where} failed: {str(reason).rstrip('.')}.",
             "Remove the cause and add --resume --retry-failed.",
             {"configs": list(dict.fromkeys(rows["config"])), "failed": len(rows), "nothing_left": lost},
         )

@@ -214,7 +214,7 @@ class SpeculationCounters:
             tuple(now - then for now, then in zip_longest(self.kept_at, before.kept_at, fillvalue=0)),
         )
         if min(found.drafts, found.drafted, found.accepted, *found.kept_at) < 0:
-            raise RunError("The server's counters have gone back: it was started anew.", "Measure it again.")
+            raise RunError("The server's counters have gone back: it was started anew.")
         return found
 
 
@@ -375,6 +375,9 @@ class ServerClient:
 
     def _refused(self, response: httpx2.Response) -> ServerError:
         status, said = response.status_code, self._message(_object(response.text))
+        if 300 <= status < 400:
+            what = f"The server {self.name} sends requests to another address (status {status})."
+            return ServerError(what, status=status)
         return ServerError(
             f"The server {self.name} refuses a request with status {status}: {said}.",
             status=status,
@@ -399,13 +402,18 @@ class ServerClient:
         except httpx2.TimeoutException as error:
             raise ServerError(f"The server {self.name} has not answered in time.") from error
         except httpx2.ConnectError as error:
-            said = excerpt(error) or type(error).__name__
-            raise ServerError(f"The server {self.name} cannot be reached: {said}.", later=True) from error
+            raise ServerError(
+                f"The server {self.name} cannot be reached: {_said(error)}.", later=True
+            ) from error
         except httpx2.SSEError as error:
             raise ServerError(f"The server {self.name} does not send its answer as a stream.") from error
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            said = excerpt(error) or type(error).__name__
-            raise ServerError(f"The connection to the server {self.name} broke: {said}.") from error
+            raise ServerError(f"The connection to the server {self.name} broke: {_said(error)}.") from error
+
+
+def _said(error: Exception) -> str:
+    """What an error says, to stand before a full stop."""
+    return excerpt(error).rstrip(".") or type(error).__name__
 
 
 def _object(text: str) -> dict[str, Any]:

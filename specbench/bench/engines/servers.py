@@ -159,6 +159,7 @@ class ServerEngine:
         tokenizer: The target's; ``None`` if it is not at hand, and counts are the servers' own.
         local: Loads the target here, to judge outputs that part; ``None`` if that is not wanted.
         timeout_s: For connecting, and for every piece of an answer.
+        ignore_eos, temperature: As they will be asked at the most, which a first request tries out.
         transport: Sends requests; ``None`` for the network.
         clock: Tells the time in seconds.
         pause: Waits so many seconds.
@@ -183,6 +184,8 @@ class ServerEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         local: Callable[[], ModelEngine] | None = None,
         timeout_s: float = 300.0,
+        ignore_eos: bool = False,
+        temperature: float = 0.0,
         transport: httpx2.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.perf_counter,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
@@ -205,7 +208,9 @@ class ServerEngine:
             for spec in specs
         }
         try:
-            self.servers = tuple(self._loop.run(self._reached(spec)) for spec in specs)
+            self.servers = tuple(
+                self._loop.run(self._reached(spec, temperature, ignore_eos=ignore_eos)) for spec in specs
+            )
         except BaseException:
             self.close()
             raise
@@ -230,7 +235,7 @@ class ServerEngine:
 
     # -- reaching servers ----------------------------------------------------------------------------
 
-    async def _reached(self, spec: ServerSpec) -> MeasuredServer:
+    async def _reached(self, spec: ServerSpec, temperature: float, *, ignore_eos: bool) -> MeasuredServer:
         """What a server says of itself, and how it answers a first request."""
         client, listed = self._clients[spec.name], list[ListedModel]()
         try:
@@ -242,7 +247,7 @@ class ServerEngine:
             has_counters = await client.counters() is not None
             server = MeasuredServer(spec, model, owner, has_counters)
             prompt: ServerPrompt = _PROBE if self._api == "completions" else _messages(None, _PROBE)
-            settings = self._settings(server, 0.0, _PROBE_TOKENS, ignore_eos=False, seed=0)
+            settings = self._settings(server, temperature, _PROBE_TOKENS, ignore_eos=ignore_eos, seed=0)
             answer, _ = await self._ask(server, prompt, settings)
         except ServerError as error:
             raise self._explained(error, spec, listed) from error
@@ -277,6 +282,8 @@ class ServerEngine:
                 return UsageError(what, "Put another one there.")
             what = f"The server {spec.name} wants a key (status {error.status})."
             return UsageError(what, f"Put it into the environment variable {variable}.")
+        if error.status is not None and 300 <= error.status < 400:
+            return UsageError(error.message, f"Name that one in place of {spec.url}.")
         if error.status == 404 and listed:
             names = ", ".join(one_line(each.name) for each in listed[:_MANY_LISTED])
             return UsageError(
@@ -436,7 +443,10 @@ class ServerEngine:
         now = await self._counters(server)
         if now is None or before is None:
             return None
-        return now.since(before)
+        try:
+            return now.since(before)
+        except RunError as error:
+            raise RunError(f"{server.spec.name}: {error.message}") from error
 
     def _outcome(self, answer: Answer, attempts: int, speculation: Speculation) -> Outcome:
         count = count_tokens(answer, self._tokenizer)
