@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, pro
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
+from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import (
     Config,
     Sweep,
@@ -32,7 +34,7 @@ from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
 from specbench.bench.serving import Asked, Load, Served, SkippingClock, serve
 from specbench.cli import run
-from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio
+from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, prompt_readings
 from specbench.errors import UsageError
 from specbench.generate_many import GenerationRuns
 from specbench.results import frames, stats
@@ -451,6 +453,40 @@ def test_the_formula_of_the_ratio_of_throughputs() -> None:
     assert predicted_throughput_ratio(1.0, 0.1, 0.1, 0.5, 10) == 1.0
     assert predicted_throughput_ratio(2.0, 0.1, 0.1, 0.0, 10) == pytest.approx(2.0)
     assert predicted_throughput_ratio(2.0, 0.1, 0.1, 1.0, 10, 0.5) == pytest.approx(2.0 / 2.0)
+    assert predicted_throughput_ratio(2.0, 0.1, 0.1, 1.0, 10, 0.5, (1.0, 2.0)) == pytest.approx(2.0 / 3.5)
+
+
+def test_prompts_that_come_while_others_are_under_way() -> None:
+    assert prompt_readings([5], 1) == prompt_readings([8, 8, 8], 3) == 1.0
+    # A prompt comes behind the end of the first, and none behind that before the second ends.
+    assert prompt_readings([10, 20], 2) == 1.25
+    # Requests take 6 steps on average: until the third ends, three come behind the first and three behind the second.
+    assert prompt_readings([1, 2, 15], 3) == pytest.approx(1.0 + (0 + 1 + 3 + 3) / 9)
+
+
+class Mixed(ScriptedEngine):
+    """Drafts less for every other prompt."""
+
+    def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+        fewer = config.gamma is not None and prompt[0] % 2 == 1
+        return super().generate(replace(config, gamma=1) if fewer else config, prompt, **options)
+
+
+def test_the_prediction_counts_prompts_that_are_read_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = batched(16, batches=(4,), gammas=(3,), max_new_tokens=25, warmup=0)
+    with new_store(tmp_path / "run", sweep) as store:
+        run_sweep(sweep, store, Mixed(slower=falling), snapshot=quiet)
+    results = load_results(tmp_path / "run")
+
+    def predicted() -> float:
+        summary = frames.summary_frame(results)
+        return float(summary.loc[summary["kind"] == "speculative", "predicted_speedup"].iloc[0])
+
+    found = predicted()
+    monkeypatch.setattr(frames, "prompt_readings", lambda steps, clients: 1.0)
+    assert found < 0.99 * predicted()
 
 
 @pytest.mark.parametrize("requests", [1, 3])

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "never_falling",
     "predicted_speedup",
     "predicted_throughput_ratio",
+    "prompt_readings",
     "read_by_depth",
 ]
 
@@ -95,9 +97,15 @@ def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) ->
 
 
 def predicted_throughput_ratio(
-    tokens: float, plain_s: float, step_s: float, first_s: float, behind: float, more_s: float = 0.0
+    tokens: float,
+    plain_s: float,
+    step_s: float,
+    first_s: float,
+    behind: float,
+    more_s: float = 0.0,
+    readings: tuple[float, float] = (1.0, 1.0),
 ) -> float:
-    """``(f + n·t) / (f + m + n·s/E)``: throughput with a drafter over that of plain decoding, at the same batch.
+    """``(q·f + n·t) / (r·(f + m) + n·s/E)``: throughput with a drafter over that of plain decoding, at the same batch.
 
     Each of the requests side by side takes so long from its arrival to its end, and in a closed loop the throughput is
     their number over that (Little's law).
@@ -106,11 +114,30 @@ def predicted_throughput_ratio(
         tokens: E, expected tokens of a request's step.
         plain_s: t, time of the target's pass with one token of every request.
         step_s: s, time of a step of all: the passes of the drafter, and the target's with the drafts of every request.
-        first_s: f, time to the first token: all prompts are read meanwhile.
+        first_s: f, time in which the prompts of as many requests are read.
         behind: n, tokens of an output behind the first.
-        more_s: m, what the drafter takes to read a prompt.
+        more_s: m, what the drafter takes to read them.
+        readings: q and r, how often prompts of as many are read while a request is under way, plainly and with the
+            drafter: see ``prompt_readings``.
     """
-    return (first_s + behind * plain_s) / (first_s + more_s + behind * step_s / tokens)
+    plain, drafted = readings
+    return (plain * first_s + behind * plain_s) / (drafted * (first_s + more_s) + behind * step_s / tokens)
+
+
+def prompt_readings(steps: Sequence[float], clients: int) -> float:
+    """How often as many prompts as there are clients are read while one of their requests is under way, on average.
+
+    All begin at once, so everybody waits for all prompts; then for those that come in the places of requests that end
+    sooner. With S_i steps of request i, and S on average, these are the (S_i - S_j) / S that begin where j has ended
+    until i ends, rounded up.
+
+    Args:
+        steps: Of the requests that are measured, at least one, above 0.
+        clients: Of the closed loop.
+    """
+    usual = sum(steps) / len(steps)
+    later = [max(0, math.ceil((own - other) / usual)) for own, other in permutations(steps, 2)]
+    return 1.0 + (clients - 1) / clients * sum(later) / max(1, len(later))
 
 
 def best_length(tokens: Sequence[float], draft_s: float, verify_s: Sequence[float], least: int = 0) -> int:

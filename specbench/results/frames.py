@@ -26,6 +26,7 @@ from specbench.decoding.theory import (
     expected_tokens_of_tree,
     predicted_speedup,
     predicted_throughput_ratio,
+    prompt_readings,
     read_by_depth,
 )
 from specbench.errors import UsageError
@@ -875,8 +876,8 @@ def _batch_predictions(
 ) -> dict[str, float]:
     """What theory makes of each group's steps and of the times of shared passes, as a geometric mean over groups.
 
-    Of a closed loop of as many clients as the batch; the time to the first token is that of plain decoding. For the
-    arguments see ``_predictions``.
+    Of a closed loop of as many clients as the batch; prompts take as long to read as in plain decoding. For
+    the arguments see ``_predictions``.
     """
     timed, batch = SharedCosts.from_json(costs or {}), int(fields["batch"])
     drafter = timed.drafter_s.get(fields["drafter"], {})
@@ -885,7 +886,9 @@ def _batch_predictions(
     if fields["arrivals"] != f"closed:{batch}":
         return {}
     plain = df[(df["config"] == fields["baseline"]) & (df["status"] == "ok")]
-    first = plain.groupby("group")["ttft_s"].mean().to_dict()
+    read = plain.groupby(["group", "repeat"])["ttft_s"].max()  # in a batch, everybody waits for all prompts
+    first = read.groupby("group").mean().to_dict()
+    repeats = df["repeat"].to_numpy(dtype=np.intp)
     groups, names = pd.factorize(df["group"])
     ratios: list[float] = []
     iid: list[float] = []
@@ -898,6 +901,7 @@ def _batch_predictions(
         verified = float((mine["nodes"] + mine["siblings"]).mean()) + 1.0
         alpha = _ratio(mine.alpha_sum.sum(), mine["tested"].sum())
         gained = np.maximum(mine["emitted"] - mine["accepted"] - 1, 0).mean()
+        readings, more_s = _prompts_read(mine, repeats, batch)
         by_alpha = np.mean([expected_tokens(alpha, gamma) for gamma in mine["drafted"]]) + gained
         for found, tokens in ((ratios, mine["emitted"].mean()), (iid, by_alpha)):
             found.append(
@@ -908,7 +912,8 @@ def _batch_predictions(
                     + timed.target_pass_s(batch, verified),
                     first_s=float(first[name]),
                     behind=float(mine["emitted"].sum()) / requests,
-                    more_s=float(mine["draft_prefill_s"].sum()) / requests,
+                    more_s=more_s,
+                    readings=readings,
                 )
             )
         units.append(name)
@@ -916,6 +921,24 @@ def _batch_predictions(
         **_named("predicted_speedup", stats.geometric_mean(ratios, units)),
         **_named("predicted_speedup_iid", stats.geometric_mean(iid, units)),
     }
+
+
+def _prompts_read(steps: Steps, repeats: NDArray[np.intp], batch: int) -> tuple[tuple[float, float], float]:
+    """Of the steps of one group: ``prompt_readings`` plainly and with its drafts, and seconds of the drafter's first.
+
+    Args:
+        steps: Of all repeats.
+        repeats: By row of the data frame.
+        batch: Requests at a time.
+    """
+    found = []
+    for each in steps.split(repeats[steps.row]).values():
+        _, places, counts = np.unique(each.row, return_inverse=True, return_counts=True)
+        tokens, draft_s = (np.bincount(places, each[name]) for name in ("emitted", "draft_prefill_s"))
+        plain, drafted = (prompt_readings(of.tolist(), batch) for of in (tokens, counts))
+        found.append((plain, drafted, draft_s.max()))
+    plain, drafted, more_s = np.mean(found, axis=0).tolist()
+    return (plain, drafted), more_s
 
 
 def _count_ranks(rows: pd.DataFrame) -> dict[tuple[int, int], list[int]]:
