@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from specbench.decoding.clocks import clock_for
-from specbench.decoding.records import Generation, SharedPass, Step
+from specbench.decoding.records import Generation, SharedPass
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun, as_tokens
@@ -164,8 +164,6 @@ class GenerationRuns:
         if isinstance(event, Exception):
             self._errors[i] = event
         else:
-            if isinstance(event, Step):
-                self.load.gave(event)
             cast("GenerationRun", self.runs[i]).take(event)
         return event
 

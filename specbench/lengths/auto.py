@@ -270,10 +270,8 @@ class AutoLength(Rule):
         gamma = best_length(tokens, d, v)
         spent = self._passes * d + sum(count * v[n] for n, count in self._widths.items())
         seconds = gamma * d + v[gamma + 1]
-        reached = self._costs.rate(
-            self._tokens + _PRIOR_STEPS * tokens[gamma], spent + _PRIOR_STEPS * seconds
-        )
-        self._rate = max(_ASKED * reached, 1.0 / v[1])  # plain decoding is always there
+        reached = (self._tokens + _PRIOR_STEPS * tokens[gamma]) / (spent + _PRIOR_STEPS * seconds)
+        self._rate = self._costs.rate(_ASKED * reached, 1.0 / v[1])
 
     def notes(self) -> Mapping[str, float]:
         return {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}

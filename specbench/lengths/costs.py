@@ -92,12 +92,12 @@ class CostSource(Protocol):
         """
         ...
 
-    def rate(self, tokens: float, seconds: float) -> float:
-        """Tokens per second that time is worth.
+    def rate(self, reached: float, plain: float) -> float:
+        """Tokens per second that time is worth, at least those of plain decoding.
 
         Args:
-            tokens: What this request's steps have given.
-            seconds: What they took by these costs.
+            reached: What this request's steps have given per second, by these costs.
+            plain: The same of steps without drafts.
         """
         ...
 
@@ -131,8 +131,8 @@ class CostSource(Protocol):
 class _Alone:
     """Costs of a request whose passes are no others'."""
 
-    def rate(self, tokens: float, seconds: float) -> float:
-        return tokens / seconds
+    def rate(self, reached: float, plain: float) -> float:
+        return max(reached, plain)
 
     def may_look(self, due: bool) -> bool:
         return due

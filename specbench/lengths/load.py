@@ -31,7 +31,10 @@ _CATCHING_UP = 8
 """Who brings more tokens than this besides its drafts reads a prompt, or a context anew."""
 
 _MEMORY = 0.98
-"""How much less a pass counts in what the batch earns than the one behind it."""
+"""How much less a round, or a step, counts than the one behind it."""
+
+_PRIOR_STEPS = 3.0
+"""A request is taken to have had so many steps of one token."""
 
 _DRAFTS = 4 * LATEST_PASSES
 """Of each drafter's passes, the latest so many are kept."""
@@ -65,15 +68,13 @@ class Load:
         rounds: Passes of the target so far.
         plain_s: Seconds of such a pass in which nobody drafts, by its requests.
         drafted_s: Seconds of one in which somebody does, by its rows.
-        tokens, seconds: What the latest steps of all requests have given, and the passes they took; older ones count
-            less and less.
     """
 
     def __init__(self) -> None:
         self.rows = self.requests = 1
         self.drafters = self.rounds = 0
         self.plain_s, self.drafted_s = WidthTimes(first=None), WidthTimes(first=None)
-        self.tokens = self.seconds = 0.0
+        self._rounds = self._lasted = 0.0  # of the latest ones: how many, and how long, in plain rounds
         self._drafts: WeakKeyDictionary[object, deque[_DraftPass]] = WeakKeyDictionary()
         self._in_round: Counter[object] = Counter()  # by model
         self._looking = -1  # the round in which everybody may
@@ -92,13 +93,14 @@ class Load:
             if not reading:
                 self._timed(made.seconds)
             if self._timed_any:
-                self.tokens *= _MEMORY
-                self.seconds = _MEMORY * self.seconds + self.target_s(self.rows)
+                self._rounds = _MEMORY * self._rounds + 1.0
+                self._lasted = _MEMORY * self._lasted + self._in_plain_rounds(self.target_s(self.rows))
         elif not reading:
             passes = self._drafts.setdefault(made.model, deque(maxlen=_DRAFTS))
             passes.append(_DraftPass(made.seconds, requests, self._in_round[made.model]))
             self._in_round[made.model] += 1
-            self.seconds += median_low(each.seconds for each in passes)
+            if self._timed_any:
+                self._lasted += self._in_plain_rounds(median_low(each.seconds for each in passes))
 
     def _timed(self, seconds: float) -> None:
         """The target's last pass, in which nobody read a prompt, took so long."""
@@ -131,10 +133,13 @@ class Load:
     def _timed_any(self) -> bool:
         return bool(self.plain_s.seen or self.drafted_s.seen)
 
-    def gave(self, step: Step) -> None:
-        """A step has come of the target's last pass."""
-        if self._timed_any:
-            self.tokens += len(step.tokens)
+    def _in_plain_rounds(self, seconds: float) -> float:
+        return seconds / self.target_s(self.requests)
+
+    @property
+    def stretch(self) -> float:
+        """How many times as long as a plain one the latest rounds took; older ones count less and less."""
+        return self._lasted / self._rounds if self._rounds else 1.0
 
     @property
     def plain(self) -> bool:
@@ -168,8 +173,16 @@ class SharedCosts:
 
     its part of a plain pass, and the time by which more rows of its own hold everybody up. That a pass with drafts
     takes longer than by its rows, those who draft pay for in equal parts. A drafter's pass costs each who drafts in it
-    the same part: in the later ones of a round these are fewer. And a second is worth what all requests together gain
-    in one.
+    the same part: in the later ones of a round these are fewer.
+
+    Time is worth what makes the mean of log(t_i / T) largest, t_i tokens of each request in a round of T seconds
+    (proportional fairness: Kelly 1997): a draft kept with chance P adds P / t to it for a request of t tokens, and a
+    round longer by x takes x / T off it for each of the B. So it pays iff P > R·x with
+
+        R = B·t / T
+
+    which for one request is its tokens per second, as alone. It is never below B / V(B), plain decoding: where
+    everybody drafts too much T is long, and a row would seem to prolong it by little.
 
     Args:
         load: The batch.
@@ -184,6 +197,7 @@ class SharedCosts:
 
     def reset(self) -> None:
         self._rows, self._longest = 1, 0
+        self._steps = self._tokens = _PRIOR_STEPS
 
     @property
     def _passes(self) -> list[_DraftPass]:
@@ -235,10 +249,10 @@ class SharedCosts:
     def _target_s(self, rows: int) -> float:
         return self._load.target_s(rows) if self._given is None else self._given.passes.target_pass_s(rows)
 
-    def rate(self, tokens: float, seconds: float) -> float:
+    def rate(self, reached: float, plain: float) -> float:
         if self._given is not None:
-            return tokens / seconds
-        return (tokens + self._load.tokens) / (seconds + self._load.seconds)
+            return max(reached, plain)
+        return plain * max(1.0, self._tokens / self._steps / self._load.stretch)
 
     def may_look(self, due: bool) -> bool:
         return self._load.may_look(due)
@@ -250,6 +264,8 @@ class SharedCosts:
         passes: int | None = None,  # noqa: ARG002
         rows: int | None = None,  # noqa: ARG002
     ) -> None:
+        self._steps = _MEMORY * self._steps + 1.0
+        self._tokens = _MEMORY * self._tokens + len(step.tokens)
         self._rows = step.verified
         self._longest = max(self._longest, step.verified - 1)
 

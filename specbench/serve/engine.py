@@ -213,8 +213,6 @@ class Engine:
             self._end_all(error)
             return
         for number, event in events:
-            if isinstance(event, Step):
-                self._load.gave(event)
             job = self._numbered.get(number)
             if job is None:
                 continue
