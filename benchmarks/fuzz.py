@@ -6,7 +6,7 @@
 
 A case draws a model (random weights of a random shape of the Llama family, or of another that models.md lists), wraps
 it as users do, and decodes a few prompts with one drafter and one draft-length rule. In float32 the tokens have to be
-those of `transformers`' own `generate` on an untouched copy; in bfloat16 and int8 those of plain decoding, where
+those of `transformers`' own `generate` on an untouched copy; in bfloat16, int8 and int4 those of plain decoding, where
 passes are bit-exact. Sampled outputs have to lie in the support of the target's distribution and repeat with their
 seed. A finding is a wrong token that no rounding explains, or an error that is no sentence for users. Prints every
 finding as it comes and closes with one line of JSON. Exit code 1 if there is a finding.
@@ -52,7 +52,7 @@ from specbench.models.prepare import (
     wrap_drafter,
     wrap_target,
 )
-from specbench.options import LoadOptions
+from specbench.options import LoadOptions, quantised
 from specbench.progress import quiet_transformers
 from specbench.specs.drafters import Cascade, parse_drafter
 
@@ -148,7 +148,9 @@ def draw(number: int) -> Case:
             case.shape["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0,
                                              "original_max_position_embeddings": 32}  # fmt: skip
     case.dtype = (
-        r.choices(("float32", "bfloat16", "int8"), (8, 1, 1))[0] if case.kind in LLAMAS else "float32"
+        r.choices(("float32", "bfloat16", "int8", "int4"), (8, 1, 1, 1))[0]
+        if case.kind in LLAMAS
+        else "float32"
     )
     case.pack = case.dtype != "float32" or r.random() < 0.75
     case.cache = r.choice(("dynamic", "dynamic", "preallocated", "preallocated", "none", "static"))
@@ -160,7 +162,7 @@ def draw(number: int) -> Case:
     own = r.choice(("self:int8", "self:layers=1", "self:layers=1,int8", "self:skip=1"))
     if case.shape.get("num_hidden_layers") == 1:
         own = "self:int8"
-    if case.dtype == "int8":
+    if quantised(case.dtype):
         own = own.replace(",int8", "").replace("self:int8", "self:layers=1")
     if roll < 0.2:
         case.drafter = r.choice(FREE)
@@ -243,14 +245,14 @@ def steer(model: Any, place: str) -> None:
 
 def build_target(case: Case) -> Target:
     model = build_model(case)
-    hook_first = case.hook_first and case.dtype != "int8"
+    hook_first = case.hook_first and not quantised(case.dtype)
     if case.hook is not None and hook_first:
         steer(model, case.hook)
-    if case.dtype == "int8":
+    if quantised(case.dtype):
         with tempfile.TemporaryDirectory() as folder, quiet_transformers():
             model.save_pretrained(folder)
             TOKENIZER.save_pretrained(folder)
-            target = load_target(folder, LoadOptions(dtype="int8", device="cpu"))
+            target = load_target(folder, LoadOptions(dtype=case.dtype, device="cpu"))
         model = target.language_model.model
     else:
         target = wrap_target(model, TOKENIZER, name="fuzzed", cache=case.cache, pack=case.pack)

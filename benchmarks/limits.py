@@ -1,6 +1,6 @@
 """What can this machine do at most, and how near to that do we and others come?
 
-    python benchmarks/limits.py                                         # the built-in model in four forms, two minutes
+    python benchmarks/limits.py                                         # the built-in model in five forms, two minutes
     python benchmarks/limits.py --model FOLDER --model SMALL --form bfloat16 --form drafter-int8
     python benchmarks/limits.py --model FOLDER --beside bfloat16 --assistant SMALL --setting SMALL@auto \\
         --peer xllamacpp=FILE.gguf --peer xllamacpp:lookup=FILE.gguf --peer-python xllamacpp=PATH
@@ -11,7 +11,8 @@ the bytes of both, passes over one token and over five, timed in turn with the f
 large buffer with the same threads, what share of that bandwidth a pass reaches, and which operators take its time (by
 torch's profiler, which slows small ones down; "between" is what none of them takes).
 
-Forms: float32, bfloat16, float16 and int8 are what --dtype makes of a target, drafter-int8 what a drafter is on a CPU.
+Forms: float32, bfloat16, float16, int8 and int4 are what --dtype makes of a target, drafter-int8 what a drafter is on a
+CPU (where there are native products, the same as int8).
 With --beside DTYPE the model decodes prompts in that dtype beside `transformers` and --peer, plain and with drafts, as
 vs_transformers.py does, and the outputs are compared; what is not installed is left out with a reason. Ends with one
 line of JSON.
@@ -52,7 +53,7 @@ from specbench.models.prepare import load_target
 from specbench.options import LoadOptions
 
 DRAFTER = "drafter-int8"
-FORMS = ("float32", "bfloat16", "float16", "int8", DRAFTER)
+FORMS = ("float32", "bfloat16", "float16", "int8", "int4", DRAFTER)
 VERIFIED = 5
 PROFILED = 10
 SHOWN = 5

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from specbench.backends.torch.caches import CacheKind
-from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
+from specbench.backends.torch.kernels.linear import Int4Linear, Int8Linear, PackedLinear
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.passes import time_in_turn
 from specbench.models.prepare import load_target
@@ -42,6 +42,8 @@ def weight_bytes(model: nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, Int8Linear):
             total += module.out_features * module.in_features
+        elif isinstance(module, Int4Linear):
+            total += module.rounded.nbytes if module.panels is None else module.panels.data.nbytes
         elif isinstance(module, PackedLinear):
             total += module.out_features * module.in_features * module.dtype.itemsize
         elif isinstance(module, nn.Linear):

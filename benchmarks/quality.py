@@ -1,17 +1,20 @@
 """What do cheaper copies of a model lose? Their distributions against the original's, on its own answers.
 
     python benchmarks/quality.py                                     # the built-in model, 12 prompts × 64 tokens
-    python benchmarks/quality.py --model FOLDER --form bfloat16 --form int8 --form drafter-int8
+    python benchmarks/quality.py --model FOLDER --form int8 --form int4
 
 The original decodes every prompt greedily in float32, and then reads prompt and answer again; so does every copy, and
 at each place of the answer the two distributions of the next token are compared: KL divergence KL(original || copy) in
 nats, mean and 99th percentile over all places, and the share of places where the most probable token is the same
-(greedy agreement), each as a mean over prompts with a 95% interval. Copies: bfloat16 and int8, which --dtype makes of a
-target, and drafter-int8, a drafter's form on a CPU (self:int8 drafts with it too, on the target's own keys and values).
+(greedy agreement), each as a mean over prompts with a 95% interval. Copies: bfloat16, int8 and int4, which --dtype
+makes of a target; drafter-int8, a drafter's form on a CPU (self:int8 drafts with it too, on the target's own keys and
+values), the same as int8 where there are native products; and int4-shifted, weights alone in 4 bits, in groups that
+begin 16 inputs later.
 
 A model that was itself made of a 4-bit file (all that is converted from GGUF, the built-in one too) has fewer
-different weights than its dtype could hold, and loses less in a copy than one that was trained in that dtype. Ends with
-one line of JSON.
+different weights than its dtype could hold, and loses less in a copy than one that was trained in that dtype. Groups of
+32 inputs line up with the blocks of such a file, and those of int4-shifted do not: they tell what int4 loses of weights
+that were never in 4 bits. Ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,18 +30,35 @@ from typing import Any
 import parts  # noqa: F401 - before torch
 import torch
 from limits import DRAFTER, load_form
+from torch import nn
+from transformers import PreTrainedModel
 
+from specbench.backends.torch.kernels.linear import rounded_to_4_bits
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.prompts import load_prompts
 from specbench.cli.options import DEFAULT_TARGET
 from specbench.generate import autoregressive_generate, encode_prompt
+from specbench.models.load import load_model
 from specbench.models.prepare import load_target
 from specbench.options import LoadOptions
 from specbench.results.stats import mean_interval
 
-FORMS = ("bfloat16", "int8", DRAFTER)
+SHIFTED, SHIFT = "int4-shifted", 16
+FORMS = ("bfloat16", "int8", "int4", DRAFTER, SHIFTED)
 CHUNK = 32
 """Tokens of an answer in a pass: as in verification, and not more logits at a time than that takes."""
+
+
+def load_copy(name: str, form: str) -> PreTrainedModel:
+    """A model in a form."""
+    if form != SHIFTED:
+        return load_form(name, form)
+    model = load_model(name, LoadOptions(dtype="float32", device="cpu"), tokenizer=False).model
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            shifted = rounded_to_4_bits(module.weight.detach().roll(-SHIFT, 1)).roll(SHIFT, 1)
+            module.weight = nn.Parameter(shifted, requires_grad=False)
+    return model
 
 
 def answer_rows(scorer: Scorer, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
@@ -86,7 +106,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     del target
     rows = []
     for form in given.form:
-        scorer = Scorer(load_form(given.model, form))
+        scorer = Scorer(load_copy(given.model, form))
         compared = [
             differences(original, answer_rows(scorer, ids, answer))
             for original, (ids, answer) in zip(originals, texts, strict=True)

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from specbench.errors import UsageError
 from specbench.files import reason, write_text
-from specbench.options import CacheName, DrafterDtypeName, DtypeName
+from specbench.options import CacheName, DtypeName
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.rules import RuleSpec, parse_rule, parse_tree
@@ -176,5 +176,5 @@ _CHECKS: Mapping[str, Callable[[str], object]] = {
     "tree": parse_tree,
     "cache": _one_of("cache", get_args(CacheName)),
     "dtype": _one_of("dtype", get_args(DtypeName)),
-    "drafter_dtype": _one_of("dtype", get_args(DrafterDtypeName)),
+    "drafter_dtype": _one_of("dtype", get_args(DtypeName)),
 }

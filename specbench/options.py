@@ -25,16 +25,17 @@ __all__ = [
     "SAMPLING",
     "CacheName",
     "DecodeOptions",
-    "DrafterDtypeName",
     "DtypeName",
     "LengthOptions",
     "LoadOptions",
     "ModelOptions",
+    "QuantisedName",
     "SamplingOptions",
+    "quantised",
 ]
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-DrafterDtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+QuantisedName = Literal["int8", "int4"]
 CacheName = Literal["dynamic", "preallocated", "static", "none"]
 
 PROMPT, MODELS, LENGTH, DECODING = "Prompt", "Models", "Draft length", "Decoding"
@@ -50,14 +51,21 @@ def _check_seed(seed: int) -> int:
     return seed
 
 
+def quantised(dtype: str) -> QuantisedName | None:
+    """What the linear layers of a model in this dtype are rounded to; ``None`` for nothing."""
+    if dtype == "int8":
+        return "int8"
+    return "int4" if dtype == "int4" else None
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """How one model is loaded.
 
     Attributes:
         dtype: "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a half-precision checkpoint if the
-            processor computes in it, otherwise float32. "int8" loads as "auto" does and asks the caller to quantise;
-            so does "int4", for drafters.
+            processor computes in it, otherwise float32. "int8" and "int4" load as "auto" does and ask the caller
+            to quantise.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
         device_map: One of accelerate's strategies, or the path of a JSON file from module names to devices;
             excludes ``device``.
@@ -79,7 +87,9 @@ class ModelOptions:
 
     dtype: Annotated[
         DtypeName,
-        _model("--dtype", metavar="DTYPE", help="The target's: auto, float32, bfloat16, float16 or int8."),
+        _model(
+            "--dtype", metavar="DTYPE", help="The target's: auto, float32, bfloat16, float16, int8 or int4."
+        ),
     ] = "auto"
     device: Annotated[
         str, _model("--device", metavar="DEVICE", help="The target's: auto, cpu, cuda, cuda:N or mps.")
@@ -93,10 +103,8 @@ class ModelOptions:
         ),
     ] = None
     drafter_dtype: Annotated[
-        DrafterDtypeName,
-        _model(
-            "--drafter-dtype", metavar="DTYPE", help="A drafter model's, also int4; auto is int8 on a CPU."
-        ),
+        DtypeName,
+        _model("--drafter-dtype", metavar="DTYPE", help="A drafter model's; auto is int8 on a CPU."),
     ] = "auto"
     drafter_device: Annotated[
         str, _model("--drafter-device", metavar="DEVICE", help="A drafter model's device.")
@@ -233,8 +241,8 @@ class DecodeOptions:
         _decoding(
             "--cache",
             metavar="KIND",
-            help="Key/value cache: dynamic (grown), preallocated (written by index; the default of an int8 target),"
-            " static (fixed shapes; CUDA graphs on a GPU), or none (all is recomputed).",
+            help="Key/value cache: dynamic (grown), preallocated (written by index; the default of an int8 or int4"
+            " target), static (fixed shapes; CUDA graphs on a GPU), or none (all is recomputed).",
         ),
     ] = "dynamic"
     bit_exact: Annotated[

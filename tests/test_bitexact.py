@@ -10,13 +10,14 @@ from tiny import tiny_llama
 from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from specbench.backends.torch import trials
-from specbench.backends.torch.kernels import attention, linear, llama_layers
+from specbench.backends.torch.kernels import attention, linear, llama_layers, native
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.scorer import Scorer
 from specbench.errors import UsageError
 from specbench.models.load import wrap_model
 from specbench.models.prepare import Target, _prepare_target, default_cache, wrap_target
+from specbench.options import QuantisedName
 
 
 def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -30,10 +31,10 @@ def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def int8_target(model: Any) -> Target:
-    """The model in int8, as ``load_target`` makes a target of it."""
-    loaded = wrap_model(model, None, "tiny", quantise_int8=True)
-    return _prepare_target(loaded, default_cache(model.config, int8=True))
+def rounded_target(model: Any, rounded: QuantisedName = "int8") -> Target:
+    """The model in int8 or int4, as ``load_target`` makes a target of it."""
+    loaded = wrap_model(model, None, "tiny", quantise=rounded)
+    return _prepare_target(loaded, default_cache(model.config, rounded=True))
 
 
 def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> Scorer:
@@ -67,14 +68,14 @@ def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype: torch.dtyp
 @pytest.mark.parametrize("edge", [KEY_BLOCK, 2 * KEY_BLOCK])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rounded", [None, "int8", "int4"])
 def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
-    int8: bool, dtype: torch.dtype, groups: int, edge: int
+    rounded: QuantisedName | None, dtype: torch.dtype, groups: int, edge: int
 ) -> None:
-    if not can_pack(dtype, "cpu"):
-        pytest.skip("no packed layers here")
+    if not can_pack(dtype, "cpu") or (rounded == "int4" and not native.available()):
+        pytest.skip("no packed layers here, or no native ones")
     model = grouped_llama(groups, dtype)
-    scorer = int8_target(model).scorer if int8 else scorer_of(model)
+    scorer = rounded_target(model, rounded).scorer if rounded else scorer_of(model)
     generator = torch.Generator().manual_seed(groups)
     tokens = torch.randint(0, 100, (edge + LONGEST_PASS,), generator=generator).tolist()
     start = edge - 3
@@ -91,31 +92,37 @@ def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(
         assert [torch.equal(one, many) for one, many in zip(alone, together, strict=False)] == [True] * width
 
 
-def test_an_int8_target_is_bit_exact_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not can_pack(torch.float32, "cpu"):
-        pytest.skip("no packed layers here")
-    target = int8_target(tiny_llama())
+@pytest.mark.parametrize("rounded", ["int8", "int4"])
+def test_a_rounded_target_is_bit_exact_or_says_why_not(
+    rounded: QuantisedName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_pack(torch.float32, "cpu") or (rounded == "int4" and not native.available()):
+        pytest.skip("no packed layers here, or no native ones")
+    target = rounded_target(tiny_llama(), rounded)
+    assert target.dtype == target.rounded == rounded
     assert target.bit_exact
     assert target.widths_differ is None
     assert target.scorer.rounding == torch.int8
     assert not target.scorer.takes_trees
-    loaded = wrap_model(tiny_llama(), None, "tiny", quantise_int8=True)
+    loaded = wrap_model(tiny_llama(), None, "tiny", quantise=rounded)
     grown = _prepare_target(loaded, "dynamic")
     assert not grown.bit_exact
     assert "preallocated" in (grown.widths_differ or "")
     assert not wrap_target(tiny_llama(), name="tiny").bit_exact
     # Where rows are not rounded, nothing is made of a last bit.
+    monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(linear, "_prepack_int8", lambda quantised: None)
-    coarse = int8_target(tiny_llama())
+    coarse = rounded_target(tiny_llama(), rounded)
+    assert coarse.dtype == rounded
     assert coarse.scorer.rounding == torch.float32
     assert coarse.widths_differ is None
 
 
 def test_a_cache_that_cannot_hold_the_layers_is_no_default() -> None:
     config = Lfm2Config(hidden_size=32, num_hidden_layers=2, layer_types=["conv", "full_attention"])
-    assert default_cache(config, int8=True) == "dynamic"
-    assert default_cache(tiny_llama().config, int8=True) == "preallocated"
-    assert default_cache(tiny_llama().config, int8=False) == "dynamic"
+    assert default_cache(config, rounded=True) == "dynamic"
+    assert default_cache(tiny_llama().config, rounded=True) == "preallocated"
+    assert default_cache(tiny_llama().config, rounded=False) == "dynamic"
 
 
 @pytest.mark.usefixtures("few_operators")

@@ -1,4 +1,4 @@
-"""The cache folder: int8 layers that are rounded once, what is bounded, and what is cleared."""
+"""The cache folder: int8 and int4 layers that are rounded once, what is bounded, and what is cleared."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from forked import Forked, specbench
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
-from specbench.backends.torch.kernels import surgery
-from specbench.backends.torch.kernels.linear import Rounded, rounded
+from specbench.backends.torch.kernels import linear, native
+from specbench.backends.torch.kernels.linear import Rounded, in_bytes, rounded
 from specbench.errors import RunError
-from specbench.models import int8_layers as module
+from specbench.models import rounded_layers as module
 from specbench.models.cache import cache_folder, cached, clear_derived
-from specbench.models.int8_layers import int8_layers
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.prepare import load_drafter, load_target, prepare
+from specbench.models.rounded_layers import rounded_layers
 from specbench.options import LoadOptions, ModelOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
 CPU = LoadOptions(device="cpu")
 INT8 = LoadOptions(dtype="int8", device="cpu")
+INT4 = LoadOptions(dtype="int4", device="cpu")
 TEXT = torch.arange(24)[None]
+
+
+needs_native = pytest.mark.skipif(not native.available(), reason="no native library here")
 
 
 @pytest.fixture(autouse=True)
@@ -51,17 +55,21 @@ def roundings(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         done.append(weight.shape)
         return rounded(weight)
 
-    monkeypatch.setattr(surgery, "rounded", counted)
+    monkeypatch.setattr(linear, "rounded", counted)
     return done
 
 
 def entries() -> list[Path]:
-    kept = cache_folder() / "int8"
+    kept = cache_folder() / "layers"
     return sorted(kept.iterdir()) if kept.exists() else []
 
 
 def int8_logits(folder: Path) -> torch.Tensor:
-    model: Any = load_target(str(folder), INT8).scorer.model
+    return logits(folder, INT8)
+
+
+def logits(folder: Path, options: LoadOptions) -> torch.Tensor:
+    model: Any = load_target(str(folder), options).scorer.model
     with torch.inference_mode():
         found: torch.Tensor = model(TEXT).logits
     return found
@@ -91,6 +99,46 @@ def test_a_target_and_its_drafters_share_what_is_kept(folder, roundings):
     assert len(entries()) == 1
 
 
+@needs_native
+def test_int4_layers_are_kept_too(folder, monkeypatch):
+    packed: list[int] = []
+    whole = native.Panels.of_weight
+
+    def counted(weight: torch.Tensor) -> native.Panels:
+        packed.append(len(weight))
+        return whole(weight)
+
+    monkeypatch.setattr(native.Panels, "of_weight", counted)
+    first = logits(folder, INT4)
+    made = len(packed)
+    assert made == 2 * 4 + 1
+    assert torch.equal(logits(folder, INT4), first)
+    load_drafter("self:int4", load_target(str(folder), CPU), CPU)
+    load_drafter(str(folder), load_target(str(folder), CPU), INT4)
+    assert len(packed) == made
+    assert len(entries()) == 1
+    load_drafter("self:int4,skip=1", load_target(str(folder), CPU), CPU)
+    assert len(packed) > made
+    int8_logits(folder)
+    assert len(entries()) == 2
+
+
+@needs_native
+def test_rows_and_panels_are_kept_side_by_side(folder, roundings, monkeypatch):
+    in_panels = int8_logits(folder)
+    made = len(roundings)
+    with monkeypatch.context() as without:
+        without.setattr(native, "available", lambda: False)
+        in_rows = int8_logits(folder)
+        assert len(roundings) == 2 * made
+        logits(folder, INT4)
+        assert len(entries()) == 2, "int4 is kept in panels alone"
+        assert torch.equal(int8_logits(folder), in_rows)
+    assert torch.equal(int8_logits(folder), in_panels)
+    assert len(roundings) == 2 * made
+    assert len(entries()) == 2
+
+
 def test_a_cut_head_is_another_entry(folder, roundings):
     def of(rows: tuple[int, ...] | None) -> LanguageModel:
         model = load_model(str(folder), CPU)
@@ -98,12 +146,12 @@ def test_a_cut_head_is_another_entry(folder, roundings):
         return model
 
     for number, rows in enumerate([None, (1, 2), (1, 3)], 1):
-        with int8_layers(of(rows)) as layers:
+        with rounded_layers(of(rows), "int8") as layers:
             assert layers is not None
             assert layers.find("lm_head") is None
-            layers.keep("lm_head", rounded(torch.ones(2, 8)))
+            layers.keep("lm_head", in_bytes(torch.ones(2, 8)))
         assert len(entries()) == number
-    with int8_layers(of((1, 2))) as layers:
+    with rounded_layers(of((1, 2)), "int8") as layers:
         assert layers is not None
         assert layers.find("lm_head") is not None
         assert layers.find("another") is None
@@ -139,7 +187,7 @@ def no_manifest(entry: Path) -> None:
 
 def another_format(entry: Path) -> None:
     manifest = json.loads((entry / "manifest.json").read_text())
-    (entry / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
+    (entry / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
 
 
 def link_one(entry: Path) -> None:
@@ -213,7 +261,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path, monkeypatch):
         kept.append(new)
         os.utime(new / "manifest.json", (number, number))
     load_target(str(folders[0]), INT8)  # is used again
-    abandoned = cache_folder() / "int8" / ".abandoned"
+    abandoned = cache_folder() / "layers" / ".abandoned"
     abandoned.mkdir()
     os.utime(abandoned, (0, 0))
     monkeypatch.setattr(module, "MOST_BYTES", int(2.5 * module.folder_size(kept[0])))
@@ -246,9 +294,9 @@ class _Full:
 
 def test_a_start_that_fails_leaves_nothing(folder):
     def interrupted() -> None:
-        with int8_layers(load_model(str(folder), CPU)) as layers:
+        with rounded_layers(load_model(str(folder), CPU), "int8") as layers:
             assert layers is not None
-            layers.keep("x", rounded(torch.ones(2, 2)))
+            layers.keep("x", in_bytes(torch.ones(2, 2)))
             raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):
@@ -259,7 +307,7 @@ def test_a_start_that_fails_leaves_nothing(folder):
 def test_models_that_came_of_no_file_keep_nothing(folder):
     model = load_model(str(folder), CPU)
     model.files = None
-    with int8_layers(model) as layers:
+    with rounded_layers(model, "int8") as layers:
         assert layers is None
 
 
@@ -278,10 +326,10 @@ def test_what_is_there_and_what_can_go(folder):
     calibrations.mkdir()
     (calibrations / "a.json").write_text("{}")
     found = {kind.folder: kind for kind in cached()}
-    assert (found["int8"].entries, found["int8"].derived) == (1, True)
+    assert (found["layers"].entries, found["layers"].derived) == (1, True)
     assert (found["calibrations"].entries, found["calibrations"].size) == (1, 2)
     assert found["trees"].entries == found["trees"].size == 0
-    assert clear_derived() == found["int8"].size > 0
+    assert clear_derived() == found["layers"].size > 0
     assert [kind.folder for kind in cached() if kind.entries] == ["calibrations"]
     assert clear_derived() == 0
 
@@ -314,7 +362,7 @@ def test_the_command(folder, command):
     code, out, err = command()
     lines = out.splitlines()
     assert (code, err, lines[0]) == (0, "", str(cache_folder()))
-    assert [line.split()[:2] for line in lines[1:]][:2] == [["models", "0"], ["int8", "1"]]
+    assert [line.split()[:2] for line in lines[1:]][:2] == [["models", "0"], ["layers", "1"]]
     assert command("--clear")[0] == 0
     assert entries() == []
     assert command("--clear")[1] == "0.00 MB removed.\n"

@@ -359,10 +359,11 @@ def test_int8_is_considered_where_it_may_pay() -> None:
     ]
     assert kinds == [(True, False), (True, False), (False,)]
     quantised = target_of()
-    quantised.dtype = "int8"
-    assert calibration._possible(quantised, CalibrationSettings())[0] == (False,)
-    with pytest.raises(UsageError, match="int8 already"):
-        calibration._possible(quantised, CalibrationSettings(int8=True))
+    for dtype in ("int8", "int4"):
+        quantised.dtype = dtype
+        assert calibration._possible(quantised, CalibrationSettings())[0] == (False,)
+        with pytest.raises(UsageError, match=f"{dtype} already"):
+            calibration._possible(quantised, CalibrationSettings(int8=True))
 
 
 def test_what_cannot_be_calibrated_is_refused() -> None:

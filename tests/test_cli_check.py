@@ -19,6 +19,7 @@ from told import Result
 from transformers import PreTrainedTokenizerFast
 
 import specbench.check.run
+from specbench.backends.torch.kernels import native
 from specbench.check.observe import Decoder
 from specbench.cli import run
 from specbench.decoding.loop import decode
@@ -279,28 +280,32 @@ def test_an_unfit_drafter_model_is_refused_before_anything_takes_time(
     check("--drafter", other).refused(2, "tokenizer")
 
 
-def test_an_int8_target_is_not_compared_with_transformers(check: Check) -> None:
-    figures = check("--dtype", "int8", "--json", "--drafter", "lookup").json()
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_rounded_target_is_not_compared_with_transformers(check: Check, dtype: str) -> None:
+    figures = check("--dtype", dtype, "--json", "--drafter", "lookup").json()
     assert figures["greedy"]["against_transformers"] is None
-    assert figures["greedy"]["not_compared"] == "it has no such int8 model"
-    assert figures["rounding"] == "int8"
+    assert figures["greedy"]["not_compared"] == f"it has no such {dtype} model"
+    assert figures["rounding"] == ("int8" if dtype == "int8" or native.available() else "float32")
     assert figures["verdict"] == "identical"
-    assert "not compared" in check("--dtype", "int8").out
+    assert "not compared" in check("--dtype", dtype).out
 
 
-def test_an_int8_target_is_checked_bit_by_bit(check: Check) -> None:
-    result = check("--dtype", "int8", "--json", "--drafter", "lookup")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_rounded_target_is_checked_bit_by_bit(check: Check, dtype: str) -> None:
+    if dtype == "int4" and not native.available():
+        pytest.skip("no native library here")
+    result = check("--dtype", dtype, "--json", "--drafter", "lookup")
     figures = result.json()
     assert figures["options"]["cache"] == "preallocated"
     assert figures["length_policy"] == "auto:siblings=0"
-    if "outputs of this int8 target may part" in result.err:
+    if f"outputs of this {dtype} target may part" in result.err:
         pytest.skip(result.err)  # a processor that cannot, and says so
     assert figures["bitwise"]["asked"]
     assert figures["bitwise"]["rows"] == figures["bitwise"]["equal"] > 0
-    grown = check("--dtype", "int8", "--json", "--drafter", "lookup", "--cache", "dynamic")
+    grown = check("--dtype", dtype, "--json", "--drafter", "lookup", "--cache", "dynamic")
     assert not grown.json()["bitwise"]["asked"]
-    assert grown.err.count("outputs of this int8 target may part") == 1
-    check("--dtype", "int8", "--siblings", 3).refused(2, "--dtype int8 does not go with siblings")
+    assert grown.err.count(f"outputs of this {dtype} target may part") == 1
+    check("--dtype", dtype, "--siblings", 3).refused(2, f"--dtype {dtype} does not go with siblings")
 
 
 def test_bit_exact_passes_are_compared_bit_by_bit(check: Check) -> None:

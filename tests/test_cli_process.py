@@ -148,7 +148,9 @@ def test_errors_break_between_words_on_a_terminal() -> None:
     assert code == 2
     assert len(lines) == 2
     assert max(map(len, lines)) <= 80
-    assert "'float' is not one of 'auto', 'float32', 'bfloat16', 'float16', 'int8'." in " ".join(lines)
+    assert "'float' is not one of 'auto', 'float32', 'bfloat16', 'float16', 'int8', 'int4'." in " ".join(
+        lines
+    )
 
 
 def test_a_terminal_gets_text_broken_between_words(endless: list[str]) -> None:

@@ -214,5 +214,5 @@ def test_ties_of_all_configurations_are_told_at_once() -> None:
     )
     (alone,) = tokens_differ({"C": [tie]}, 5)
     assert "float32" in alone.advice
-    assert "leave --cache out" in tokens_differ({"C": [tie]}, 5, int8=True)[0].advice
+    assert "leave --cache out" in tokens_differ({"C": [tie]}, 5, rounded="int8")[0].advice
     assert alone.message.startswith("C: tokens differ from plain decoding in 1 of 5 cases")

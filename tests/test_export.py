@@ -252,7 +252,9 @@ def test_rules_that_an_engine_has_stay_and_others_become_a_length() -> None:
             "takes its place" in each for each in exported(name, "org/small", "dynamic-tree", **FIXED).missing
         )
         assert any("vocab=9" in each for each in exported(name, "org/small:vocab=9").missing)
-        assert any("int8" in each for each in exported(name, "org/small", dtype="int8").missing)
+        for dtype in ("int8", "int4"):
+            missing = exported(name, "org/small", dtype=dtype).missing
+            assert any(f"target's {dtype}" in each for each in missing)
         assert any("bonus" in each or "num-draft-tokens counts" in each for each in made.differs), engine.name
 
 

@@ -29,6 +29,7 @@ from specbench.decoding.records import Generation, Prefill, SharedPass
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
 from specbench.models.prepare import Target, _prepare_target, join_cascade
+from specbench.options import quantised
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 KINDS = ("none", "lookup", "ngram", "suffix", "recycle", "model", "self:int8", "self:layers=1", "lookup+model",
@@ -129,11 +130,11 @@ def test_rules_learn_from_their_own_request_alone(rule: str) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["preallocated", "none", "int8"])
+@pytest.mark.parametrize("kind", ["preallocated", "none", "int8", "int4"])
 def test_other_caches_are_one_for_each_request(kind: str) -> None:
     language_model = tiny_language_model()
-    language_model.quantise_int8 = kind == "int8"
-    other = _prepare_target(language_model, "preallocated" if kind == "int8" else kind)
+    language_model.quantise = quantised(kind)
+    other = _prepare_target(language_model, "preallocated" if quantised(kind) else kind)
     own = load_drafter("lookup+self:layers=1", other)
     many = speculative_generate_many(prompts()[:5], other, own, gamma=3, max_new_tokens=NEW, max_batch=4)
     assert many.seats is not None

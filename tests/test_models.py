@@ -35,6 +35,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from specbench.backends.torch.kernels import native
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import checkpoints, load
@@ -224,16 +225,16 @@ def test_options_default_to_a_device_and_dtype_there_are(folder):
     assert load_model(str(folder)).dtype == "float32"
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("asked", ["auto", "int8"])
+@pytest.mark.parametrize("computes", [True, False])
+@pytest.mark.parametrize("asked", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, asked, native):
-    monkeypatch.setattr(load, "cpu_computes_bfloat16", lambda: native)
+def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, asked, computes):
+    monkeypatch.setattr(load, "cpu_computes_bfloat16", lambda: computes)
     save_tiny(tmp_path / "m", dtype=stored)
     loaded = load_model(str(tmp_path / "m"), LoadOptions(dtype=asked, device="cpu"), tokenizer=False)
-    half = native and stored is torch.bfloat16  # which does not hold the values of float16
+    half = computes and stored is torch.bfloat16  # which does not hold the values of float16
     assert loaded.dtype == ("bfloat16" if half else "float32")
-    assert loaded.quantise_int8 is (asked == "int8")
+    assert loaded.quantise == (None if asked == "auto" else asked)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -518,7 +519,7 @@ def test_a_pickle_that_runs_code_is_refused_even_then(folder, tmp_path):
 def test_not_enough_memory(folder, monkeypatch):
     size = sum(weight.nbytes for weight in load_file(folder / "model.safetensors").values())
     config = checkpoints.read_config(folder, "tiny")
-    _, peak = checkpoints.weight_memory(config, size // 4, torch.float32, torch.float32, int8=False)
+    _, peak = checkpoints.weight_memory(config, size // 4, torch.float32, torch.float32, quantise=None)
     assert size < peak
     monkeypatch.setattr(checkpoints, "available_memory", lambda device: peak - 1)
     message = refusal(load_model, str(folder), CPU, kind=RunError)
@@ -532,12 +533,14 @@ def test_memory_while_loading():
     """Weights that are converted are all there before the first is packed; those of the file's dtype never are."""
     config = LlamaConfig(vocab_size=1000, hidden_size=10, num_attention_heads=1, intermediate_size=20)
     table, of = 1000 * 10, partial(checkpoints.weight_memory, config, 50_000, torch.bfloat16)
-    assert of(torch.float32, int8=False) == (200_000, 200_000 + 4 * table)
-    assert of(torch.bfloat16, int8=False) == (100_000, 100_000 + 2 * table)
-    assert of(torch.bfloat16, int8=True) == (50_000 + table, 50_000 + table + 2 * table)
-    assert of(torch.float32, int8=True) == (50_000 + 3 * table, 200_000 + 4 * table)
+    assert of(torch.float32, quantise=None) == (200_000, 200_000 + 4 * table)
+    assert of(torch.bfloat16, quantise=None) == (100_000, 100_000 + 2 * table)
+    assert of(torch.bfloat16, quantise="int8") == (50_000 + table, 50_000 + table + 2 * table)
+    assert of(torch.float32, quantise="int8") == (50_000 + 3 * table, 200_000 + 4 * table)
+    narrow = int(50_000 * 0.5625 + table * (2 - 0.5625)) if native.available() else 100_000
+    assert of(torch.bfloat16, quantise="int4") == (narrow, narrow + 2 * table)
     config.intermediate_size = 300  # two layers of that width, joined and packed, are more than the head
-    assert of(torch.float32, int8=False) == (200_000, 200_000 + 4 * 4 * 300 * 10)
+    assert of(torch.float32, quantise=None) == (200_000, 200_000 + 4 * 4 * 300 * 10)
 
 
 def test_memory_that_runs_out_in_the_middle(folder, monkeypatch):

@@ -16,7 +16,7 @@ from tiny import tiny_language_model, tiny_llama
 from specbench.backends.torch import passes as ways
 from specbench.backends.torch import trials
 from specbench.backends.torch.caches import CacheKind
-from specbench.backends.torch.kernels import llama_layers
+from specbench.backends.torch.kernels import llama_layers, native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_attention, fold_mask
 from specbench.backends.torch.kernels.linear import Int8Linear, can_pack
 from specbench.backends.torch.kernels.llama_layers import short_layers
@@ -595,7 +595,8 @@ def test_the_target_of_an_int8_copy_stays_as_it_was() -> None:
     assert identical(passes(Scorer(target)), expected)
 
 
-def test_only_quick_products_are_read_in_float32() -> None:
+def test_only_quick_products_are_read_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
     alike = build("Llama", torch.bfloat16, int8=True)
     assert {layer._carried for layer in short_layers(alike) or ()} == {torch.bfloat16}
     if quick_here():

@@ -613,7 +613,8 @@ def test_train_on_the_command_line(cli: Any, tmp_path: Path) -> None:
     best = cli(*short, "--kind", "medusa", "--out", tmp_path / "medusa", "--json", "--quiet").json()
     assert best["best"]["tokens_per_step"] >= 1
     cli("--out", tmp_path / "x").refused(2, "Give either --tokens or --minutes")
-    cli(*short, "--out", tmp_path / "x", "--dtype", "int8").refused(2, "not trained on an int8 target")
+    for dtype in ("int8", "int4"):
+        cli(*short, "--out", tmp_path / "x", "--dtype", dtype).refused(2, f"not trained on an {dtype} target")
     cli(*short, "--out", tmp_path / "x", "--prompts", "chat").refused(2, "among those that are measured on")
     cli(*short, "--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt file")
     assert not (tmp_path / "x").exists()

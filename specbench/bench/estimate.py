@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.bench.grid import WARMUP_TOKENS, Config, Sweep, turns_of
 from specbench.decoding.theory import PassCosts
+from specbench.options import quantised
 from specbench.specs.drafters import DrafterSpec, SelfForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from specbench.bench.engines.own import EngineOptions
-    from specbench.options import LoadOptions
+    from specbench.options import LoadOptions, QuantisedName
     from specbench.progress import Progress
     from specbench.specs.models import ModelSpec
 
@@ -255,8 +256,10 @@ def _size(spec: ModelSpec, progress: Progress | None) -> _Size:
     )
 
 
-def _weights(size: _Size, options: LoadOptions, *, int8: bool = False) -> tuple[tuple[int, int], int]:
-    """Bytes of a model's weights in the end and at most while loading, and bytes of a number outside int8 layers."""
+def _weights(
+    size: _Size, options: LoadOptions, *, rounded: QuantisedName | None = None
+) -> tuple[tuple[int, int], int]:
+    """Bytes of a model's weights in the end and at most while loading, and bytes of a number outside rounded layers."""
     from specbench.models.checkpoints import weight_memory
     from specbench.models.load import resolve_device, resolve_dtype
 
@@ -264,8 +267,8 @@ def _weights(size: _Size, options: LoadOptions, *, int8: bool = False) -> tuple[
     if resolve_device(options.device).type != "cpu":
         return (size.parameters * loaded.itemsize,) * 2, loaded.itemsize
     stored: Any = size.config.dtype
-    int8 = int8 or options.dtype in ("int8", "int4")
-    return weight_memory(size.config, size.parameters, stored, loaded, int8=int8), loaded.itemsize
+    rounded = quantised(options.dtype) or rounded
+    return weight_memory(size.config, size.parameters, stored, loaded, quantise=rounded), loaded.itemsize
 
 
 def _drafter_weights(
@@ -278,30 +281,35 @@ def _drafter_weights(
         return kept, kept + max(most - end for end, most in added)
     if spec.own_model is None:
         return (_drafter_bytes(spec, target.parameters, options, progress),) * 2
-    int8 = options.dtype == "auto"
-    return _weights(_size(spec.own_model, progress), options, int8=int8)[0]
+    rounded: QuantisedName | None = "int8" if options.dtype == "auto" else None
+    return _weights(_size(spec.own_model, progress), options, rounded=rounded)[0]
 
 
-def _bytes_per_number(options: LoadOptions) -> int:
+def _bytes_per_number(options: LoadOptions) -> float:
     """Of weights: "auto" is half precision where the device computes in it."""
+    from specbench.backends.torch.kernels.linear import rounded_bytes
     from specbench.models.load import cpu_computes_bfloat16, resolve_device
 
-    if options.dtype == "auto":
-        device = resolve_device(options.device)
-        return 2 if device.type != "cpu" or cpu_computes_bfloat16() else 4
-    return {"float32": 4, "int8": 1, "int4": 1}.get(options.dtype, 2)
+    rounded = quantised(options.dtype)
+    if rounded is None and options.dtype != "auto":
+        return 4 if options.dtype == "float32" else 2
+    wide = 2 if resolve_device(options.device).type != "cpu" or cpu_computes_bfloat16() else 4
+    return wide if rounded is None else rounded_bytes(rounded, wide)
 
 
 def _drafter_bytes(spec: DrafterSpec, target: int, options: LoadOptions, progress: Progress | None) -> int:
+    from specbench.backends.torch.kernels.linear import rounded_bytes
+    from specbench.models.load import resolve_device
+
     own = spec.model_part
     if isinstance(
         own, SelfForm
     ):  # unquantised layers share the target's weights; a calibrated form may be int8
-        return target if own.int8 or own.int4 or own.calibrated else 0
+        if own.int4:
+            return int(target * rounded_bytes("int4", 2))
+        return target if own.int8 or own.calibrated else 0
     if own.own_model is None:
         return 0
-    from specbench.models.load import resolve_device
-
     on_cpu = resolve_device(options.device).type == "cpu"
-    quantised = options.dtype == "auto" and on_cpu
-    return _size(own.own_model, progress).parameters * (1 if quantised else _bytes_per_number(options))
+    number = 1 if options.dtype == "auto" and on_cpu else _bytes_per_number(options)
+    return int(_size(own.own_model, progress).parameters * number)

@@ -13,7 +13,8 @@ def cache(
     clear: Annotated[
         bool,
         typer.Option(
-            "--clear", help="Remove what is made anew in seconds: int8 layers of models, and measured dtypes."
+            "--clear",
+            help="Remove what is made anew in seconds: int8 and int4 layers of models, and measured dtypes.",
         ),
     ] = False,
 ) -> None:

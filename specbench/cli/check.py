@@ -22,6 +22,7 @@ from specbench.options import (
     LengthOptions,
     ModelOptions,
     SamplingOptions,
+    quantised,
 )
 from specbench.textsafe import counted, excerpt
 
@@ -366,7 +367,7 @@ class _DecodingJob:
             request.note(note)
         check_models(request.target, self.drafters, request.models, progress=progress)
         self._say_what_has_no_effect()
-        int8 = request.models.dtype == "int8"
+        rounded = quantised(request.models.dtype)
         prompts: list[tuple[str, list[int]]] = []
         references: list[Any] = []
 
@@ -377,7 +378,7 @@ class _DecodingJob:
             prompts.extend(self._encode(model, self.prompts))
             count = sum(len(self._rules_for(spec)) for spec in self.drafters)
             references.extend(
-                [None] * len(prompts) if int8 else self._references(model, prompts, count, progress)
+                [None] * len(prompts) if rounded else self._references(model, prompts, count, progress)
             )
 
         target, proposers = prepare(
@@ -389,8 +390,8 @@ class _DecodingJob:
             progress=progress,
             beforehand=answer,
         )
-        if target.widths_differ is not None:
-            request.note(opt.widths_differ(target.widths_differ))
+        if (parting := opt.widths_differ(target)) is not None:
+            request.note(parting)
         cases = [
             Case(name, tuple(ids), reference)
             for (name, ids), reference in zip(prompts, references, strict=True)
@@ -420,7 +421,7 @@ class _DecodingJob:
                 cases,
                 bias=self.bias,
                 dtype=target.scorer.rounding,
-                no_transformers="it has no such int8 model" if int8 else None,
+                no_transformers=f"it has no such {rounded} model" if rounded else None,
                 bit_exact=decode.bit_exact or target.bit_exact,
                 plain_runs=plain_runs,
             )

@@ -386,7 +386,7 @@ def _advice(ctx: typer.Context, job: _Job, drafter: DrafterSpec, rule: RuleSpec)
     if job.sampling.greedy and rule.word != "auto":
         found["rule"] = "--length-policy auto"
     # A copy costs next to nothing, a model drafts where there is nothing to copy.
-    can_quantise = job.target.dtype != "int8" and job.target.scorer.device.type == "cpu"
+    can_quantise = job.target.rounded is None and job.target.scorer.device.type == "cpu"
     if isinstance(drafter, Cascade):
         other = "lookup"
     elif drafter.own_model is not None:

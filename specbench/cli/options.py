@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 from typer.core import TyperCommand
 
-from specbench.options import LENGTH, MODELS, OUTPUT, PROMPT, DecodeOptions, ModelOptions
+from specbench.options import LENGTH, MODELS, OUTPUT, PROMPT, DecodeOptions, ModelOptions, quantised
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
+    from specbench.models.prepare import Target
 
 __all__ = [
     "DEFAULT_DRAFTER",
@@ -350,19 +351,23 @@ def command_with(ctx: typer.Context, **changes: Any) -> str:
 
 def chained(models: ModelOptions, decode: DecodeOptions) -> str | None:
     """What on the command line asks for passes that are the same to the bit, so that drafts have no siblings."""
-    return "--bit-exact" if decode.bit_exact else "--dtype int8" if models.dtype == "int8" else None
+    if decode.bit_exact:
+        return "--bit-exact"
+    return None if quantised(models.dtype) is None else f"--dtype {models.dtype}"
 
 
-def widths_differ(reason: str) -> str:
-    """What the user should know of an int8 target whose logits depend on the width of the pass."""
+def widths_differ(target: Target) -> str | None:
+    """What the user should know of an int8 or int4 target whose logits depend on the width of the pass."""
+    if target.widths_differ is None:
+        return None
     return (
-        "Bit-exact passes cannot be had here, so that outputs of this int8 target may part from plain decoding's."
-        f" {reason}"
+        f"Bit-exact passes cannot be had here, so that outputs of this {target.dtype} target may part from plain"
+        f" decoding's. {target.widths_differ}"
     )
 
 
 def cache_for(ctx: typer.Context, target: str, models: ModelOptions, decode: DecodeOptions) -> CacheKind:
-    """The kind of cache to use, given what was asked for; of an int8 target the configuration is read for that.
+    """The kind of cache to use, given what was asked for; of an int8 or int4 target the configuration is read for that.
 
     Raises:
         UsageError: Bit-exact or compiled passes with another cache than theirs, or both.
@@ -382,11 +387,11 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, decode: Dec
         return "compiled"
     if decode.bit_exact:
         return "preallocated"
-    if models.dtype == "int8" and not chosen and not (ctx.default_map or {}).get("cache"):
+    if quantised(models.dtype) is not None and not chosen and not (ctx.default_map or {}).get("cache"):
         from specbench.models.load import load_config
         from specbench.models.prepare import default_cache
 
-        return default_cache(load_config(target), int8=True)
+        return default_cache(load_config(target), rounded=True)
     return decode.cache
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
+    from specbench.backends.torch.scorer import Scorer
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
@@ -107,27 +108,34 @@ def facts(target: Target, drafter: Drafter, decode: DecodeOptions) -> list[str]:
         )
     if not decode.residual_adjustment:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
-    if target.widths_differ is not None:
-        lines.append(widths_differ(target.widths_differ))
-    if not target.packed and target.dtype != "int8" and target.scorer.device.type == "cpu":
+    if (parting := widths_differ(target)) is not None:
+        lines.append(parting)
+    if not target.packed and target.rounded is None and target.scorer.device.type == "cpu":
         lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
-    if (reason := _without_native_products(drafter)) is not None:
-        lines.append(f"Drafting is slower than it could be, without native products: {reason}.")
+    for what, scorer in (("Decoding", target.scorer), ("Drafting", _own_scorer(drafter))):
+        if (reason := _without_native_products(scorer)) is not None:
+            lines.append(f"{what} is slower than it could be, without native products: {reason}.")
+            break
     return lines
 
 
-def _without_native_products(drafter: Drafter) -> str | None:
-    """Why a drafter in int8 or int4 on a CPU has none; ``None`` for others."""
-    from specbench.backends.torch.kernels.linear import QuantisedLinear
-    from specbench.backends.torch.kernels.native import why_not
-    from specbench.backends.torch.kernels.surgery import holds
+def _own_scorer(drafter: Drafter) -> Scorer | None:
+    """What makes a drafter's passes, if it is a model."""
     from specbench.drafters.cascade import CascadeDrafter
     from specbench.drafters.model import ModelDrafter
 
     model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
-    if not isinstance(model, ModelDrafter) or model.scorer.device.type != "cpu":
+    return model.scorer if isinstance(model, ModelDrafter) else None
+
+
+def _without_native_products(scorer: Scorer | None) -> str | None:
+    """Why a model in int8 or int4 on a CPU has none; ``None`` for others."""
+    from specbench.backends.torch.kernels.native import why_not
+    from specbench.backends.torch.kernels.surgery import kind_of_rounding
+
+    if scorer is None or scorer.device.type != "cpu" or kind_of_rounding(scorer.model) is None:
         return None
-    return why_not() if holds(model.scorer.model, QuantisedLinear) else None
+    return why_not()
 
 
 def _shared(drafter: Drafter) -> tuple[int, int] | None:

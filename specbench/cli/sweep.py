@@ -362,8 +362,8 @@ def sweep(
         engine = load_engine(engine_options, progress)
     notes += engine.target.language_model.notes
     notes += engine.target.language_model.defaults.notes(applied=decode.model_defaults)
-    if engine.target.widths_differ is not None:
-        notes.append(opt.widths_differ(engine.target.widths_differ))
+    if (parting := opt.widths_differ(engine.target)) is not None:
+        notes.append(parting)
     configs = build_configs(options, engine.specs, engine.fingerprints, partial(_calibrated, engine, notes))
     _check_costs(options, engine)
     job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from specbench.cli import options as opt
-from specbench.options import MODELS, PROMPT, ModelOptions
+from specbench.options import MODELS, PROMPT, ModelOptions, quantised
 
 if TYPE_CHECKING:
     from specbench.train.settings import Measured
@@ -154,8 +154,10 @@ def train(
         seed=seed,
         compact=compact,
     )
-    if models.dtype == "int8":
-        raise UsageError("A head is not trained on an int8 target.", "Leave out --dtype int8.")
+    if quantised(models.dtype) is not None:
+        raise UsageError(
+            f"A head is not trained on an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
+        )
     sources = prompts or [TRAINING_SET]
     chosen = training_prompts(sources)
     with StageProgress(quiet) as progress:

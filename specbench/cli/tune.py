@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbench.cli import options as opt
-from specbench.options import DECODING, MODELS, OUTPUT, PROMPT, CacheName, DecodeOptions, ModelOptions
+from specbench.options import (
+    DECODING,
+    MODELS,
+    OUTPUT,
+    PROMPT,
+    CacheName,
+    DecodeOptions,
+    ModelOptions,
+    quantised,
+)
 
 if TYPE_CHECKING:
     from specbench.bench.grid import Sweep
@@ -165,7 +174,7 @@ def tune(
             "Add --resume to go on with them, or give other --results.",
         )
     kind: Any = cache if stored is None else stored["configs"][0]["cache"]
-    rules = parse_policies(rules_to_try(chained=models.dtype == "int8"))
+    rules = parse_policies(rules_to_try(chained=quantised(models.dtype) is not None))
     options = SweepOptions(
         gammas=GAMMAS,
         policies=tuple(map(str, rules)),
@@ -399,7 +408,7 @@ class _Job:
             return False
         drafter = None if winner.kind == "plain" else self.loaded.engine.specs[winner.drafter]
         chosen = self.loaded.cache
-        usual = "preallocated" if models.dtype == "int8" else "dynamic"
+        usual = "dynamic" if quantised(models.dtype) is None else "preallocated"
         try:
             config, note = configuration(
                 winner, drafter, target, models, chosen if cache is not None or chosen != usual else None

@@ -86,7 +86,7 @@ def cheaper_form(
         model: Packed or not; it is left alone.
         kept: The decoder layers to use, ascending. Each keeps its own place in a cache of the whole model.
         int8, int4: Quantise the linear layers.
-        layers: Where those of the whole model, rounded to int8, are found and kept.
+        layers: Where those of the whole model, rounded so, are found and kept.
 
     Raises:
         ValueError: The list of decoder layers was not found.
@@ -94,7 +94,9 @@ def cheaper_form(
     """
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(kept) == total:
-        return int8_copy(model, layers) if int8 else int4_copy(model) if int4 else first_layers(model, total)
+        if int8:
+            return int8_copy(model, layers)
+        return int4_copy(model, layers) if int4 else first_layers(model, total)
     count = max(kept) + 1
     chosen = first_layers(model, count)
     if len(kept) < count:

@@ -11,22 +11,30 @@ import platformdirs
 
 from specbench.files import explained
 
-__all__ = ["CACHE_VARIABLE", "INT8_FOLDER", "Kind", "cache_folder", "cached", "clear_derived", "folder_size"]
+__all__ = [
+    "CACHE_VARIABLE",
+    "LAYERS_FOLDER",
+    "Kind",
+    "cache_folder",
+    "cached",
+    "clear_derived",
+    "folder_size",
+]
 
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 
-INT8_FOLDER = "int8"
+LAYERS_FOLDER = "layers"
 
 _KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
-    INT8_FOLDER: "int8 layers of models, so that these start sooner",
+    LAYERS_FOLDER: "int8 and int4 layers of models, so that these start sooner",
     "dtypes": "which dtype models decode quickest in",
     "calibrations": "forms in which targets draft for themselves",
     "trees": "the best trees of drafters",
     "vocabularies": "how often targets write each token",
     "texts": "what targets have written to train heads on",
 }
-_DERIVED = (INT8_FOLDER, "dtypes")
+_DERIVED = (LAYERS_FOLDER, "dtypes")
 """What is made anew in seconds where it is missing."""
 
 

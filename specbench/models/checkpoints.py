@@ -21,8 +21,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from specbench.backends.torch.kernels.linear import rounded_bytes
 from specbench.errors import RunError, UsageError
 from specbench.files import reason
+from specbench.options import QuantisedName
 from specbench.progress import quiet_transformers
 from specbench.shapes import misfit
 from specbench.textsafe import excerpt
@@ -368,7 +370,12 @@ def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) 
 
 
 def weight_memory(
-    config: PreTrainedConfig, numbers: int, stored: torch.dtype | None, loaded: torch.dtype, *, int8: bool
+    config: PreTrainedConfig,
+    numbers: int,
+    stored: torch.dtype | None,
+    loaded: torch.dtype,
+    *,
+    quantise: QuantisedName | None,
 ) -> tuple[int, int]:
     """Bytes a model's weights take on a CPU in the end, and at most while they are loaded and packed.
 
@@ -380,12 +387,13 @@ def weight_memory(
         numbers: How many numbers the weights are.
         stored: Their dtype in the file; ``None`` if there are several, or it is not known.
         loaded: Their dtype in memory.
-        int8: Whether the linear layers are quantised.
+        quantise: What the linear layers are rounded to; ``None`` for nothing.
     """
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
     words, width, inner = (size if isinstance(size, int) else 0 for size in sizes)
-    kept = numbers + words * width * (loaded.itemsize - 1) if int8 else numbers * loaded.itemsize
+    linear = loaded.itemsize if quantise is None else rounded_bytes(quantise, loaded.itemsize)
+    kept = int(numbers * linear + words * width * (loaded.itemsize - linear))
     # Two layers that become one product are there three times for a moment, a single one twice.
     working = max(words, 4 * (inner or 4 * width)) * width * loaded.itemsize
     return kept, working + (kept if stored == loaded else numbers * loaded.itemsize)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -47,7 +47,7 @@ from specbench.models.dtypes import (
     write_dtype,
 )
 from specbench.models.hub import HubModel
-from specbench.options import LoadOptions
+from specbench.options import DtypeName, LoadOptions, QuantisedName, quantised
 from specbench.progress import Progress, quiet_transformers
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.textsafe import excerpt
@@ -69,7 +69,7 @@ __all__ = [
     "wrap_model",
 ]
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
+DTYPES = get_args(DtypeName)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -102,7 +102,7 @@ class LanguageModel:
         vocab_size: Width of the logits, padding included.
         context_limit: Positions the model has been made for; ``None`` if its configuration sets no limit.
         end_ids: Every token id that ends a text, ascending; see `end_ids_of`.
-        quantise_int8, quantise_int4: Whether that was asked for; quantising is the caller's to do.
+        quantise: What the linear layers are to be rounded to, if that was asked for; it is the caller's to do.
         head_rows: Which of its logits the model still computes, in this order; ``None`` for all.
         defaults: Settings of generation that the model's own file carries.
         dtype_choice: How the dtype was measured; ``None`` where it was not.
@@ -119,14 +119,13 @@ class LanguageModel:
     vocab_size: int
     context_limit: int | None
     end_ids: tuple[int, ...]
-    quantise_int8: bool = False
+    quantise: QuantisedName | None = None
     head_rows: tuple[int, ...] | None = None
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     identity: str = ""
     dtype_choice: DtypeChoice | None = None
     notes: list[str] = field(default_factory=list)
     files: WeightFiles | None = None
-    quantise_int4: bool = False
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -299,7 +298,7 @@ def wrap_model(
     tokenizer: PreTrainedTokenizerBase | None,
     name: str | None = None,
     *,
-    quantise_int8: bool = False,
+    quantise: QuantisedName | None = None,
 ) -> LanguageModel:
     """A `LanguageModel` of objects you already hold; the model goes into evaluation mode, without gradients.
 
@@ -322,7 +321,7 @@ def wrap_model(
         vocab_size=int(width),
         context_limit=_context_limit(model.config),
         end_ids=end_ids_of(model, tokenizer),
-        quantise_int8=quantise_int8,
+        quantise=quantise,
         defaults=ModelDefaults.of(getattr(model, "generation_config", None)),
         identity=_fingerprint(model, torch.bfloat16),
     )
@@ -403,8 +402,8 @@ def _load_folder(
                 del model
                 model = read(others[0])
     model.config.name_or_path = name
-    loaded = wrap_model(model, tokenizer, name, quantise_int8=options.dtype == "int8")
-    loaded.dtype_choice, loaded.notes, loaded.quantise_int4 = choice, notes, options.dtype == "int4"
+    loaded = wrap_model(model, tokenizer, name, quantise=quantised(options.dtype))
+    loaded.dtype_choice, loaded.notes = choice, notes
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         digest = headers_digest(folder, files, times=True)
@@ -491,7 +490,7 @@ def resolve_dtype(
 
     ``counts``, of what the file holds, speak where the configuration names none.
     """
-    if options.dtype not in ("auto", "int8", "int4"):
+    if options.dtype != "auto" and quantised(options.dtype) is None:
         chosen: torch.dtype = getattr(torch, options.dtype)
         return chosen
     own = config.dtype or getattr(text_config(config), "dtype", None)
@@ -530,7 +529,7 @@ def _placement(
     if device.type != "cpu":
         check_memory(numbers * loaded.itemsize, name=name, device=device)
         return {"": device}
-    _, peak = weight_memory(config, numbers, stored, loaded, int8=options.dtype in ("int8", "int4"))
+    _, peak = weight_memory(config, numbers, stored, loaded, quantise=quantised(options.dtype))
     check_memory(peak, name=name, device=device)
     return None
 

@@ -20,9 +20,10 @@ from specbench.backends.torch.head_scorers import (
     ParallelScorer,
 )
 from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear
+from specbench.backends.torch.kernels.linear import PackedLinear
 from specbench.backends.torch.kernels.surgery import (
     holds,
+    kind_of_rounding,
     pack_linears,
     quantise_linears,
     round_linears,
@@ -47,7 +48,6 @@ from specbench.models.checkpoints import text_config
 from specbench.models.choices import ChoiceKey, any_choice, read_choice
 from specbench.models.counts import any_counts, nothing_counted, read_counts
 from specbench.models.heads import TrainedHead, find_head, load_head
-from specbench.models.int8_layers import int8_layers
 from specbench.models.load import (
     LanguageModel,
     Progress,
@@ -58,8 +58,9 @@ from specbench.models.load import (
     wrap_model,
 )
 from specbench.models.pairing import translation_of
+from specbench.models.rounded_layers import rounded_layers
 from specbench.models.stories import story_of
-from specbench.options import LoadOptions, ModelOptions
+from specbench.options import LoadOptions, ModelOptions, QuantisedName, quantised
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
@@ -118,9 +119,10 @@ class Target:
     Attributes:
         language_model: The loaded model with its tokenizer and facts.
         scorer: The same model with its cache.
-        dtype: "int8" when the int8 model is the target, else the weights' dtype.
+        dtype: "int8" or "int4" when that model is the target, else the weights' dtype.
         packed: Whether its linear layers are packed for the CPU.
-        bit_exact: Whether every pass gives the same logits to the bit. Tried where layers round to int8, else false.
+        bit_exact: Whether every pass gives the same logits to the bit. Tried where
+            layers round what they are given to bytes, else false.
         widths_differ: Why passes of different widths do not, where that was tried and found.
     """
 
@@ -137,6 +139,11 @@ class Target:
     @property
     def name(self) -> str:
         return self.language_model.name
+
+    @property
+    def rounded(self) -> QuantisedName | None:
+        """What its linear layers are rounded to; ``None`` for nothing."""
+        return quantised(self.dtype)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -163,8 +170,8 @@ def load_target(
 
     Args:
         spec: Hub id (with ``@revision``), model folder, ``.gguf`` file or built-in name.
-        options: Dtype, device, device map. On a CPU the linear layers are packed, or quantised for "int8": then
-            the int8 model is the target and exactness refers to it.
+        options: Dtype, device, device map. On a CPU the linear layers are packed, or rounded for "int8" and
+            "int4": then that model is the target and exactness refers to it.
         cache: The kind of key/value cache; ``None`` for ``default_cache``.
         progress: Told how far fetching and loading have come.
         allow_pickle: Load pickled weights if there are no others.
@@ -176,17 +183,22 @@ def load_target(
         UsageError, RunError: See ``specbench.models.load.load_model``.
     """
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
-    int8 = language_model.quantise_int8
-    return _prepare_target(language_model, cache or default_cache(language_model.model.config, int8=int8))
+    rounded = language_model.quantise is not None
+    kind = cache or default_cache(language_model.model.config, rounded=rounded)
+    return _prepare_target(language_model, kind)
 
 
-def default_cache(config: PretrainedConfig, *, int8: bool) -> CacheKind:
+def default_cache(config: PretrainedConfig, *, rounded: bool) -> CacheKind:
     """The kind of a target's cache where none is asked for.
 
-    Rounding activations to bytes makes much of a last bit, so an int8 target needs passes that are the same to the bit:
-    these take the preallocated kind. Whatever that cannot hold gets the dynamic kind, as all other targets do.
+    Rounding activations to bytes makes much of a last bit, so an int8 or int4 target needs passes that are the same to
+    the bit: these take the preallocated kind. Whatever that cannot hold gets the dynamic kind, as all other targets do.
+
+    Args:
+        config: The model's.
+        rounded: Whether its linear layers are int8 or int4 ones.
     """
-    if int8:
+    if rounded:
         with suppress(UsageError):
             make_cache("preallocated", config)
             return "preallocated"
@@ -221,18 +233,14 @@ def wrap_target(
 
 def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bool = True) -> Target:
     model, dtype = language_model.model, language_model.dtype
-    if language_model.quantise_int4:
-        raise UsageError("A target cannot be int4 yet.", "Choose int8 for it; a drafter may be int4.")
     if pack:
         fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
-    if language_model.quantise_int8:
-        with int8_layers(language_model) as layers:
-            quantise_linears(model, layers=layers)
+    if language_model.quantise is not None:
+        _quantise(language_model, language_model.quantise)
     elif pack:
         pack_linears(model)
-    if holds(model, Int8Linear):
-        dtype = "int8"
+    dtype = kind_of_rounding(model) or dtype
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     tried = scorer.rounding == torch.int8
     widths_differ = scorer.why_not_bit_exact() if tried else None
@@ -244,6 +252,15 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
         tried and widths_differ is None,
         widths_differ,
     )
+
+
+def _quantise(language_model: LanguageModel, rounded: QuantisedName, *, alike: bool = True) -> None:
+    """Round the linear layers of a model, in place, or take what is kept of them; for ``alike`` see ``Int8Linear``."""
+    with rounded_layers(language_model, rounded) as layers:
+        if rounded == "int8":
+            quantise_linears(language_model.model, alike=alike, layers=layers)
+        else:
+            round_linears(language_model.model, layers=layers)
 
 
 def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | None = None) -> None:
@@ -384,13 +401,10 @@ def wrap_drafter(
         _cut_head(language_model, tuple(translation.shared[token] for token in draftable))
     else:
         _cut_head(language_model, draftable)
-    if language_model.quantise_int4:
-        round_linears(model)
-        dtype = "int4"
-    elif language_model.quantise_int8 or (int8 and model.device.type == "cpu"):
-        with int8_layers(language_model) as layers:
-            quantise_linears(model, alike=False, layers=layers)
-        dtype = "int8"
+    rounded = language_model.quantise or ("int8" if int8 and model.device.type == "cpu" else None)
+    if rounded is not None:
+        _quantise(language_model, rounded, alike=False)
+        dtype = rounded
     else:
         pack_linears(model)
     scorer = Scorer(
@@ -438,15 +452,16 @@ def wrap_head(
     own_head = partial(_head_of, target)
     medusa = head.files.kind == "medusa"
     module: Any = head.medusa(own_head) if medusa else head.with_layers(config, own_head)
-    quantised = options.dtype in ("auto", "int8", "int4")
-    dtype = embeddings.weight.dtype if quantised else resolve_dtype(options, config, Counter())
+    rounded = quantised(options.dtype)
+    quantise = rounded is not None or options.dtype == "auto"
+    dtype = embeddings.weight.dtype if quantise else resolve_dtype(options, config, Counter())
     device = target.scorer.device
     module.to(device=device, dtype=dtype)
     name = str(dtype).removeprefix("torch.")
-    if options.dtype == "int4":
+    if rounded == "int4":
         round_linears(module)
         name = "int4"
-    elif quantised and device.type == "cpu":
+    elif quantise and device.type == "cpu":
         quantise_linears(module, alike=False)
         name = "int8"
     else:
@@ -490,11 +505,12 @@ def _head_of(target: Target) -> torch.Tensor:
     """The weight of a target's own head, [vocab, width]."""
     model: Any = target.language_model.model
     weight: torch.Tensor = model.get_output_embeddings().weight
-    if weight.shape[1] == 0 and text_config(model.config).tie_word_embeddings:  # int8
+    if weight.shape[1] == 0 and text_config(model.config).tie_word_embeddings:  # rounded
         weight = model.get_input_embeddings().weight
     if weight.shape[1] == 0:
         raise UsageError(
-            f"The head takes its last layer from {target.name}, which is int8.", "Leave out --dtype int8."
+            f"The head takes its last layer from {target.name}, which is {target.dtype}.",
+            f"Leave out --dtype {target.dtype}.",
         )
     return weight
 
@@ -574,15 +590,16 @@ def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
     if form.calibrated:
         form = read_choice(choice_key(target)).form
     check_form(form, target.language_model.model.config)
-    if (form.int8 or form.int4) and target.dtype == "int8":
+    if (form.int8 or form.int4) and target.rounded is not None:
         raise UsageError(
-            f"The target is int8 already: {form} would need the weights that it was made of.",
+            f"The target is {target.rounded} already: {form} would need the weights that it was made of.",
             "Leave int8 and int4 out: use self:layers=N or self:skip=I-J-...",
         )
     model, kept = target.language_model, form.kept(target.language_model.layers)
-    whole = form.int8 and len(kept) == model.layers
+    rounded: QuantisedName | None = "int8" if form.int8 else "int4" if form.int4 else None
+    whole = rounded is not None and len(kept) == model.layers
     try:
-        with int8_layers(model) if whole else nullcontext() as layers:
+        with rounded_layers(model, rounded) if rounded and whole else nullcontext() as layers:
             cheaper = cheaper_form(model.model, kept, form.int8, layers, int4=form.int4)
     except ValueError as error:
         raise UsageError(
@@ -683,7 +700,7 @@ def prepare(
         target, options.target, progress=progress, allow_pickle=options.allow_pickle, measure=True
     )
     config = language_model.model.config
-    kind = cache or default_cache(config, int8=language_model.quantise_int8)
+    kind = cache or default_cache(config, rounded=language_model.quantise is not None)
     loaded: dict[ModelSpec, LanguageModel | TrainedHead] = {}
     if beforehand is not None:
         make_cache(kind, config)  # refuses what it cannot hold

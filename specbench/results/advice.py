@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from specbench.options import quantised
 from specbench.results.rows import OTHER_ANSWERS, PLAIN
 from specbench.textsafe import counted
 
@@ -253,7 +254,7 @@ def tokens_differ(
     differences: Mapping[str, Sequence[Mapping[str, Any]]],
     prompts: int,
     *,
-    int8: bool = False,
+    rounded: str | None = None,
     over: str = PLAIN,
 ) -> list[RunWarning]:
     """Greedy outputs that are not those of the baseline: a warning for each configuration, one for all mere ties.
@@ -261,7 +262,7 @@ def tokens_differ(
     Args:
         differences: The entries of ``run.json``, by the configurations' labels.
         prompts: How many each configuration decoded.
-        int8: Whether the target is an int8 one, whose passes were not the same to the bit then.
+        rounded: "int8" or "int4" if the target is such a one, whose passes were not the same to the bit then.
         over: The baseline, in words; a server if it is not plain decoding.
     """
     found, ties, servers = [], {}, over != PLAIN
@@ -304,10 +305,10 @@ def tokens_differ(
         advice = (
             "Nothing to do." if servers else "Nothing to do; with --dtype float32 the outputs are the same."
         )
-        if int8:
+        if rounded is not None:
             advice = (
-                "An int8 target makes much of rounding: leave --cache out, whose default gives passes of all widths the"
-                " same bits on most processors, or take another --dtype."
+                f"An {rounded} target makes much of rounding: leave --cache out, whose default gives passes of all"
+                " widths the same bits on most processors, or take another --dtype."
             )
         found.append(RunWarning("tokens-differ", "info", message, advice, {"differences": every}))
     return found
@@ -413,9 +414,9 @@ def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarnin
     differences: dict[str, list[Mapping[str, Any]]] = {}
     for entry in run.get("differences") or ():
         differences.setdefault(labels.get(entry["config"], entry["config"]), []).append(entry)
-    int8 = run["target"].get("dtype") == "int8"
+    rounded = quantised(run["target"].get("dtype", ""))
     over = baseline_name(frame)
-    found += tokens_differ(differences, ok["prompt"].nunique(), int8=int8, over=over)
+    found += tokens_differ(differences, ok["prompt"].nunique(), rounded=rounded, over=over)
     if over != PLAIN:
         found += server_warnings(frame, summary_frame(frame) if summary is None else summary)
     return [warning for warning in found if warning is not None] + list(failures(frame))

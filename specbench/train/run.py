@@ -118,7 +118,7 @@ class Training:
     """One head, from nothing to its files, or from where it was cut off.
 
     Args:
-        target: What the head is for; no int8 model.
+        target: What the head is for; no int8 or int4 model.
         prompts: At least 3; some are held out.
         settings: How it is trained.
         out: The folder of the result. The best head so far is always there.
@@ -148,8 +148,10 @@ class Training:
         watch: Watch | None = None,
         saved_every_s: float = 60.0,
     ) -> None:
-        if target.dtype == "int8":
-            raise UsageError("A head is not trained on an int8 target.", "Leave out --dtype int8.")
+        if target.rounded is not None:
+            raise UsageError(
+                f"A head is not trained on an {target.dtype} target.", f"Leave out --dtype {target.dtype}."
+            )
         places = vars(target.language_model.model).get("hf_device_map", {})
         if len({*places.values()}) > 1:
             raise UsageError(

@@ -61,7 +61,7 @@ class CalibrationSettings:
 
     Attributes:
         tokens: Length of the answers whose tokens are drafted, in tokens.
-        int8: Whether int8 layers are considered; ``None`` on a CPU, unless the target is int8 itself.
+        int8: Whether int8 layers are considered; ``None`` on a CPU, unless the target is int8 or int4 itself.
         seconds: The search ends after so many, with the best found by then.
 
     Raises:
@@ -170,7 +170,7 @@ def calibrate(
     """Search for the form of itself that a target drafts with fastest. Nothing is stored.
 
     Args:
-        target: On a CPU packed or int8, as it will decode.
+        target: On a CPU packed, int8 or int4, as it will decode.
         prompts: Token ids of prompts like those to come, at least 2. Every third one serves to check the choice only.
         settings: How much is spent on it.
         progress: Told how far the stages have come.
@@ -220,9 +220,9 @@ def calibrate(
 def _possible(target: Target, settings: CalibrationSettings) -> tuple[tuple[bool, ...], tuple[int, ...]]:
     """Which precisions to consider, and the layers that may be left out."""
     on_cpu = target.scorer.device.type == "cpu"
-    if settings.int8 and target.dtype == "int8":
-        raise UsageError("The target is int8 already.", "Leave --int8 out.")
-    int8 = on_cpu and target.dtype != "int8" if settings.int8 is None else settings.int8
+    if settings.int8 and target.rounded is not None:
+        raise UsageError(f"The target is {target.rounded} already.", "Leave --int8 out.")
+    int8 = on_cpu and target.rounded is None if settings.int8 is None else settings.int8
     model = target.language_model.model
     skippable = skippable_layers(model.config)
     try:

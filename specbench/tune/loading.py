@@ -28,6 +28,7 @@ from specbench.models.prepare import (
     prepare,
     prepare_drafters,
 )
+from specbench.options import quantised
 from specbench.results import stats
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm
 from specbench.tune.candidates import CALIBRATED_TREE, drafters_to_try
@@ -88,12 +89,12 @@ def load_candidates(
         RunError: The target could not be loaded.
     """
     on_cpu = resolve_device(models.device).type == "cpu"
-    wanted = [*given, *([_INT8] if on_cpu and models.dtype != "int8" else [])]
+    wanted = [*given, *([_INT8] if on_cpu and quantised(models.dtype) is None else [])]
     fitting, notes = _fitting(target, list(dict.fromkeys(wanted)), models, sweep, progress)
     ready, _ = prepare(target, (), models, cache=cache, progress=progress)
-    int8 = ready.dtype == "int8"
-    kind = cache or default_cache(ready.language_model.model.config, int8=int8)
-    if cache is None and not int8:
+    rounded = ready.rounded is not None
+    kind = cache or default_cache(ready.language_model.model.config, rounded=rounded)
+    if cache is None and not rounded:
         prompt = [] if ready.tokenizer is None else encode_prompt(ready.tokenizer, sweep.prompts[0].turns[0])
         ready, kind, note = quickest_cache(ready, kind, prompt)
         notes += [note] if note else []

@@ -14,7 +14,7 @@ from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_sha
 from specbench.bench.serving import Answered, Asked, Encoded, Load, SkippingClock, serve
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.options import ModelOptions
+from specbench.options import ModelOptions, quantised
 from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
@@ -689,17 +689,17 @@ def check_engine(options: EngineOptions, progress: Progress | None = None) -> No
     """Refuse what cannot be, before any weights are loaded.
 
     Raises:
-        UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8
-            target beside transformers, which would decode with the unquantised one.
+        UsageError: A drafter that does not exist, does not fit, or would learn from its own earlier answers; an int8 or
+            int4 target beside transformers, which would decode with the unquantised one.
     """
     from specbench.models.prepare import check_models, refuse_keep
 
     check_models(options.target, options.drafters, options.models, progress=progress)
-    int8 = options.models.dtype == "int8"
-    if int8 and options.foreign:
+    rounded = quantised(options.models.dtype)
+    if rounded is not None and options.foreign:
         raise UsageError(
-            "The target is int8, and transformers would decode with the unquantised model.",
-            "Leave out --dtype int8, or the rows of transformers.",
+            f"The target is {rounded}, and transformers would decode with the unquantised model.",
+            f"Leave out --dtype {rounded}, or the rows of transformers.",
         )
     for spec in options.drafters:
         refuse_keep(spec)

@@ -116,8 +116,8 @@ def without_counterpart(engine: Engine, setting: Setting) -> Iterator[str]:
                 f"The drafter's {dtype}: there it runs as its checkpoint is stored, so that drafts cost more than"
                 " measured unless you name a quantised one."
             )
-    if setting.dtype == "int8":
-        yield "The target's int8, which is specbench's own: there it runs as its checkpoint is stored."
+    if setting.dtype in ("int8", "int4"):
+        yield f"The target's {setting.dtype}, which is specbench's own: there it runs as its checkpoint is stored."
 
 
 def model_needs(setting: Setting) -> Iterator[str]:

@@ -23,6 +23,7 @@ from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import in_huge_pages
 from specbench.backends.torch.kernels.instructions import allowed, has_vnni
 from specbench.errors import UsageError
+from specbench.options import QuantisedName
 
 __all__ = [
     "Int4Linear",
@@ -30,9 +31,12 @@ __all__ = [
     "PackedLinear",
     "QuantisedLinear",
     "Rounded",
+    "RoundedWeight",
     "can_pack",
+    "in_bytes",
     "quickest_rows",
     "rounded",
+    "rounded_bytes",
     "rounded_to_4_bits",
 ]
 
@@ -236,6 +240,30 @@ def rounded(weight: torch.Tensor) -> Rounded:
     return Rounded(quantised, scales)
 
 
+RoundedWeight = Rounded | native.Panels
+"""A weight as a layer of few bits keeps it: native products read it in another order."""
+
+
+def in_bytes(weight: torch.Tensor) -> RoundedWeight:
+    """A weight [out, in] as an int8 layer keeps it here."""
+    made = rounded(weight)
+    if weight.device.type == "cpu" and native.available():
+        return native.Panels.of_bytes(made.quantised, made.scales)
+    return made
+
+
+def rounded_bytes(kind: QuantisedName, wide: int) -> float:
+    """Bytes of a number in a rounded layer, its share of a scale among them.
+
+    Args:
+        kind: Of the layer.
+        wide: Bytes it had before, and has in int4 where there are no native products.
+    """
+    if kind == "int8":
+        return 1
+    return 0.5 + 2 / _GROUP if native.available() else wide  # scales are bfloat16
+
+
 class QuantisedLinear(nn.Module):
     """A linear layer whose weight was rounded to a few bits.
 
@@ -250,7 +278,7 @@ class QuantisedLinear(nn.Module):
         rounds_rows: Whether what it is given is rounded to bytes, and not only its weight was.
     """
 
-    kind = ""
+    kind: QuantisedName
     panels: native.Panels | None = None
     quick = False
     rounds_rows = False
@@ -299,28 +327,30 @@ class Int8Linear(QuantisedLinear):
     Args:
         weight: [out, in], any floating dtype; or what was made of it.
         bias: [out] or ``None``.
-        alike: Whether a row's result is to be the same to the bit alone and among others, in oneDNN's products. A
-            drafter does without: its products are native ones, or of small layers FBGEMM's, which take one operator
-            and not ten.
+        alike: Whether a row's result is to be the same to the bit alone and among others. It always is in native
+            products; where there are none, a drafter does without: FBGEMM's products of small layers take one operator
+            and not ten, as oneDNN's do.
     """
 
-    kind = "int8"
+    kind: QuantisedName = "int8"
 
     def __init__(
-        self, weight: torch.Tensor | Rounded, bias: torch.Tensor | None, *, alike: bool = True
+        self, weight: torch.Tensor | RoundedWeight, bias: torch.Tensor | None, *, alike: bool = True
     ) -> None:
-        quantised, scales = rounded(weight.detach()) if isinstance(weight, torch.Tensor) else weight
+        known = in_bytes(weight.detach()) if isinstance(weight, torch.Tensor) else weight
+        if isinstance(known, native.Panels):
+            super().__init__(known.outputs, known.inputs, bias)
+            self._take(known)
+            return
+        quantised, scales = known
         outputs, inputs = quantised.shape
         super().__init__(outputs, inputs, bias)
-        if not alike and quantised.device.type == "cpu" and native.available():
-            self._take(native.Panels.of_bytes(quantised, scales))
         self.register_buffer("scales", scales, persistent=False)
         self.scales: torch.Tensor
-        self._quick = None if alike or self.panels is not None else _pack_quick(quantised, scales)
-        packed = self._quick is not None or self.panels is not None
-        self._prepacked = None if packed else _prepack_int8(quantised)
-        self.quick = packed
-        self.rounds_rows = packed = packed or self._prepacked is not None
+        self._quick = None if alike else _pack_quick(quantised, scales)
+        self.quick = self._quick is not None
+        self._prepacked = None if self.quick else _prepack_int8(quantised)
+        self.rounds_rows = packed = self.quick or self._prepacked is not None
         self.register_buffer("quantised", None if packed else quantised, persistent=False)
         self.quantised: Any
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
@@ -371,19 +401,22 @@ class Int4Linear(QuantisedLinear):
     no quicker than the layer it was made of.
 
     Args:
-        weight: [out, in], any floating dtype.
+        weight: [out, in], any floating dtype; or what was made of it.
         bias: [out] or ``None``.
     """
 
-    kind = "int4"
+    kind: QuantisedName = "int4"
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        outputs, inputs = weight.shape
-        super().__init__(outputs, inputs, bias)
+    def __init__(self, weight: torch.Tensor | native.Panels, bias: torch.Tensor | None) -> None:
+        if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and native.available():
+            weight = native.Panels.of_weight(weight)
         rounded = None
-        if weight.device.type == "cpu" and native.available():
-            self._take(native.Panels.of_weight(weight))
+        if isinstance(weight, native.Panels):
+            super().__init__(weight.outputs, weight.inputs, bias)
+            self._take(weight)
         else:
+            outputs, inputs = weight.shape
+            super().__init__(outputs, inputs, bias)
             rounded = rounded_to_4_bits(weight.detach()).to(weight.dtype)
         self.register_buffer("rounded", rounded, persistent=False)
         self.rounded: Any

@@ -23,6 +23,7 @@ import torch
 from specbench.backends.torch.kernels.instructions import allowed
 
 __all__ = [
+    "LAYOUT",
     "LIBRARY",
     "MOST_HEAD_SIZE",
     "STEP",
@@ -51,6 +52,9 @@ _ROUNDED_AT_ONCE = 128 * PANEL
 
 _VERSION = 3
 """Of what is handed over; the library's own has to be the same."""
+
+LAYOUT = 1
+"""Version of the order in which panels hold their numbers: what is kept of them is for this one."""
 
 _LEVELS = {"default": 0, "avx2": 1}
 """How far ``ATEN_CPU_CAPABILITY``, which limits torch, limits this too: none, AVX2; else as far as the processor."""
@@ -290,6 +294,7 @@ class Panels:
         bits: 32 and 16 for float32 and bfloat16, 8 with one scale for each output, 4 with one for every 32 inputs.
         outputs, inputs: As of the weight.
         width: Outputs that lie together.
+        data: All of it: uint8 in panels of our own.
     """
 
     def __init__(self, bits: int, outputs: int, inputs: int, laid: _Laid | None = None) -> None:
@@ -298,7 +303,7 @@ class Panels:
         if laid is None:
             data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
             laid = _Laid(data, data.data_ptr(), PANEL, -(-inputs // _GROUP) * _GROUP)
-        self._data, self._address, self.width, self._depth = laid
+        self.data, self._address, self.width, self._depth = laid
 
     def _bytes_of(self, outputs: int) -> int:
         return int(_native().library.specbench_packed_bytes(outputs, self.inputs, self.bits))
@@ -310,6 +315,19 @@ class Panels:
         packing.columns, packing.bits = self.inputs, self.bits
         threads = torch.get_num_threads()
         _check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
+
+    @classmethod
+    def of_data(cls, bits: int, outputs: int, inputs: int, data: torch.Tensor) -> Panels:
+        """Those that hold a copy of what others have held.
+
+        Raises:
+            ValueError: That is not of this size.
+        """
+        made = cls(bits, outputs, inputs)
+        if data.shape != made.data.shape or data.dtype != torch.uint8:
+            raise ValueError("panels of another size")
+        made.data.copy_(data)
+        return made
 
     @classmethod
     def of_bytes(cls, quantised: torch.Tensor, scales: torch.Tensor) -> Panels:
@@ -363,7 +381,7 @@ class Panels:
 
     def dense(self) -> torch.Tensor:
         """The weight of panels that ``of_halves`` made, [out, in]."""
-        panels = self._data.view(torch.bfloat16).view(-1, self._depth // 2, self.width, 2)
+        panels = self.data.view(torch.bfloat16).view(-1, self._depth // 2, self.width, 2)
         whole = panels.permute(0, 2, 1, 3).reshape(-1, self._depth)
         return whole[: self.outputs, : self.inputs].contiguous()
 

@@ -23,11 +23,13 @@ from specbench.backends.torch.kernels.linear import (
     Int8Linear,
     PackedLinear,
     QuantisedLinear,
-    Rounded,
+    RoundedWeight,
     can_pack,
-    rounded,
+    in_bytes,
 )
+from specbench.backends.torch.kernels.native import Panels
 from specbench.errors import UsageError
+from specbench.options import QuantisedName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,6 +43,7 @@ __all__ = [
     "holds",
     "int4_copy",
     "int8_copy",
+    "kind_of_rounding",
     "pack_linears",
     "quantise_linears",
     "round_linears",
@@ -179,10 +182,10 @@ def pack_linears(model: PreTrainedModel) -> bool:
 class RoundedLayers(Protocol):
     """Weights of a model that were rounded at another time, by the places of its layers."""
 
-    def find(self, place: str) -> Rounded | None:
+    def find(self, place: str) -> RoundedWeight | None:
         """What is kept of a place; ``None`` for nothing."""
 
-    def keep(self, place: str, weight: Rounded) -> None:
+    def keep(self, place: str, weight: RoundedWeight) -> None:
         """Keep what was made for a place."""
 
 
@@ -200,7 +203,7 @@ def quantise_linears(
     def quantised(place: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> Int8Linear:
         known = None if layers is None else layers.find(place)
         if known is None:
-            known = rounded(weight().detach())
+            known = in_bytes(weight().detach())
             if layers is not None:
                 layers.keep(place, known)
         return Int8Linear(known, bias, alike=alike)
@@ -208,13 +211,24 @@ def quantise_linears(
     return _replace(model, quantised)
 
 
-def round_linears(model: PreTrainedModel) -> bool:
+def round_linears(model: PreTrainedModel, layers: RoundedLayers | None = None) -> bool:
     """The same with int4 ones.
 
     Args:
         model: Changed in place.
+        layers: See ``quantise_linears``. Only what native products read is kept.
     """
-    return _replace(model, lambda _, weight, bias: Int4Linear(weight(), bias))
+
+    def rounded(place: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> Int4Linear:
+        known = None if layers is None else layers.find(place)
+        if isinstance(known, Panels):
+            return Int4Linear(known, bias)
+        made = Int4Linear(weight().detach(), bias)
+        if layers is not None and made.panels is not None:
+            layers.keep(place, made.panels)
+        return made
+
+    return _replace(model, rounded)
 
 
 def trim_head(model: PreTrainedModel, rows: torch.Tensor) -> None:
@@ -242,6 +256,11 @@ def holds(model: nn.Module, kind: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) for module in model.modules())
 
 
+def kind_of_rounding(model: nn.Module) -> QuantisedName | None:
+    """What linear layers of a model are rounded to; ``None`` for nothing."""
+    return next((each.kind for each in model.modules() if isinstance(each, QuantisedLinear)), None)
+
+
 def rounds_to_int8(model: nn.Module) -> bool:
     """Whether layers of a model round what they are given to bytes."""
     products = (module.layer if isinstance(module, JoinedLinear) else module for module in model.modules())
@@ -260,10 +279,10 @@ def int8_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> Pr
     return clone
 
 
-def int4_copy(model: PreTrainedModel) -> PreTrainedModel:
+def int4_copy(model: PreTrainedModel, layers: RoundedLayers | None = None) -> PreTrainedModel:
     """The same with int4 linear layers."""
     clone = _structural_copy(model)
-    round_linears(clone)
+    round_linears(clone, layers)
     return clone
 
 

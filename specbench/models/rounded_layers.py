@@ -1,8 +1,10 @@
-"""The int8 layers of a model are rounded once, and kept in the cache folder: a model that is int8 then starts sooner.
+"""The int8 or int4 layers of a model are rounded once, and kept in the cache folder: such a model then starts sooner.
 
-Of a model there is one entry for each dtype and each cut of its head. It holds for the files as they were (their names,
-sizes, times and headers), this processor and these versions; every one of its files is held against its hash before
-any is used. What is damaged, or of files that have changed since, is made anew.
+They are kept as products read them here: in panels where there are native products, in rows of bytes elsewhere (int4
+layers in panels alone). Of a model there is one entry for each kind and form, each dtype and each cut of its head. It
+holds for the files as they were (their names, sizes, times and headers), this processor and these versions; every one
+of its files is held against its hash before any is used. What is damaged, or of files that have changed since, is made
+anew.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbench._version import __version__
+from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import has_vnni, processor_name
-from specbench.backends.torch.kernels.linear import Rounded
+from specbench.backends.torch.kernels.linear import Rounded, RoundedWeight
 from specbench.files import sha256, sync, write_text
-from specbench.models.cache import INT8_FOLDER, cache_folder, folder_size
+from specbench.models.cache import LAYERS_FOLDER, cache_folder, folder_size
 
 if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import RoundedLayers
     from specbench.models.load import LanguageModel, WeightFiles
+    from specbench.options import QuantisedName
 
-__all__ = ["MOST_BYTES", "int8_layers"]
+__all__ = ["MOST_BYTES", "rounded_layers"]
 
 MOST_BYTES = 8 << 30
 """What all entries may take; those that were not used for longest go first."""
@@ -41,7 +45,8 @@ MOST_BYTES = 8 << 30
 _WORTH_KEEPING = 1 << 25
 """Numbers of a model below which rounding them takes no time."""
 
-_FORMAT = 1
+_FORMAT = 2
+"""Version of an entry. 1: bytes in rows alone."""
 _MANIFEST = "manifest.json"
 _HASHERS = 2
 _ABANDONED_S = 86_400
@@ -49,18 +54,24 @@ _ABANDONED_S = 86_400
 
 
 @contextmanager
-def int8_layers(model: LanguageModel) -> Iterator[RoundedLayers | None]:
+def rounded_layers(model: LanguageModel, kind: QuantisedName) -> Iterator[RoundedLayers | None]:
     """Where quantising finds and keeps a model's rounded weights; ``None`` where they cannot be kept.
 
     Args:
         model: Its files are known, and it is on a CPU. It is told of an entry that had to be made anew.
+        kind: To what they are rounded.
     """
-    files = model.files
-    if files is None or files.numbers < _WORTH_KEEPING or model.model.device.type != "cpu":
+    files, panels = model.files, native.available()
+    if (
+        files is None
+        or files.numbers < _WORTH_KEEPING
+        or model.model.device.type != "cpu"
+        or (kind == "int4" and not panels)
+    ):
         yield None
         return
-    parent = cache_folder() / INT8_FOLDER
-    place, content = _names(model, files)
+    parent = cache_folder() / LAYERS_FOLDER
+    place, content = _names(model, files, f"{kind} in {'panels' if panels else 'rows'}")
     entry = parent / f"{place}-{content}"
     others = [path for path in parent.glob(f"{place}-*") if path != entry]
     if _is_sound(entry):
@@ -70,7 +81,7 @@ def int8_layers(model: LanguageModel) -> Iterator[RoundedLayers | None]:
         return
     if entry.exists() or others:
         reason = "are damaged" if entry.exists() else "were of other files or another version"
-        model.notes.append(f"The int8 layers kept of {model.name} {reason}: they are made anew.")
+        model.notes.append(f"The {kind} layers kept of {model.name} {reason}: they are made anew.")
     for path in (entry, *others):
         shutil.rmtree(path, ignore_errors=True)
     try:
@@ -88,11 +99,11 @@ def int8_layers(model: LanguageModel) -> Iterator[RoundedLayers | None]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _names(model: LanguageModel, files: WeightFiles) -> tuple[str, str]:
-    """Digests of whose layers they are, and of what they hold for."""
+def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, str]:
+    """Digests of whose layers they are in which form, and of what they hold for."""
     cut = None if model.head_rows is None else hashlib.sha256(repr(model.head_rows).encode()).hexdigest()
-    versions = [_FORMAT, __version__, torch.__version__, processor_name(), has_vnni()]
-    named = [files.place, model.dtype, cut], [files.digest, *versions]
+    versions = [_FORMAT, native.LAYOUT, __version__, torch.__version__, processor_name(), has_vnni()]
+    named = [files.place, model.dtype, cut, form], [files.digest, *versions]
     first, second = (hashlib.sha256(repr(facts).encode()).hexdigest()[:24] for facts in named)
     return first, second
 
@@ -119,20 +130,30 @@ def _file(place: str) -> str:
     return hashlib.sha256(place.encode()).hexdigest()[:32] + ".safetensors"
 
 
+def _tensors(weight: RoundedWeight) -> dict[str, torch.Tensor]:
+    """What a file holds of a weight."""
+    if isinstance(weight, native.Panels):
+        return {"panels": weight.data, "sizes": torch.tensor([weight.bits, weight.outputs, weight.inputs])}
+    return {"quantised": weight.quantised, "scales": weight.scales}
+
+
 class _Found:
     """What is kept of a model, sound."""
 
     def __init__(self, entry: Path) -> None:
         self.entry = entry
 
-    def find(self, place: str) -> Rounded | None:
+    def find(self, place: str) -> RoundedWeight | None:
         path = self.entry / _file(place)
         if not path.exists():
             return None
         tensors = load_file(path)
-        return Rounded(tensors["quantised"], tensors["scales"])
+        if "panels" not in tensors:
+            return Rounded(tensors["quantised"], tensors["scales"])
+        bits, outputs, inputs = tensors["sizes"].tolist()
+        return native.Panels.of_data(bits, outputs, inputs, tensors["panels"])
 
-    def keep(self, place: str, weight: Rounded) -> None:
+    def keep(self, place: str, weight: RoundedWeight) -> None:
         """A layer that the entry lacks stays out of it."""
 
 
@@ -143,17 +164,17 @@ class _Made:
         self.work, self.parent = work, parent
         self.hashes: dict[str, str] | None = {}
 
-    def find(self, place: str) -> Rounded | None:  # noqa: ARG002 - nothing is there yet
+    def find(self, place: str) -> RoundedWeight | None:  # noqa: ARG002 - nothing is there yet
         return None
 
-    def keep(self, place: str, weight: Rounded) -> None:
+    def keep(self, place: str, weight: RoundedWeight) -> None:
         if self.hashes is None:
             return
-        path = self.work / _file(place)
+        path, tensors = self.work / _file(place), _tensors(weight)
         try:
-            if 2 * weight.quantised.nbytes > shutil.disk_usage(self.parent).free:
+            if 2 * sum(each.nbytes for each in tensors.values()) > shutil.disk_usage(self.parent).free:
                 raise OSError("no space")
-            save_file({"quantised": weight.quantised, "scales": weight.scales}, path)
+            save_file(tensors, path)
             self.hashes[path.name] = sha256(path)
             sync(path)
         except (OSError, SafetensorError):
