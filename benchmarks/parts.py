@@ -16,6 +16,8 @@ from typing import Any
 
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+if Path("/sys/kernel/mm/transparent_hugepage").exists():
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class Parts:

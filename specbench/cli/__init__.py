@@ -126,6 +126,7 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every error becomes one sentence on stderr."""
     _prepare_streams()
     _wait_briefly()
+    _ask_for_huge_pages()
     try:
         result: Any = _command_line().main(arguments, prog_name="specbench", standalone_mode=False)
         sys.stdout.flush()
@@ -152,6 +153,15 @@ def _prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+
+
+def _ask_for_huge_pages() -> None:
+    """Let torch get large memory in huge pages at once; must come before torch is loaded.
+
+    Laying weights together once they are written takes as long as all else of a start. What the user has set stays.
+    """
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _wait_briefly() -> None:
