@@ -14,9 +14,11 @@ from specbench.backends.torch.kernels import attention, linear, llama_layers, na
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Pass
 from specbench.errors import UsageError
+from specbench.generate import speculative_generate
 from specbench.models.load import wrap_model
-from specbench.models.prepare import Target, _prepare_target, default_cache, wrap_target
+from specbench.models.prepare import Target, _prepare_target, default_cache, load_drafter, wrap_target
 from specbench.options import QuantisedName
 
 
@@ -212,3 +214,41 @@ def test_the_trial_finds_what_depends_on_the_width(monkeypatch: pytest.MonkeyPat
     reason = scorer.why_not_bit_exact()
     assert reason is not None
     assert "5 tokens" in reason
+
+
+# -- rounded targets ---------------------------------------------------------------------------------
+
+
+def bit_exact_target(rounded: QuantisedName) -> Target:
+    target = rounded_target(grouped_llama(2, torch.bfloat16), rounded)
+    if not target.bit_exact:
+        pytest.skip(target.widths_differ or "activations are not rounded here")
+    return target
+
+
+@pytest.mark.parametrize("spec", ["lookup", "ngram", "self:layers=1", "lookup+self:skip=1"])
+@pytest.mark.parametrize("rounded", ["int8", "int4"])
+def test_drafts_change_nothing_of_a_rounded_targets_output(rounded: QuantisedName, spec: str) -> None:
+    target = bit_exact_target(rounded)
+    for prompt in ([5, 6, 7] * 4, list(range(40)), [9] * 30):
+        plain = speculative_generate(prompt, target, None, max_new_tokens=40)
+        for gamma in (1, 5, 12):
+            drafted = speculative_generate(
+                prompt, target, load_drafter(spec, target), gamma=gamma, max_new_tokens=40
+            )
+            assert drafted.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("rounded", ["int8", "int4"])
+def test_hidden_states_change_no_bit_of_a_rounded_targets_logits(rounded: QuantisedName) -> None:
+    scorer = bit_exact_target(rounded).scorer
+    context = list(range(40))
+    found = []
+    for layers in ((), (0, 1), (2,)):
+        scorer.begin()
+        scorer.score(Pass(scorer, context, layers=layers))
+        for drafted in ([5], [6, 7, 8]):
+            found.append(scorer.score(Pass(scorer, [*context, 3], drafted, layers=layers)).logits)
+            scorer.keep(len(context))
+    for logits, expected in zip(found, found[:2] * 3, strict=True):
+        assert torch.equal(logits, expected)

@@ -217,6 +217,28 @@ def test_a_folder_is_loaded_as_it_was_saved(folder):
     assert str(folder.parent) not in repr(loaded.model.config) + repr(loaded.tokenizer)
 
 
+def test_a_model_of_the_same_files_takes_the_tokenizer_of_another(folder, tmp_path, monkeypatch):
+    made = []
+    whole = load._make_tokenizer
+    monkeypatch.setattr(load, "_make_tokenizer", lambda *given: made.append(given) or whole(*given))
+    first = load_model(str(folder), CPU)
+    small = save_tiny(tmp_path / "small", seed=1, layers=1)
+    second = load_model(str(small), CPU, beside=first)
+    assert len(made) == 1
+    assert second.tokenizer is not first.tokenizer
+    assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    assert second.end_ids == first.end_ids
+    assert (first.tokenizer.name_or_path, second.tokenizer.name_or_path) == ("tiny-model", "small")
+    for name, content in (("tokenizer_config.json", None), ("chat_template.jinja", "{{ messages }}")):
+        path = small / name
+        path.write_text(content or path.read_text() + "\n")
+        load_model(str(small), CPU, beside=first)
+    assert len(made) == 3
+    second.tokenizer = None
+    load_model(str(small), CPU, beside=second)
+    assert len(made) == 4
+
+
 def test_without_a_tokenizer(folder):
     assert load_model(str(folder), CPU, tokenizer=False).tokenizer is None
 

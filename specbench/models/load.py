@@ -6,6 +6,7 @@ headers and the free memory. Remote code is never run, and pickled weights are n
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -108,6 +109,7 @@ class LanguageModel:
         dtype_choice: How the dtype was measured; ``None`` where it was not.
         notes: What there is to say of how it was loaded; of a target also of how its drafters were.
         files: Those that it was loaded from; ``None`` if it came otherwise, or of a pickle.
+        tokenizer_files: A digest of those that its tokenizer was made of; ``None`` where they are not known.
     """
 
     model: PreTrainedModel
@@ -126,6 +128,7 @@ class LanguageModel:
     dtype_choice: DtypeChoice | None = None
     notes: list[str] = field(default_factory=list)
     files: WeightFiles | None = None
+    tokenizer_files: str | None = None
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -241,6 +244,7 @@ def load_model(
     allow_pickle: bool = False,
     tokenizer: bool = True,
     measure: bool = False,
+    beside: LanguageModel | None = None,
 ) -> LanguageModel:
     """Load a model and its tokenizer, after every check that needs no weights.
 
@@ -252,6 +256,7 @@ def load_model(
         tokenizer: Whether to load one.
         measure: For the dtype "auto" on a CPU: measure which one is quickest where that was not done yet. (What was
             measured is always taken.)
+        beside: Another model, whose tokenizer is taken if it was made of the same files: making one takes a second.
 
     Raises:
         UsageError: No such model, or one that cannot be decoded speculatively; an impossible device or dtype.
@@ -271,16 +276,20 @@ def load_model(
                 _placement(options, config, total // config.dtype.itemsize, config.dtype, loaded, spec.name)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
-        return _load_folder(hub.folder, hub, spec.name, options, progress, allow_pickle, tokenizer, measure)
+        return _load_folder(
+            hub.folder, hub, spec.name, options, progress, allow_pickle, tokenizer, measure, beside
+        )
     folder = _local_folder(spec, progress)
     try:
-        return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer, measure)
+        return _load_folder(
+            folder, None, spec.name, options, progress, allow_pickle, tokenizer, measure, beside
+        )
     except RunError:
         # A prepared copy that fails may have been damaged since; fetch or convert it anew, once.
         if spec.kind == "folder" or not discard_if_damaged(folder):
             raise
     folder = _local_folder(spec, progress)
-    return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer, measure)
+    return _load_folder(folder, None, spec.name, options, progress, allow_pickle, tokenizer, measure, beside)
 
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
@@ -336,8 +345,8 @@ def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -
     spec = parse_model(spec) if isinstance(spec, str) else spec
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
-        return _load_tokenizer(hub.folder, hub, spec.name)
-    return _load_tokenizer(_local_folder(spec, progress), None, spec.name)
+        return _make_tokenizer(hub.folder, hub, spec.name)
+    return _make_tokenizer(_local_folder(spec, progress), None, spec.name)
 
 
 def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:
@@ -362,6 +371,7 @@ def _load_folder(
     allow_pickle: bool,
     with_tokenizer: bool,
     measure: bool,
+    beside: LanguageModel | None,
 ) -> LanguageModel:
     """Load what lies in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well)."""
     config = read_config(folder, name)
@@ -388,7 +398,9 @@ def _load_folder(
     choice = read_dtype(key) if others else None
     dtype = usual if choice is None else getattr(torch, choice.dtype)
     placement = place(dtype)  # before the tokenizer: it can refuse
-    tokenizer = _load_tokenizer(folder, hub, name) if with_tokenizer else None
+    tokenizer, tokenizer_files = (
+        _load_tokenizer(folder, hub, name, beside) if with_tokenizer else (None, None)
+    )
     model = _read_weights(folder, name, config, dtype, placement, not pickled, progress)
     notes = []
     if others and choice is None and measure and _fits(place, others[0]):
@@ -403,7 +415,7 @@ def _load_folder(
                 model = read(others[0])
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantise=quantised(options.dtype))
-    loaded.dtype_choice, loaded.notes = choice, notes
+    loaded.dtype_choice, loaded.notes, loaded.tokenizer_files = choice, notes, tokenizer_files
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         digest = headers_digest(folder, files, times=True)
@@ -534,7 +546,46 @@ def _placement(
     return None
 
 
-def _load_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:
+_TOKENIZER_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
+_OF_THE_MODEL = (".index.json", "generation_config.json")
+"""Ends of names of files that have nothing to do with it."""
+
+_TOKENIZER_SETTINGS = ("model_type", "tokenizer_class")
+"""What a model's configuration says of its tokenizer."""
+
+
+def _load_tokenizer(
+    folder: Path, hub: HubModel | None, name: str, beside: LanguageModel | None
+) -> tuple[PreTrainedTokenizerBase, str | None]:
+    """A model's tokenizer, and a digest of its files; for ``beside`` see ``load_model``."""
+    known = None if beside is None or beside.tokenizer_files is None else beside.tokenizer
+    if beside is not None and known is not None and _tokenizer_digest(folder) == beside.tokenizer_files:
+        tokenizer = copy.copy(known)
+        tokenizer.name_or_path = name
+        return tokenizer, beside.tokenizer_files
+    return _make_tokenizer(folder, hub, name), _tokenizer_digest(
+        folder
+    )  # of a hub's files when all are there
+
+
+def _tokenizer_digest(folder: Path) -> str | None:
+    """Of all files that a tokenizer may be made of; ``None`` where one cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+            if path.suffix not in _TOKENIZER_SUFFIXES or path.name.endswith(_OF_THE_MODEL):
+                continue
+            content = path.read_bytes()
+            if path.name == "config.json":
+                config = json.loads(content)
+                content = repr([config.get(setting) for setting in _TOKENIZER_SETTINGS]).encode()
+            digest.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return digest.hexdigest()
+
+
+def _make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
     if hub is not None:
         where = {"pretrained_model_name_or_path": hub.repository, "revision": hub.revision}

@@ -347,20 +347,25 @@ def load_drafter(
         return drafter
     options = options or LoadOptions()
     check_options(options)
-    own = _load_own(spec.model, options, progress=progress, allow_pickle=allow_pickle)
+    own = _load_own(spec.model, options, target.language_model, progress=progress, allow_pickle=allow_pickle)
     if isinstance(own, TrainedHead):
         return wrap_head(own, target, options)
     return wrap_drafter(own, target, cache=cache, int8=options.dtype == "auto", vocab=spec.vocab)
 
 
 def _load_own(
-    spec: ModelSpec, options: LoadOptions, *, progress: Progress | None, allow_pickle: bool
+    spec: ModelSpec,
+    options: LoadOptions,
+    target: LanguageModel,
+    *,
+    progress: Progress | None,
+    allow_pickle: bool,
 ) -> LanguageModel | TrainedHead:
-    """What a drafter's model spec names."""
+    """What the model spec of a drafter of this target names."""
     head = find_head(spec, progress)
     if head is not None:
         return load_head(head, allow_pickle=allow_pickle)
-    return load_model(spec, options, progress=progress, allow_pickle=allow_pickle)
+    return load_model(spec, options, progress=progress, allow_pickle=allow_pickle, beside=target)
 
 
 def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
@@ -706,7 +711,11 @@ def prepare(
         make_cache(kind, config)  # refuses what it cannot hold
         for own in dict.fromkeys(model for spec in drafters for model in spec.own_models):
             loaded[own] = model = _load_own(
-                own, options.drafter, progress=progress, allow_pickle=options.allow_pickle
+                own,
+                options.drafter,
+                language_model,
+                progress=progress,
+                allow_pickle=options.allow_pickle,
             )
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
@@ -750,7 +759,13 @@ def prepare_drafters(
     loaded = {} if loaded is None else loaded
 
     def load_own(spec: ModelSpec) -> LanguageModel | TrainedHead:
-        return _load_own(spec, options.drafter, progress=progress, allow_pickle=options.allow_pickle)
+        return _load_own(
+            spec,
+            options.drafter,
+            ready.language_model,
+            progress=progress,
+            allow_pickle=options.allow_pickle,
+        )
 
     wrapped: set[ModelSpec] = set()
 
