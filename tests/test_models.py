@@ -229,14 +229,18 @@ def test_a_model_of_the_same_files_takes_the_tokenizer_of_another(folder, tmp_pa
     assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
     assert second.end_ids == first.end_ids
     assert (first.tokenizer.name_or_path, second.tokenizer.name_or_path) == ("tiny-model", "small")
-    for name, content in (("tokenizer_config.json", None), ("chat_template.jinja", "{{ messages }}")):
-        path = small / name
-        path.write_text(content or path.read_text() + "\n")
-        load_model(str(small), CPU, beside=first)
+    own = first.tokenizer.chat_template
+    (small / "chat_template.jinja").write_text("{{ messages }}")
+    third = load_model(str(small), CPU, beside=first)
+    assert (len(made), first.tokenizer.chat_template) == (1, own)
+    assert third.tokenizer.chat_template == "{{ messages }}"
+    path = small / "tokenizer_config.json"
+    path.write_text(path.read_text() + "\n")
+    load_model(str(small), CPU, beside=first)
+    assert len(made) == 2
+    first.tokenizer = None
+    load_model(str(folder), CPU, beside=first)
     assert len(made) == 3
-    second.tokenizer = None
-    load_model(str(small), CPU, beside=second)
-    assert len(made) == 4
 
 
 def test_without_a_tokenizer(folder):

@@ -183,7 +183,7 @@ def _generations(sweep: Sweep, batch: int) -> float:
 def _calibrated(options: EngineOptions, progress: Progress | None) -> tuple[float, dict[str, float]]:
     """Seconds for one token of the target, and of each drafter."""
     target = _size(options.target, progress)
-    weights = target.parameters * _bytes_per_number(options.models.target)
+    weights = int(target.parameters * _bytes_per_number(options.models.target))
     rate = _bytes_per_second(weights)
     layers_s = target.layers * _LAYER_S
     drafters = {

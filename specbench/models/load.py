@@ -550,6 +550,7 @@ _TOKENIZER_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 _OF_THE_MODEL = (".index.json", "generation_config.json")
 """Ends of names of files that have nothing to do with it."""
 
+_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_SETTINGS = ("model_type", "tokenizer_class")
 """What a model's configuration says of its tokenizer."""
 
@@ -562,6 +563,8 @@ def _load_tokenizer(
     if beside is not None and known is not None and _tokenizer_digest(folder) == beside.tokenizer_files:
         tokenizer = copy.copy(known)
         tokenizer.name_or_path = name
+        if (folder / _TEMPLATE).exists():
+            tokenizer.chat_template = (folder / _TEMPLATE).read_text(encoding="utf-8")
         return tokenizer, beside.tokenizer_files
     return _make_tokenizer(folder, hub, name), _tokenizer_digest(
         folder
@@ -569,17 +572,19 @@ def _load_tokenizer(
 
 
 def _tokenizer_digest(folder: Path) -> str | None:
-    """Of all files that a tokenizer may be made of; ``None`` where one cannot be read."""
+    """Of all files that a tokenizer may be made of, less its template; ``None`` where one cannot be read."""
     digest = hashlib.sha256()
+    if (folder / "additional_chat_templates").exists():
+        return None
     try:
-        for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+        for path in sorted(folder.iterdir()):
             if path.suffix not in _TOKENIZER_SUFFIXES or path.name.endswith(_OF_THE_MODEL):
                 continue
-            content = path.read_bytes()
+            content = b"" if path.name == _TEMPLATE else path.read_bytes()
             if path.name == "config.json":
                 config = json.loads(content)
                 content = repr([config.get(setting) for setting in _TOKENIZER_SETTINGS]).encode()
-            digest.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
+            digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return digest.hexdigest()

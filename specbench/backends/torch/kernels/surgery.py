@@ -390,12 +390,27 @@ def _packed(_: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | Non
     return PackedLinear(weight(), bias)
 
 
+class _Joined:
+    """Puts weights together, those of one shape always in the same memory."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def __call__(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        first, rows = weights[0], sum(len(weight) for weight in weights)
+        key = (rows, first.shape[1], first.dtype, first.device)
+        if key not in self._held:
+            self._held[key] = first.new_empty(key[:2])
+        return torch.cat(list(weights), out=self._held[key])
+
+
 def _replace(model: nn.Module, kind: _Kind) -> bool:
     """Put layers of one kind, in huge pages, in the place of all linear layers that suit; shared layers stay shared.
 
     Args:
         model: Changed in place.
-        kind: What to make of them: of a place's name, its weight (of joined layers the joined one) and its bias.
+        kind: What to make of them: of a place's name, its weight and its bias. The weight of joined layers is
+            theirs put together, in memory that those of other places use too: fresh memory costs more than copying.
     """
     # Only parents are remembered, so that nothing holds a layer's weights once its successor is there.
     places: dict[tuple[int, ...], list[tuple[str, nn.Module, list[str]]]] = {}
@@ -403,7 +418,7 @@ def _replace(model: nn.Module, kind: _Kind) -> bool:
         for names in _groups(parent):
             layers_there = tuple(id(parent._modules[name]) for name in names)
             places.setdefault(layers_there, []).append((path, parent, names))
-    changed = False
+    changed, joined = False, _Joined()
     large = sum(_weights_of(module) for module in model.modules()) >= _LARGE_MODEL
     laid: AbstractContextManager[list[tuple[int, int]]] = in_huge_pages() if large else nullcontext([])
     with laid as freed:
@@ -415,7 +430,7 @@ def _replace(model: nn.Module, kind: _Kind) -> bool:
                 for layer in layers
                 if isinstance(layer, nn.Linear)
             ]
-            made = _build(f"{path}.{'+'.join(names)}", layers, kind)
+            made = _build(f"{path}.{'+'.join(names)}", layers, kind, joined)
             if made == layers:
                 continue
             changed = True
@@ -475,7 +490,7 @@ def _joinable(layers: Sequence[Any]) -> bool:
     )
 
 
-def _build(place: str, layers: Sequence[_Linear], kind: _Kind) -> list[nn.Module]:
+def _build(place: str, layers: Sequence[_Linear], kind: _Kind, joined: _Joined) -> list[nn.Module]:
     """The layers that take the place of these, or these themselves."""
     first = layers[0]
     if kind is _packed and not (
@@ -489,7 +504,7 @@ def _build(place: str, layers: Sequence[_Linear], kind: _Kind) -> list[nn.Module
             return first.weight
         if isinstance(first, JoinedLinear):
             return first.join.layer.weight
-        return torch.cat([layer.weight.detach() for layer in layers])
+        return joined([layer.weight.detach() for layer in layers])
 
     bias = first.bias
     if isinstance(first, JoinedLinear) and len(layers) > 1:
@@ -501,10 +516,10 @@ def _build(place: str, layers: Sequence[_Linear], kind: _Kind) -> list[nn.Module
         _share_hooks(layers, [new])
         return [new]
     join = _Join(new, sizes)
-    joined = [JoinedLinear(join, index) for index in range(len(layers))]
-    _share_hooks(layers, joined)
-    join.hooks = Hooks(joined)
-    return list(joined)
+    parts = [JoinedLinear(join, index) for index in range(len(layers))]
+    _share_hooks(layers, parts)
+    join.hooks = Hooks(parts)
+    return list(parts)
 
 
 def _share_hooks(layers: Sequence[nn.Module], successors: Sequence[nn.Module]) -> None:
