@@ -101,7 +101,7 @@ def calibrate(
     count the tokens that the target writes instead; with --tree, find the best tree for a drafter.
     """
     from specbench.bench.prompts import load_prompts
-    from specbench.cli.progress import StageProgress
+    from specbench.cli.progress import StageProgress, starting
     from specbench.cli.watchers import write_out
     from specbench.errors import UsageError
 
@@ -137,8 +137,7 @@ def calibrate(
         )
         return
     chosen = load_prompts(prompts or ["all"], limit=limit or _PROMPTS)
-    with StageProgress(quiet) as progress:
-        progress.update("starting", 0, None)
+    with starting(quiet) as progress:
         from specbench.bench.encoding import encode_turns
         from specbench.models.choices import write_choice
         from specbench.models.prepare import choice_key, prepare
@@ -223,7 +222,7 @@ def _find_tree(
     quiet: bool,
 ) -> None:
     """Count what is kept of a drafter's candidates by rank, choose a tree and keep it."""
-    from specbench.cli.progress import StageProgress
+    from specbench.cli.progress import StageProgress, starting
     from specbench.cli.watchers import write_out
     from specbench.errors import UsageError
     from specbench.specs.drafters import parse_drafter
@@ -234,8 +233,7 @@ def _find_tree(
     spec = parse_drafter(drafter)
     rule = parse_rule("static-tree").with_options({"verification": length.verification})
     rule.check(spec)
-    with StageProgress(quiet) as progress:
-        progress.update("starting", 0, None)
+    with starting(quiet) as progress:
         from specbench.bench.encoding import encode_turns
         from specbench.decoding.sampling import Sampling
         from specbench.models.prepare import prepare, refuse_keep

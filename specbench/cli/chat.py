@@ -49,14 +49,13 @@ def chat(
     traceback: opt.TracebackOption = False,  # noqa: ARG001 - read by specbench.cli.run
 ) -> None:
     """Talk with a model. Its answers go to stdout, everything else to stderr; /help lists what may be typed."""
-    from specbench.cli.progress import StageProgress
+    from specbench.cli.progress import starting
     from specbench.cli.summary import show_notes
     from specbench.progress import quiet_transformers
 
     kind = opt.cache_for(ctx, target, models, decode)
     with ExitStack() as stack:
-        with StageProgress(quiet) as progress:
-            progress.update("starting", 0, None)
+        with starting(quiet) as progress:
             from specbench.cli.setting import facts, load_setting
             from specbench.conversation import Conversation
 

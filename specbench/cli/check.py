@@ -164,11 +164,10 @@ def check(
 
     docs/check.md says what is checked, and when a difference is a numerical tie.
     """
-    from specbench.cli.progress import StageProgress
+    from specbench.cli.progress import starting
 
     kind = opt.cache_for(ctx, target, models, decode)
-    with StageProgress(quiet) as progress:
-        progress.update("starting", 0, None)
+    with starting(quiet) as progress:
         from specbench.bench.grid import parse_gammas
         from specbench.decoding.sampling import Sampling
         from specbench.specs.drafters import parse_drafter

@@ -124,7 +124,7 @@ def generate(
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
     from specbench.bench.prompts import load_prompts, read_prompt_text
-    from specbench.cli.progress import StageProgress
+    from specbench.cli.progress import starting
     from specbench.cli.summary import show_legend, show_notes
     from specbench.cli.watchers import TraceOutput
     from specbench.progress import quiet_transformers
@@ -144,8 +144,7 @@ def generate(
         trace_to = None
         if show.debug or show.trace_file:
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
-        with StageProgress(show.quiet) as progress:
-            progress.update("starting", 0, None)
+        with starting(show.quiet) as progress:
             from specbench.cli.setting import load_setting
             from specbench.models.prepare import refuse_keep
 

@@ -92,7 +92,7 @@ def serve(
     Options of decoding and sampling hold for requests that say nothing else.
     """
     from specbench.cli.many import refuse_for_many
-    from specbench.cli.progress import StageProgress
+    from specbench.cli.progress import starting
     from specbench.cli.summary import show_notes
     from specbench.progress import quiet_transformers
     from specbench.specs.drafters import parse_drafter
@@ -102,8 +102,7 @@ def serve(
     refuse_for_many(kind, parse_drafter(drafter))
     with ExitStack() as stack:
         listening = stack.enter_context(_bound(server.host, server.port))
-        with StageProgress(quiet) as progress:
-            progress.update("starting", 0, None)
+        with starting(quiet) as progress:
             from specbench.cli.setting import facts, load_setting
             from specbench.serve.server import Server
 

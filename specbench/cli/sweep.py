@@ -286,7 +286,7 @@ def sweep(
         parse_policies,
     )
     from specbench.bench.prompts import load_prompts
-    from specbench.cli.progress import StageProgress
+    from specbench.cli.progress import starting
     from specbench.results.store import RunStore
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
@@ -356,7 +356,7 @@ def sweep(
         _show_dry_run(Sweep(options, tuple(chosen), tuple(grid)), engine_options, folder, start)
         return
     _refuse_taken(folder, results)
-    with StageProgress(quiet) as progress:
+    with starting(quiet) as progress:
         check_engine(engine_options, progress)
         RunStore.check_writable(folder)
         engine = load_engine(engine_options, progress)

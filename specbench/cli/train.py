@@ -135,7 +135,7 @@ def train(
     --resume and loses a minute at most.
     """
     from specbench.bench.prompts import TRAINING_SET
-    from specbench.cli.progress import StageProgress
+    from specbench.cli.progress import starting
     from specbench.errors import UsageError
     from specbench.train.prompts import training_prompts
     from specbench.train.settings import TrainingSettings
@@ -160,8 +160,7 @@ def train(
         )
     sources = prompts or [TRAINING_SET]
     chosen = training_prompts(sources)
-    with StageProgress(quiet) as progress:
-        progress.update("starting", 0, None)
+    with starting(quiet) as progress:
         from specbench.models.load import load_model, resolve_device
         from specbench.models.prepare import prepare
         from specbench.progress import quiet_transformers

@@ -143,7 +143,7 @@ def tune(
     from specbench.bench.engines.own import EngineOptions, check_engine
     from specbench.bench.grid import Sweep, SweepOptions, parse_policies
     from specbench.bench.prompts import load_prompts
-    from specbench.cli.progress import StageProgress
+    from specbench.cli.progress import StageProgress, starting
     from specbench.cli.sweep import describe_sources
     from specbench.decoding.clocks import WallClock
     from specbench.decoding.sampling import Sampling
@@ -186,8 +186,7 @@ def tune(
         turns=1,
         seed=seed,
     )
-    with StageProgress(quiet) as progress:
-        progress.update("starting", 0, None)
+    with starting(quiet) as progress:
         from specbench.progress import quiet_transformers
         from specbench.tune.loading import load_candidates
 
