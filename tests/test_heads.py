@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -42,6 +42,7 @@ from tiny import save_tiny, tiny_language_model, tiny_llama
 from told import Result, refusal
 from transformers import LlamaConfig
 
+from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.head_scorers import (
     BlockScorer,
     EagleScorer,
@@ -785,8 +786,16 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
     return drafter_of(files, target)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "medusa", "pass"])
-@pytest.mark.parametrize("kept", ["dynamic", "preallocated", "none", "static"])
+def on_caches() -> Iterator[Any]:
+    """A head that reads states and one that asks the target on every kind of cache; the others on two in turn."""
+    for (row, kind), (column, kept) in itertools.product(
+        enumerate(("eagle", "pass", "eagle-1", "peagle", "dflash", "medusa")), enumerate(CACHE_KINDS)
+    ):
+        quick = row < 2 or (row + column) % 2 == 0
+        yield pytest.param(kept, kind, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kept", "kind"), list(on_caches()))
 def test_greedy_outputs_are_the_targets(tmp_path: Path, kept: Any, kind: str) -> None:
     target = wrap_target(few_tokens(), cache=kept, pack=False)
     expected, _ = outputs(target.scorer, NoDraft(), DraftPolicy(FixedLength(1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,12 @@ def engine() -> ModelEngine:
     return make_engine()
 
 
+@pytest.fixture(scope="module")
+def plain(engine: ModelEngine) -> Sequence[int]:
+    """The tokens of plain decoding."""
+    return autoregressive_generate(PROMPT, engine.target, max_new_tokens=24, ignore_eos=True).token_ids
+
+
 def decode(engine: ModelEngine, config: Config, **changed: Any) -> Outcome:
     settings = {"prompt": PROMPT, "max_new_tokens": 24, "ignore_eos": True, "seed": 3, **changed}
     return engine.generate(config, **settings)
@@ -255,13 +261,14 @@ def config_of(drafter: str, rule: str, temperature: float = 0.0) -> Config:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("rule", [*rule_words(), "confidence:adapt", "egag:beta=0.5,scale=1"])
-def test_greedy_outputs_are_those_of_plain_decoding(engine: ModelEngine, drafter: str, rule: str) -> None:
+def test_greedy_outputs_are_those_of_plain_decoding(
+    engine: ModelEngine, plain: Sequence[int], drafter: str, rule: str
+) -> None:
     if not parse_rule(rule).applies(specs_of(drafter)[drafter]):
         assert len(build_configs(SweepOptions(policies=(rule,)), specs_of(drafter))) == 1
         return
-    expected = autoregressive_generate(PROMPT, engine.target, max_new_tokens=24, ignore_eos=True).token_ids
     outcome = decode(engine, config_of(drafter, rule))
-    assert outcome.token_ids == expected
+    assert outcome.token_ids == plain
     assert drafter == "ngram:sample" or sum(step.gamma for step in outcome.steps) > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,18 @@ def model_with(settings: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
+@cache
+def expected_with(name: str) -> list[int]:
+    """What `generate` answers with these settings."""
+    return answer(model_with(SETTINGS[name]), PROMPT)
+
+
 @pytest.mark.parametrize("drafter", ["none", "lookup", "ngram", "self:int8", "self:layers=1"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_greedy_outputs_are_those_of_generate(name: str, drafter: str) -> None:
-    model = model_with(SETTINGS[name])
-    expected = answer(model, PROMPT)
+    expected = expected_with(name)
     assert expected != USUAL, "the settings change nothing: the test shows nothing"
-    target = wrap_target(model, pack=False)
+    target = wrap_target(model_with(SETTINGS[name]), pack=False)
     for policy in (FixedLength(4), build_policy("heuristic")):
         result = speculative_generate(
             PROMPT, target, load_drafter(drafter, target), policy=policy, max_new_tokens=NEW
