@@ -23,6 +23,8 @@ from specbench.cli import run
 from specbench.conversation import Conversation
 from specbench.generate import encode_messages
 
+pytestmark = pytest.mark.timeout(180)  # whatever a terminal is waited for
+
 Cli = Callable[..., Result]
 NEW = 12
 PATIENCE_S = 60.0

@@ -41,6 +41,8 @@ from specbench.serve.app import Defaults
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.server import Server
 
+pytestmark = pytest.mark.timeout(180)  # whatever a socket or a signal is waited for
+
 NEW = 24
 DRAFTER = "self:layers=1"
 PATIENCE_S = 60.0

@@ -41,6 +41,8 @@ from specbench.show.report import write_report
 from specbench.show.tables import to_markdown
 from specbench.specs.servers import ServerSpec, parse_server, parse_servers
 
+pytestmark = pytest.mark.timeout(180)  # whatever a socket is waited for
+
 NEW = 24
 LLAMACPP = {"timings": {"draft_n": 20, "draft_n_accepted": 15, "cache_n": 0}}
 
