@@ -311,6 +311,10 @@ def test_a_sweep_over_llama_cpp_has_its_own_counts(
         )
         assert row["server"]["cached_tokens"] == 0
     drafted = [row["server"] for row in rows if row["config"] == "drafted"]
+    for told in drafted:
+        assert told["drafts"] <= told["drafted"] <= told["drafts"] * len(told["kept_at"])
+        assert sum(told["kept_at"]) == told["accepted"]
+        assert told["kept_at"] == sorted(told["kept_at"], reverse=True)
     after = counters(llama_cpp["drafted"])
     assert before["drafted"] is not None
     assert after is not None

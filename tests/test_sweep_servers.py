@@ -202,7 +202,10 @@ def test_two_servers_from_beginning_to_end(
     assert "base is the first server that was named" in dict(report.method)["Baseline"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "127.0.0.1" not in page
-    assert "plain decoding" not in page
+    for wrong in ("plain decoding", "nothing was drafted", "no speculative configuration", "single passes"):
+        assert wrong not in page
+    assert report.missing["positions"] == "no server tells what was kept at each position"
+    assert report.missing["time"] == "no server tells its single steps"
 
 
 def test_a_prompt_goes_out_as_it_is_and_caches_are_off(

@@ -74,7 +74,8 @@ def draw_figures(df: pd.DataFrame, only: Collection[str] | None = None, look: Lo
                 try:
                     figures[name] = _settled(build(run))
                 except NoDataError as reason:
-                    skipped[name] = str(reason)
+                    untold = len(run.servers) and name not in _OF_SERVERS
+                    skipped[name] = "no server tells its single steps" if untold else str(reason)
                 except UserWarning:
                     skipped[name] = "its letters do not fit into its width"
     if not figures:
@@ -130,3 +131,6 @@ FIGURES: dict[str, tuple[Callable[[Run], Figure], str]] = {
     "generation": (generation, "draft length, acceptance and entropy over one generation"),
 }
 """Every figure by name: what draws it, and a line about it."""
+
+_OF_SERVERS = ("servers", "batches", "latency", "positions", "categories")
+"""Those that can be drawn of servers."""

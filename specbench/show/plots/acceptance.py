@@ -109,7 +109,7 @@ def _lines_of_positions(run: Run, frame: pd.DataFrame) -> list[_Places]:
     """A line for each drafter and rule at the largest of its γ, or for each server."""
     by_config = dict(list(frame.groupby("config", sort=False)))
     ends = [(each, each.rows.iloc[-1]) for each in run.series]
-    servers = frames.records(run.summary[run.summary["kind"] == "server"])
+    servers = frames.records(run.servers)
     return [
         _Places(
             each.name_at_gamma.format(row["gamma"]),
@@ -130,7 +130,8 @@ def _lines_of_positions(run: Run, frame: pd.DataFrame) -> list[_Places]:
 def positions(run: Run) -> Figure:
     frame = frames.position_frame(run.df, run.steps)
     if frame.empty:
-        raise NoDataError("nothing was drafted")
+        untold = "no server tells what was kept at each position"
+        raise NoDataError("nothing was drafted" if run.servers.empty else untold)
     if not (frame["tested"] >= _TOO_FEW).any():
         raise NoDataError(f"at no position {_TOO_FEW} drafts were tested")
     lines = _lines_of_positions(run, frame)

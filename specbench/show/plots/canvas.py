@@ -177,6 +177,7 @@ class Run:
         self.summary = frames.summary_frame(df, self.steps)
         kinds = self.summary["kind"]
         self.plain = self.summary[kinds == "plain"]
+        self.servers = self.summary[kinds == "server"]
         # Others' decoding has no γ that is known here: a level to compare with.
         self.levels = self.summary[kinds.isin(FOREIGN)]
         self.series = _series_of(self.summary[kinds == "speculative"])

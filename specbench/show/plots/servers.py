@@ -24,7 +24,7 @@ __all__ = ["servers"]
 
 def servers(run: Run) -> Figure:
     """Speed and speedup of every server, each with its interval."""
-    rows = run.summary[(run.summary["kind"] == "server") & run.summary["batch"].isna()]
+    rows = run.servers[run.servers["batch"].isna()]
     rows = rows[rows["tokens_per_second"].notna()]
     if rows.empty:
         raise NoDataError("no servers were measured one request at a time")

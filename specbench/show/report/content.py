@@ -230,20 +230,32 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{stats.CONFIDENCE:.0%}, over {together}: they say what other {together} of this kind would give. Repeats"
             f" sharpen one of them and never count as {together}. Faster or slower: it lies wholly above or below 1.",
         ),
-        (
-            "Acceptance",
-            "'Accepted': accepted over drafted tokens; 'of tested': over those that were tested, behind no rejection;"
-            " α: mean overlap of the drafter's and the target's distribution where tested. 'Tokens/step' counts the"
-            " corrected or bonus token too.",
-        ),
-        (
-            "Predicted",
-            "What theory makes of the acceptance and of the measured times of single passes: 'predicted' from"
-            " acceptance by position, 'i.i.d.' from α alone, of trees by depth and by rank. Measured less means that"
-            " something else takes time.",
-        ),
+        *(_ACCEPTANCE_OF_SERVERS if servers else _ACCEPTANCE),
         ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
     ]
+
+
+_ACCEPTANCE = [
+    (
+        "Acceptance",
+        "'Accepted': accepted over drafted tokens; 'of tested': over those that were tested, behind no rejection; α:"
+        " mean overlap of the drafter's and the target's distribution where tested. 'Tokens/step' counts the corrected"
+        " or bonus token too.",
+    ),
+    (
+        "Predicted",
+        "What theory makes of the acceptance and of the measured times of single passes: 'predicted' from acceptance by"
+        " position, 'i.i.d.' from α alone, of trees by depth and by rank. Measured less means that something else takes"
+        " time.",
+    ),
+]
+_ACCEPTANCE_OF_SERVERS = [
+    (
+        "Acceptance",
+        "'Accepted': accepted over drafted tokens, as the server tells them of its answers or counts them meanwhile."
+        " 'Tokens/step' follows from it and counts the corrected or bonus token too.",
+    )
+]
 
 
 def _plain_decoding(*, foreign: bool) -> str:
