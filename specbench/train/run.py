@@ -61,7 +61,7 @@ _EPOCHS = 4
 _MEASURING = 0.15
 """Share of the time left for learning that measures may take: where each takes long, there are fewer."""
 
-_TIMED_STEPS = 4
+_TIMED_STEPS = 2
 _RECORDS = 200
 """Points of the loss curve."""
 
