@@ -463,6 +463,14 @@ def test_with_minutes_steps_go_by_the_pace_of_the_last_ones(
     assert capped._in_time(learner, stand, 0.5) == 60
 
 
+def test_wide_targets_have_heads_that_learn_at_a_lower_rate() -> None:
+    rates = [QUICK.rate(width) for width in (32, 576, 1152)]
+    assert rates[0] == rates[1] == 2 * rates[2]
+    assert replace(QUICK, learning_rate=0.1).rate(4096) == 0.1
+    medusa = replace(QUICK, kind="medusa")
+    assert medusa.rate(32) == medusa.rate(4096)
+
+
 def test_it_ends_when_nothing_is_gained(target: Target, tmp_path: Path) -> None:
     out = tmp_path / "head"
     training(target, out, replace(QUICK, learning_rate=1e-9, measures=9, patience=2, epochs=9)).run()

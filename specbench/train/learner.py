@@ -96,9 +96,10 @@ class Learner:
             settings.kind, model, self.head, settings.depth, settings.seed, layers
         )
         self._names: Mapping[str, nn.Parameter] = dict(self.student.named_parameters())
+        self._rate = settings.rate(self.head.shape[1])
         self._optimizer = torch.optim.AdamW(
             [*self._names.values()],
-            settings.rate,
+            self._rate,
             betas=_BETAS,
             weight_decay=_WEIGHT_DECAY,
             fused=self._teacher.device.type == "cpu",
@@ -167,7 +168,7 @@ class Learner:
         marks = self._gradients(reading)
         self._group.clip_grad_norm_([*self._names.values()], _LARGEST_GRADIENT)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._settings.rate * _course(number, steps)
+            group["lr"] = self._rate * _course(number, steps)
         self._optimizer.step()
         self._optimizer.zero_grad()
         tokens = torch.tensor(written, device=self.head.device)
