@@ -162,7 +162,7 @@ _TIMED_CONTEXT = 64
 _TIMED_TOKENS = (1, 5)
 """Of passes that are timed: one that decodes, and one that verifies."""
 
-_TIMED_PAIRS = 9
+_TIMED_PAIRS = 5
 
 _MOST_SLOWER = 1.05
 """What passes in one call may take, in passes in few operators, to be taken: noise alone is not to decide, for a last

@@ -34,11 +34,11 @@ enum {
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 2 * PANEL + PANEL * GROUP / 2,
     MOST_TILE = 8,      /* rows taken together */
-    AHEAD = 2048,       /* bytes fetched ahead: the processor itself stops at every 4 KiB */
+    AHEAD = 4096,       /* bytes fetched ahead: the processor itself stops at every 4 KiB */
     PIECE = 1 << 14,    /* bytes of weights to a piece, at least */
     ROWS_AT_ONCE = 256, /* of long inputs */
     ROWS_TOGETHER = 48, /* of those, beside numbers: their sums stay in the nearest cache */
-    STRETCH = 256,      /* steps of numbers: 64 KiB of a panel */
+    STRETCH = 64,       /* steps of numbers: 16 KiB of a panel */
     MOST_WIDTH = 64,    /* of a panel of numbers */
     MOST_PARTS = 4,     /* vectors of outputs of numbers at once */
     DEPTH = 64,         /* rows of numbers are filled up with zeros to a multiple */

@@ -2,8 +2,8 @@
  * ONLY_HALVES both weights and rows are in bfloat16.
  *
  * A step is what a panel holds of an input in float32, or of two in bfloat16. Sums begin anew after every STRETCH steps
- * and are then added up, so that their error does not grow with the number of inputs; so many steps of a panel stay in
- * the processor's own cache, too, while all rows are multiplied by them.
+ * and are then added up, so that their error hardly grows with the number of inputs; so many steps of a panel stay in the
+ * nearest cache, too, while all rows are multiplied by them.
  */
 
 #if ONLY_HALVES
@@ -28,7 +28,7 @@ INLINE TARGET void NAME(tile_of_numbers)(
     }
     for (int step = 0; step < steps; step++, weights += apart, fetch += further) {
 #pragma GCC unroll 4
-        for (int bytes = 0; bytes < parts * LANES * 4; bytes += 64) _mm_prefetch(fetch + bytes, _MM_HINT_T0);
+        for (int bytes = 0; bytes < 4 * MOST_WIDTH; bytes += 64) _mm_prefetch(fetch + bytes, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++) {
             VI weight = I_LOAD(weights + part * LANES * 4);
@@ -87,9 +87,9 @@ TARGET static void NAME(product_of_numbers)(
                 parts = vectors >= 4 ? 4 : vectors >= 2 ? 2 : 1;
                 for (int tile = 0, first = 0, taken; tile < tiles; tile++, first += taken) {
                     taken = (some - first + tiles - tile - 1) / (tiles - tile);
-                    /* Where there are several tiles, the first two of them fetch one half each of what follows. */
-                    const char *fetch = tiles == 1 ? here + 4 * lane + AHEAD : next + (tile & 1) * (count / 2) * apart;
-                    const int64_t further = tiles == 1 ? apart : apart / 2;
+                    /* Behind the first tile, weights are in the nearest cache: the others fetch what comes later. */
+                    const char *fetch = tile ? next + AHEAD + (tile - 1) * (count / 4) * apart : here + AHEAD;
+                    const int64_t further = tile ? apart / 4 : apart;
                     const char *given = x->numbers + (from + first) * row + (int64_t)step * step_bytes;
                     float *to = totals + first * width + lane;
 #define TILE(p, n)                                                                                                   \
