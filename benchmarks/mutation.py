@@ -898,7 +898,7 @@ MUTANTS = (
     Mutant(
         "a race drops whoever is behind, sure or not",
         "tune/race.py",
-        "stats.upper_bound(self._differences(name, over), self.level)",
+        "self._bound(name, over, self.level)",
         "self._ahead(name, over)",
         ("tests/test_race.py", "-k", "wrong_no_oftener"),
     ),
@@ -908,6 +908,13 @@ MUTANTS = (
         "self._share if last else self._share / self._looks",
         "self._share",
         ("tests/test_race.py", "-k", "spend_no_more"),
+    ),
+    Mutant(
+        "what held a generation up counts as its own slowness",
+        "tune/race.py",
+        "return blocks, speed + held, doubt",
+        "return blocks, speed, doubt",
+        ("tests/test_race.py", "-k", "thought_slow"),
     ),
     Mutant(
         "who rests never comes back to a race",

@@ -36,7 +36,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +49,27 @@ from specbench.bench.manifest import open_run
 from specbench.bench.prompts import load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.cli import run
+from specbench.decoding.theory import PassCosts, never_falling
 from specbench.options import ModelOptions
 from specbench.results import stats
 from specbench.results.compare import side_by_side
+from specbench.results.frames import run_of
 from specbench.results.store import RunStore, find_runs, load_results, read_run
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.tune.candidates import GAMMAS, rules_to_try
 from specbench.tune.loading import configurations, load_candidates
-from specbench.tune.race import ERROR, MARGIN, Block, Ending, Race, Timing, run_race
+from specbench.tune.race import ERROR, MARGIN, Block, Ending, Race, Timing, run_race, slowness
 
 PLAIN = "plain"
 BUSY_GOAL, SPREAD_GOAL = 0.9, 0.95
 
 NOISE = 0.03
 """Scatter of the log speed of a generation, where a run has no repeats to tell."""
+
+TOLD, OWN = 0.03, 0.02
+"""Scatter of what passes of the target tell of the log time of a generation, and by how much longer they take with one
+candidate than with another, see docs/log.md."""
 
 RACED, PROMPTS, REPEATS = 12, 120, 3
 """Of a race over scatter: candidates at most, and prompts, how often each."""
@@ -105,6 +111,9 @@ class Simulated:
         speed: Log tokens per second of plain decoding.
         first_s: To the first token.
         effect: What a prompt does to one candidate, and to all (""), in place of ``spread``.
+        told: Standard deviation of what passes of the target say wrongly of how long a generation took, in log.
+        own: The same of what they say wrongly of all generations of a candidate.
+        categories: Of the prompts, in turn.
     """
 
     truth: dict[str, float]
@@ -117,6 +126,9 @@ class Simulated:
     speed: float = 3.0
     first_s: float = 0.0
     effect: Callable[[str, str], float] | None = None
+    told: float = TOLD
+    own: float = OWN
+    categories: Sequence[str] = ("",)
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
@@ -131,11 +143,13 @@ class Simulated:
         slow = self.drift * math.sin(self._count / 16)
         if self._random.random() < self.busy:
             slow += math.log(self._random.uniform(1.0, 3.0))
+        slow += self.noise * self._random.normal()
         effect = find(name, block.prompt) + find("", block.prompt)
-        log_speed = self.speed + self.truth[name] + effect + self.noise * self._random.normal() - slow
-        seconds = self.tokens / math.exp(log_speed)
+        seconds = self.tokens / math.exp(self.speed + self.truth[name] + effect - slow)
         self.clock.seconds += self.first_s + seconds
-        return Timing(self.tokens, seconds)
+        own = self.own * float(np.random.default_rng([self.seed, *name.encode()]).normal())
+        told = math.exp(slow + own + self.told * self._random.normal())
+        return Timing(self.tokens, seconds, told)
 
     def _effect(self, name: str, prompt: str) -> float:
         # Of its own, so that it does not hang on who is measured when.
@@ -147,7 +161,8 @@ class Simulated:
 
     def race(self, prompts: int = 100, seconds: float = math.inf) -> tuple[Race, Ending]:
         """A race over them, the candidates in their order, and why it ended."""
-        blocks = [Block(f"p-{n}", repeat) for repeat in range(REPEATS) for n in range(prompts)]
+        each = [(f"p-{n}", self.categories[n % len(self.categories)]) for n in range(prompts)]
+        blocks = [Block(name, repeat, category) for repeat in range(REPEATS) for name, category in each]
         race = Race([name for name in self.truth if name != PLAIN], PLAIN, limit=len(blocks))
         return race, run_race(race, blocks, self.measure, clock=self.clock, until=seconds, seed=self.seed)
 
@@ -255,6 +270,7 @@ class Scatter:
             speed=float(self.plain.mean()),
             first_s=self.first_s,
             effect=effect,
+            categories=kinds,
         )
         return made, self.names[best]
 
@@ -321,15 +337,27 @@ def stored(df: pd.DataFrame) -> tuple[list[str], str, list[Block], Measure]:
     rows = first[(first["turn"] == 0) & (first["status"] == "ok")]
     plain = str(rows.loc[rows["kind"] == "plain", "config"].iloc[0])
     names = [str(name) for name in dict.fromkeys(rows.loc[rows["kind"] == "speculative", "config"])]
+    costs = _alone(df)
     times = {
-        (str(row.config), Block(str(row.prompt), int(row.repeat))): Timing(
-            int(row.new_tokens) - 1, float(row.decode_s)
+        (str(row.config), Block(str(row.prompt), int(row.repeat), str(row.category))): Timing(
+            int(row.new_tokens) - 1, float(row.decode_s), slowness(_steps(row), costs)
         )
         for row in rows.itertuples()
     }
     blocks = sorted({block for _, block in times}, key=lambda block: (block.repeat, block.prompt))
     whole = [block for block in blocks if all((name, block) in times for name in (plain, *names))]
     return names, plain, whole, lambda name, block: times[name, block]
+
+
+def _alone(df: pd.DataFrame) -> PassCosts:
+    """Times of single passes in a run."""
+    costs = PassCosts.from_json(run_of(df).get("costs") or {})
+    return replace(costs, target_s=never_falling(costs.target_s))
+
+
+def _steps(row: Any) -> dict[str, Any]:
+    """Of a row, as lines of results have them."""
+    return {name: getattr(row, f"steps_{name}") for name in ("nodes", "siblings", "verify_s")}
 
 
 def race_over(df: pd.DataFrame) -> Race:
@@ -383,7 +411,7 @@ def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float)
     """The exhaustive sweep, or the rest of it."""
     options = SweepOptions(
         gammas=GAMMAS,
-        policies=rules_to_try(chained=False),
+        policies=rules_to_try(greedy=True, chained=False),
         max_new_tokens=given.tokens,
         repeats=given.repeats,
         turns=1,

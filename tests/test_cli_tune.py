@@ -22,6 +22,7 @@ from specbench.bench.grid import Config
 from specbench.bench.passes import PassTimes
 from specbench.cli import run
 from specbench.config import read_config
+from specbench.decoding.records import StepTimes
 from specbench.errors import RunError
 from specbench.models.choices import Choice, write_choice
 from specbench.models.prepare import choice_key, load_target
@@ -50,10 +51,13 @@ def tune(
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     speeds(monkeypatch, {"lookup@auto": 2.0})
     monkeypatch.setattr(specbench.results.advice, "at_start", lambda _: [])
+    monkeypatch.setattr(loading, "available", lambda: False)  # native products, and with them int4
     few = lambda given, forms: list(dict.fromkeys([Lookup(), *forms, *given]))  # noqa: E731
 
-    def call(*arguments: object, drafters: Any = few) -> Result:
+    def call(*arguments: object, drafters: Any = few, factors: dict[str, float] | None = None) -> Result:
         capsys.readouterr()
+        if factors is not None:
+            speeds(monkeypatch, factors)
         monkeypatch.setattr(loading, "drafters_to_try", drafters)
         given: list[object] = ["tune", "--target", models / "target", "--dtype", "float32", "-n", 4]
         given += ["--minutes", 5, "--prompts", "./mine.jsonl", *arguments]
@@ -70,9 +74,9 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
     def timed(self: Any, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
         outcome = generate(self, config, prompt, **options)
         tokens = max(1, len(outcome.token_ids) - 1)
-        return replace(
-            outcome, decode_s=seconds * tokens / factors.get(config.id, 1.0) * (1 + prompt[-1] % 5 / 100)
-        )
+        took = seconds * tokens / factors.get(config.id, 1.0) * (1 + prompt[-1] % 5 / 100)
+        steps = tuple(replace(step, times=StepTimes(verify_s=seconds)) for step in outcome.steps)
+        return replace(outcome, decode_s=took, steps=steps)
 
     def costs(
         self: Any, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
@@ -108,10 +112,36 @@ def test_from_nothing_to_a_configuration(tune: Tune, tmp_path: Path, models: Pat
     assert (written.drafter, written.length_policy, written.dtype) == ("lookup", "auto", "float32")
     assert written.target is None
     assert f"add --target {models / 'target'}" in said.err
-    assert "specbench.toml is written: generate, sweep and check read it" in said.err
+    assert "specbench.toml is written: generate, chat, serve, sweep and check read it" in said.err
     assert (folder / "summary.md").read_text().startswith("**lookup with auto: 2.00")
     assert "config,label" in (folder / "summary.csv").read_text()
     assert str(models) not in json.dumps(stored) + (folder / "summary.md").read_text()
+
+
+def test_int4_is_tried_where_its_passes_are_quicker(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "available", lambda: True)
+    said = tune(drafters=drafters_to_try)
+    assert said.code == 0, said.err
+    tried = {config["drafter"] for config in _configs(tmp_path / "results")}
+    assert tried >= {"self:int8", "self:int4", "lookup+self:int4", "suffix+self:int4"}
+
+
+def test_above_temperature_0_chains_are_verified_together_too(tune: Tune, tmp_path: Path) -> None:
+    speeds_of = {"self:int8@auto:siblings=0,verification=block,t=1": 2.0}
+    said = tune("--temperature", 1, factors=speeds_of)
+    assert said.code == 0, said.err
+    assert said.out.startswith("self:int8 with auto:siblings=0,verification=block: 2.00")
+    assert read_config(tmp_path / "specbench.toml").length_policy == "auto:siblings=0,verification=block"
+    configs = _configs(tmp_path / "results")
+    assert not any("block" in config["policy"] for config in configs if config["drafter"] == "lookup")
+
+
+def test_what_no_other_engine_has_is_served_here(tune: Tune) -> None:
+    said = tune(factors={"self:int8@auto": 2.0})
+    assert said.out.startswith("self:int8 with auto: 2.00")
+    assert "No other engine has one of the faster settings. Deploy it with `specbench serve`." in said.out
 
 
 def test_what_is_written_is_read_and_what_is_printed_runs(

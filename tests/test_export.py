@@ -74,10 +74,11 @@ DRAFTERS = (
 )
 FIXED = {"gamma_from": "as --gamma says"}
 SETTINGS = [
-    setting(drafter, rule, **(FIXED if rule != "fixed:gamma=4" else {}), **changes)
+    setting(drafter, rule, **(FIXED if not rule.startswith("fixed:gamma=4") else {}), **changes)
     for drafter in DRAFTERS
     for rule in (
         "fixed:gamma=4",
+        "fixed:gamma=4,verification=block",
         "auto",
         "confidence:threshold=0.6,max=9",
         "heuristic:gamma=3",
@@ -271,6 +272,13 @@ def test_above_temperature_0_drafts_are_drawn_where_that_can_be_asked_for() -> N
         assert any(
             "not the 0.7 that was measured" in each for each in exported(name, "lookup", **hot).differs
         )
+    together = exported("vllm", "org/small", "fixed:gamma=4,verification=block", **hot)
+    assert dict(flat(together.options))["rejection_sample_method"] == "block"
+    assert not any("verification" in each for each in together.missing)
+    assert "rejection_sample_method" not in dict(flat(exported("vllm", "org/small", **hot).options))
+    for name in ("sglang", "llama.cpp", "transformers"):
+        missing = exported(name, "org/small", "fixed:gamma=4,verification=block", **hot).missing
+        assert "The verification block." in missing
     assert any("sampling need not be" in each for each in exported("openvino", "org/small", **hot).differs)
     assert any("Σ p·q" in each for each in exported("mlx-lm", "org/small", **hot).differs)
 

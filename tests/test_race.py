@@ -7,13 +7,15 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import regret
 from exact_runs import write_exact
 from regret import FakeClock, Simulated, choice_of, race_over, regret_in, scatter_of, simulated
 
+from specbench.decoding.theory import PassCosts
 from specbench.results.store import load_results
-from specbench.tune.race import ERROR, MARGIN, Block, Race, Timing, run_race
+from specbench.tune.race import ERROR, MARGIN, Block, Race, Timing, held_up, run_race, slowness
 
 PLAIN = "plain"
 
@@ -119,6 +121,84 @@ def test_the_benchmark_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert regret.main(["--stored", str(tmp_path)]) == 0
     with pytest.raises(SystemExit, match="Give"):
         regret.main([])
+
+
+# -- disturbances ------------------------------------------------------------------------------------
+
+
+def test_what_held_up_one_of_two_is_told_from_what_is_usual() -> None:
+    """By two per cent passes of one take longer than those of the other in all blocks."""
+    usual = 0.02 + np.array([-0.003, 0.001, 0.002, -0.001, 0.0, 0.003, -0.002])
+    held, doubt = held_up(usual)
+    assert held.mean() == pytest.approx(0.0, abs=1e-3)
+    assert 0.0 < doubt < 0.001  # seven blocks say it well
+    held, doubt = held_up(np.append(usual, [1.02, -0.68]))
+    assert held[-2:] == pytest.approx([1.0, -0.7], abs=0.02)
+    assert held[:-2].mean() == pytest.approx(0.0, abs=0.002)
+
+
+def test_where_blocks_say_little_two_are_taken_to_be_alike() -> None:
+    noisy = np.array([0.9, -0.5, 0.3, -0.8, 0.6, 0.2])
+    held, doubt = held_up(noisy)
+    assert held == pytest.approx(noisy, abs=0.01)
+    assert doubt == pytest.approx(0.02, abs=0.001)
+    assert held_up(np.array([5.0]))[0].tolist() == [0.0]
+    assert len(held_up(np.array([]))[0]) == 0
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_who_was_held_up_is_not_thought_slow(told: bool) -> None:
+    """What is 30% ahead is held up in three of seven blocks, by a factor of two and more."""
+
+    def measure(name: str, block: Block) -> Timing:
+        slow = 2.0 + wobble("how", block) if name == "a" and wobble("who", block) > 0.35 else 1.0
+        seconds = slow * (100 + wobble(name, block)) / {PLAIN: 10, "a": 20, "b": 15.4}[name]
+        return Timing(100, seconds, slow * (1 + wobble(name, block) / 50) if told else 1.0)
+
+    race = new("a", "b")
+    ending = run(race, measure, 24)
+    assert race.leader == ("a" if told else "b")
+    if told:
+        assert ending == "decided"
+        assert race.ratio("a", "b").value == pytest.approx(20 / 15.4, rel=0.04)
+
+
+def test_all_that_a_block_has_in_common_changes_nothing() -> None:
+    def measure(name: str, block: Block) -> Timing:
+        slow = 1.0 + wobble("", block)
+        return Timing(100, slow * {PLAIN: 2.0, "a": 1.0}[name], slow)
+
+    race = new("a")
+    assert run(race, measure) == "decided"
+    assert race.ratio("a", PLAIN).value == pytest.approx(2.0)
+
+
+def test_slowness_is_the_time_of_passes_over_that_of_such_passes_alone() -> None:
+    steps = {"nodes": [0, 4, 2], "siblings": [0, 0, 2], "verify_s": [0.2, 0.5, 0.5]}
+    assert slowness(steps, PassCosts({1: 0.1, 5: 0.25})) == pytest.approx(1.2 / 0.6)
+    assert slowness(steps, PassCosts({})) == 1.0
+    assert slowness({"nodes": [], "siblings": [], "verify_s": []}, PassCosts({1: 0.1})) == 1.0
+
+
+def test_categories_come_in_turn_so_that_what_differs_between_them_is_no_chance() -> None:
+    """a is faster in one category and slower in the other, and the same over both."""
+
+    def measured(categories: bool) -> Race:
+        race = new("a")
+        for number in range(16):
+            kind = ("code", "chat")[number % 2]
+            block = Block(f"p-{number}", 0, kind if categories else "")
+            speed = 1.5 if kind == "code" else 1 / 1.5
+            wave = 1.0 + number % 4 / 100
+            race.take(block, {PLAIN: Timing(1, 1.0), "a": Timing(1, wave / speed)})
+        race.look(last=True)
+        return race
+
+    assert measured(categories=False).verdict == "open"
+    apart = measured(categories=True)
+    assert apart.verdict in ("equal", "plain")
+    assert apart.categories("a") == ["chat", "code"]
+    assert apart.ratio("a", PLAIN, "code").value == pytest.approx(1.5, rel=0.03)
 
 
 # -- how a race goes -------------------------------------------------------------------------------

@@ -107,6 +107,17 @@ class TestMeanInterval:
         assert stats.upper_bound(values, 0.001) == pytest.approx(4.0 + half)
         assert stats.upper_bound([1.0], 0.1) == math.inf
 
+    def test_a_bound_over_groups_in_turn_goes_by_what_is_left_within_them(self) -> None:
+        values, groups = [1.0, 5.0, 1.4, 5.2, 1.2, 5.4], [*"ababab"]
+        scatter = math.sqrt((2 * 0.2**2 + 2 * 0.2**2) / 4)
+        half = distributions.t.ppf(0.99, 4) * scatter / math.sqrt(6)
+        assert stats.upper_bound(values, 0.01, groups) == pytest.approx(3.2 + half)
+        one = stats.upper_bound(values, 0.01)
+        assert stats.upper_bound(values, 0.01, ["a"] * 6) == one
+        assert stats.upper_bound(values, 0.01, [*"abcdef"]) == one  # too few in each to tell
+        wider = distributions.t.ppf(0.99, 4) * math.hypot(scatter / math.sqrt(6), 0.3)
+        assert stats.upper_bound(values, 0.01, groups, doubt=0.3) == pytest.approx(3.2 + wider)
+
     def test_equal_values_have_no_width(self) -> None:
         assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
 

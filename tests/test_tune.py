@@ -19,6 +19,7 @@ from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.config import Config as Configuration
+from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.errors import RunError, UsageError
 from specbench.options import ModelOptions
@@ -36,6 +37,7 @@ from specbench.tune.candidates import (
     Probe,
     choose,
     drafters_to_try,
+    is_tried,
     predict,
     probes_of,
     rules_to_try,
@@ -49,7 +51,7 @@ def grid(*drafters: str, **options: Any) -> Sweep:
     """Everything there is to try with drafters that are models."""
     defaults: dict[str, Any] = {
         "gammas": GAMMAS,
-        "policies": [rule for rule in rules_to_try(chained=False) if rule != CALIBRATED_TREE],
+        "policies": [rule for rule in rules_to_try(greedy=True, chained=False) if rule != CALIBRATED_TREE],
         "max_new_tokens": 17,
         "repeats": 3,
         "warmup": 0,
@@ -87,8 +89,22 @@ def test_candidates_are_configurations_of_the_grid() -> None:
 
 
 def test_where_passes_are_the_same_to_the_bit_nothing_stands_beside_a_draft() -> None:
-    rules = [parse_rule(rule) for rule in rules_to_try(chained=True)]
+    rules = [parse_rule(rule) for rule in rules_to_try(greedy=True, chained=True)]
     assert not any(rule.siblings or rule.kind.tree for rule in rules)
+
+
+def test_above_temperature_0_a_chain_may_be_verified_together() -> None:
+    greedy, sampled = (rules_to_try(greedy=each, chained=False) for each in (True, False))
+    (more,) = {*sampled} - {*greedy}
+    assert set(rules_to_try(greedy=False, chained=True)) - set(rules_to_try(greedy=True, chained=True)) == {
+        more
+    }
+    rule = parse_rule(more)
+    assert rule.options["verification"] == "block"
+    assert is_tried(rule, parse_drafter("self:int8"))
+    assert is_tried(rule, parse_drafter("lookup+self:int8"))
+    assert not is_tried(rule, parse_drafter("lookup"))
+    assert not is_tried(parse_rule("static-tree"), parse_drafter("self:int8"))
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -249,6 +265,27 @@ def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path: Path) 
     assert answer.headline.endswith("; nothing else is within 5%.")
 
 
+def test_what_held_a_generation_up_is_taken_off(tmp_path: Path) -> None:
+    """The fastest takes four times as long on every third prompt, and so do its passes of the target."""
+
+    class Disturbed(TimedEngine):
+        def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+            outcome = super().generate(config, prompt, **options)
+            if config.id != "d@auto" or tuple(prompt) not in held:
+                return outcome
+            steps = [
+                replace(step, times=StepTimes(verify_s=4 * step.times.verify_s)) for step in outcome.steps
+            ]
+            return replace(outcome, decode_s=4 * outcome.decode_s, steps=tuple(steps))
+
+    clock, sweep = FakeClock(), grid("d")
+    engine = Disturbed(FAST, clock)
+    held = {tuple(engine.encode(prompt, [])) for prompt in sweep.prompts[::3]}
+    race = search(tmp_path, engine, sweep, clock).race
+    assert race.leader == "d@auto"
+    assert race.ratio("d@auto", "plain").value == pytest.approx(2.0, rel=0.02)
+
+
 def test_a_search_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path: Path) -> None:
     clock, sweep = FakeClock(), grid("d", "e")
     whole = search(tmp_path / "whole", TimedEngine(FAST, clock), sweep, clock)
@@ -356,11 +393,11 @@ def test_where_it_stops_paying_is_told(tmp_path: Path) -> None:
     assert found.race.leader == "d@8"
     assert all(found.batches[batch] >= 1.0 for batch in pays)
     assert found.batches[stops] < 1.0
-    last = pays[-1] if pays else 1
-    assert (
-        f"As predicted from passes that several requests share, it stops paying above batch {last}."
-        in answer.details
-    )
+    by = "As predicted from passes that several requests share, it"
+    if pays:
+        assert f"{by} stops paying above batch {pays[-1]}." in answer.details
+    else:
+        assert f"{by} pays for one request at a time only, not for {stops} side by side." in answer.details
     assert as_json(answer, found)["batches"].keys() == set(map(str, found.batches))
 
 
@@ -424,6 +461,11 @@ def test_what_cannot_be_told_is_said_with_the_time_it_takes(tmp_path: Path) -> N
             "It cannot be told whether speculation pays here: the best so far is d with"
         )
     assert any("--resume" in each for each in answer.details)
+    if {*found.race.open} - {"plain"}:
+        assert re.search(
+            r"May still be more than 5% faster than .*: .* \(so far .*, in \d+ blocks\)\.",
+            " ".join(answer.details),
+        )
     with RunStore.open(tmp_path) as store:
         assert store.run["finished"] is None
 

@@ -174,7 +174,7 @@ def tune(
             "Add --resume to go on with them, or give other --results.",
         )
     kind: Any = cache if stored is None else stored["configs"][0]["cache"]
-    rules = parse_policies(rules_to_try(chained=quantised(models.dtype) is not None))
+    rules = parse_policies(rules_to_try(greedy=temperature == 0, chained=quantised(models.dtype) is not None))
     options = SweepOptions(
         gammas=GAMMAS,
         policies=tuple(map(str, rules)),
@@ -363,13 +363,17 @@ class _Job:
             if commands:
                 text += "\nDeploy it, or what comes nearest to it there:\n"
                 text += "".join(f"    {command}\n" for command in commands)
+            elif written and found.race.verdict == "faster":
+                text += (
+                    "\nNo other engine has one of the faster settings. Deploy it with `specbench serve`.\n"
+                )
             write_out(terminal_safe(text, sys.stdout.encoding or "utf-8"))
         for warning in found.warnings:
             if warning.id not in _OF_SWEEPS:
                 self._warn(warning)
         if written:
             self._say(
-                f"{out} is written: generate, sweep and check read it in this folder, or with --config."
+                f"{out} is written: generate, chat, serve, sweep and check read it in this folder, or with --config."
             )
         self._say(f"What was measured is in {self.folder}: specbench report {self.folder} shows it.")
         return 0 if answer.winner is not None else 1

@@ -94,7 +94,7 @@ def find_answer(found: Found, configs: Sequence[GridConfig], df: pd.DataFrame) -
     best = leader if leader != race.plain else _runner_up(race)
     speedup = stats.Estimate(1.0, None, None, 0, None) if best is None else _speedup(race, best)
     what = "" if best is None else f"{_described(by_id[best])}, {stats.ratio_text(speedup, ' ×')}"
-    categories = {} if best is None else _categories(df, best)
+    categories = {} if best is None else _categories(race, best)
     disturbed = frames.disturbance(df).partition(": ")[2]
     if verdict == "faster":
         ratio = stats.ratio_text(speedup, " ×")
@@ -149,7 +149,12 @@ def _details(found: Found, by_id: Mapping[str, GridConfig], disturbed: str) -> I
     leader = _described(by_id[race.leader])
     if near:
         yield f"Within 5% of {leader}: {_listed(near)}."
-    unclear = [_described(by_id[name]) for name in race.open if name != race.plain]
+    unclear = [
+        f"{_described(by_id[name])} (so far {stats.ratio_text(race.ratio(name, race.leader), ' ×')}, in"
+        f" {counted(race.measured(name), 'block')})"
+        for name in race.open
+        if name != race.plain
+    ]
     if unclear:
         yield f"May still be more than 5% faster than {leader}: {_listed(unclear)}."
     if race.open:
@@ -159,8 +164,8 @@ def _details(found: Found, by_id: Mapping[str, GridConfig], disturbed: str) -> I
     yield from _many(found.batches)
     if disturbed:
         yield (
-            f"{disturbed[0].upper()}{disturbed[1:]} All were measured in turn, so that the choice stands; the figures"
-            " are those of a busy machine."
+            f"{disturbed[0].upper()}{disturbed[1:]} All were measured in turn, and what held single generations up, as"
+            " their passes tell, is taken off, so that the choice stands; the figures are those of a busy machine."
         )
     if race.leader != race.plain:
         count = len(race.names) - 1
@@ -182,7 +187,10 @@ def _many(batches: Mapping[int, float]) -> Iterator[str]:
         yield f"{by}, it pays up to batch {last} at least."
     else:
         pays = max((batch for batch in batches if batch != last), default=1)
-        yield f"{by}, it stops paying above batch {pays}."
+        if pays == 1:
+            yield f"{by}, it pays for one request at a time only, not for {last} side by side."
+        else:
+            yield f"{by}, it stops paying above batch {pays}."
 
 
 def _time_wanted(found: Found) -> str:
@@ -190,7 +198,7 @@ def _time_wanted(found: Found) -> str:
     wanted = found.race.blocks_wanted()
     if wanted is None:
         return "How much more time that takes cannot be told yet; --resume goes on."
-    minutes = max(1, math.ceil(wanted * found.block_s / 60))
+    minutes = math.ceil((wanted * found.block_s + found.aside_s) / 60)
     return f"About {counted(minutes, 'minute')} more would tell: --resume --minutes {minutes}."
 
 
@@ -201,9 +209,9 @@ def _described(config: GridConfig) -> str:
     return f"{one_line(config.drafter)} with {rule}"
 
 
-def _categories(df: pd.DataFrame, config: str) -> dict[str, stats.Estimate]:
-    rows = [row for row in frames.records(frames.category_frame(df)) if row["config"] == config]
-    return {one_line(row["category"]): frames.estimate_of(row) for row in rows}
+def _categories(race: Race, name: str) -> dict[str, stats.Estimate]:
+    ratios = {category: race.ratio(name, race.plain, category) for category in race.categories(name)}
+    return {one_line(category): ratio for category, ratio in ratios.items() if ratio.prompts}
 
 
 def _extremes(categories: Mapping[str, stats.Estimate]) -> str:

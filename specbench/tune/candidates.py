@@ -23,6 +23,7 @@ from specbench.specs.drafters import (
     Suffix,
     parse_drafter,
 )
+from specbench.specs.rules import RuleSpec, parse_rule
 
 __all__ = [
     "BEHIND",
@@ -33,6 +34,7 @@ __all__ = [
     "Probe",
     "choose",
     "drafters_to_try",
+    "is_tried",
     "predict",
     "probes_of",
     "rules_to_try",
@@ -50,6 +52,9 @@ PROBED_TREE, CALIBRATED_TREE = "dynamic-tree", "static-tree"
 BEHIND = 0.75
 """What is predicted to reach a smaller share of the best prediction is not raced. The margin is for what predictions
 leave out: rules and trees that adapt, prompts that differ, passes that are slower in a step than alone."""
+
+_TOGETHER = "auto:siblings=0,verification=block"
+"""The chain of ``auto``, above temperature 0."""
 
 _FRONTS = ("lookup", "suffix")
 """Drafters without a model that are put before each model."""
@@ -77,17 +82,28 @@ def _cascade(front: str, back: SelfForm | SmallModel) -> Cascade:
     return replace(model, back=back)
 
 
-def rules_to_try(*, chained: bool) -> tuple[str, ...]:
+def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
     """Draft-length rules and trees.
 
     Args:
+        greedy: Above temperature 0 chains without siblings are tried too, for these alone are verified together.
         chained: Whether passes have to be the same to the bit, so that nothing may stand beside a draft.
     """
-    return (
-        ("auto:siblings=0", "fixed")
-        if chained
-        else (("auto", "fixed", PROBED_TREE, "auto-tree", CALIBRATED_TREE))
-    )
+    together = () if greedy else (_TOGETHER,)
+    if chained:
+        return ("auto:siblings=0", "fixed", *together)
+    return ("auto", *together, "fixed", PROBED_TREE, "auto-tree", CALIBRATED_TREE)
+
+
+def is_tried(rule: RuleSpec, drafter: DrafterSpec) -> bool:
+    """Whether a rule of these is tried with a drafter.
+
+    A static tree is, where one is calibrated. Verifying a chain together tells nothing of drafts that are certain,
+    which every way to verify keeps with the same chance.
+    """
+    if rule.word == CALIBRATED_TREE:
+        return "ranks" in rule.options
+    return drafter.has_logits or rule != parse_rule(_TOGETHER)
 
 
 def probes_of(configs: Sequence[Config]) -> list[Config]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specbench.backends.torch.kernels.native import available
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.engines.own import EngineOptions, ModelEngine
 from specbench.bench.estimate import estimate_memory
@@ -31,7 +32,7 @@ from specbench.models.prepare import (
 from specbench.options import quantised
 from specbench.results import stats
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm
-from specbench.tune.candidates import CALIBRATED_TREE, drafters_to_try
+from specbench.tune.candidates import drafters_to_try, is_tried
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "configurations", "load_candidates", "quickest_cache"]
 
-_INT8 = SelfForm(int8=True)
+_INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 _CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
 """Of the passes that caches are compared by: tokens before them, drafts in the wide ones, and how often."""
 
@@ -88,9 +89,8 @@ def load_candidates(
         UsageError: What cannot be, such as a given drafter that does not fit the target.
         RunError: The target could not be loaded.
     """
-    on_cpu = resolve_device(models.device).type == "cpu"
-    wanted = [*given, *([_INT8] if on_cpu and quantised(models.dtype) is None else [])]
-    fitting, notes = _fitting(target, list(dict.fromkeys(wanted)), models, sweep, progress)
+    own = _own_forms(models)
+    fitting, notes = _fitting(target, list(dict.fromkeys([*given, *own])), models, sweep, progress)
     ready, _ = prepare(target, (), models, cache=cache, progress=progress)
     rounded = ready.rounded is not None
     kind = cache or default_cache(ready.language_model.model.config, rounded=rounded)
@@ -99,7 +99,7 @@ def load_candidates(
         ready, kind, note = quickest_cache(ready, kind, prompt)
         notes += [note] if note else []
     asked = [_resolved(spec, ready) for spec in fitting if spec in given]
-    forms = [_INT8] if _INT8 in fitting else []
+    forms = [form for form in own if form in fitting]
     with suppress(UsageError):  # nothing is calibrated for this target
         forms.append(read_choice(choice_key(ready)).form)
     load = partial(prepare_drafters, ready, options=models, cache=kind, progress=progress)
@@ -127,11 +127,14 @@ def configurations(options: SweepOptions, engine: ModelEngine) -> list[Config]:
         return engine.calibrated(rule, drafter, temperature)[0]
 
     grid = build_configs(options, engine.specs, engine.fingerprints, fitted)
-    return [each for each in grid if each.kind == "plain" or _is_tried(each.rule)]
+    return [each for each in grid if each.kind == "plain" or is_tried(each.rule, engine.specs[each.drafter])]
 
 
-def _is_tried(rule: RuleSpec) -> bool:
-    return rule.word != CALIBRATED_TREE or "ranks" in rule.options
+def _own_forms(models: ModelOptions) -> list[SelfForm]:
+    """Forms of the target that are tried without calibration; int4 only where its passes are quicker for it."""
+    if resolve_device(models.device).type != "cpu" or quantised(models.dtype) is not None:
+        return []
+    return [_INT8, _INT4] if available() else [_INT8]
 
 
 def _fitting(

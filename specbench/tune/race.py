@@ -1,11 +1,13 @@
 """Which way of decoding is fastest? A race in blocks, in which whoever surely is not rests.
 
 In a block all that are in question decode one prompt back to back, in random order, so that whatever the machine does
-meets all alike. Now and then there is a look at how much faster than the leader each of the others may be: the mean
-over prompts of the difference of their log speeds has an upper bound, of Student's t. Who surely is not ``MARGIN``
-faster rests, and comes back should another leader, with whom it may be, take over. The race is decided when nobody is
-left who may be: the leader then is as good as the best, up to the margin (an indifference zone: Bechhofer 1954).
-Measuring the leader and those whose bounds reach beyond it, until none does, is LUCB (Kalyanakrishnan et al. 2012).
+for longer meets all alike. What it does to one generation alone is seen in the time of its passes of the target:
+differences of log speeds are put right by it (``held_up``). Now and then there is a look at how much faster than the
+leader each of the others may be: the mean of these differences over prompts has an upper bound, of Student's t. Who
+surely is not ``MARGIN`` faster rests, and comes back should another leader, with whom it may be, take over. The race is
+decided when nobody is left who may be: the leader then is as good as the best, up to the margin (an indifference zone:
+Bechhofer 1954). Measuring the leader and those whose bounds reach beyond it, until none does, is LUCB (Kalyanakrishnan
+et al. 2012).
 
 Error control: a race comes to a wrong choice only if the bound of the truly fastest over what is chosen is too low, at
 one of the looks. What is chosen might be any of the others, so a look's level is shared out among them (Bonferroni, as
@@ -22,14 +24,27 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from specbench.decoding.clocks import Clock
+from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 
-__all__ = ["ERROR", "MARGIN", "Block", "Ending", "Fall", "Race", "Timing", "Verdict", "run_race"]
+__all__ = [
+    "ERROR",
+    "MARGIN",
+    "Block",
+    "Ending",
+    "Fall",
+    "Race",
+    "Timing",
+    "Verdict",
+    "held_up",
+    "run_race",
+    "slowness",
+]
 
 ERROR = 0.05
 """Chance that another candidate is more than ``MARGIN`` faster than the choice of a race that is decided."""
@@ -39,6 +54,15 @@ MARGIN = 0.05
 
 NARROW = 0.05
 """Half the width of the interval of the leader's speed over plain decoding, as a share of it, that is enough."""
+
+_ORDINARY = 1.345
+"""Times the scatter of what is usual: what lies beyond counts no more than that. 1.345 is Huber's usual constant."""
+
+_QUARTILE = 0.3186
+"""A quarter of normal values of standard deviation 1 are nearer to 0."""
+
+_OWN = 0.02
+"""By how much passes of the same width differ in time between two candidates: the usual size of the log of it."""
 
 _FIRST_LOOK = 6
 """Blocks; with fewer a bound says next to nothing, and a look would waste its share of the error."""
@@ -59,18 +83,33 @@ decoding leads, and surely nobody is faster by more than that; or that cannot be
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What all decode back to back: a prompt, for the first time (0) or once more."""
+    """What all decode back to back.
+
+    Attributes:
+        prompt: Its id.
+        repeat: 0 for the first time, then once more.
+        category: Of the prompt. Prompts come from all categories in turn.
+    """
 
     prompt: str
     repeat: int = 0
+    category: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one candidate did in a block: tokens behind the first emission, and seconds for them."""
+    """What one candidate did in a block.
+
+    Attributes:
+        tokens: Behind the first emission.
+        seconds: For them.
+        slowness: Time of the target's passes in it over what such passes take alone, in any unit of its own: it is only
+            held against that of other generations.
+    """
 
     tokens: int
     seconds: float
+    slowness: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +125,20 @@ class Fall:
     blocks: int
     leader: str
     most: float | None
+
+
+class _Paired(NamedTuple):
+    """Two candidates on the prompts that both were measured on.
+
+    Attributes:
+        categories: Of the prompts.
+        means: Mean difference of their log speeds at each, shape [prompts].
+        doubt: See ``held_up``.
+    """
+
+    categories: Sequence[str]
+    means: stats.Floats
+    doubt: float
 
 
 class Race:
@@ -118,7 +171,8 @@ class Race:
         self.verdict: Verdict = "open"
         self.open: list[str] = []
         self.decided = False
-        self._logs: dict[str, dict[Block, float]] = {name: {} for name in self.names}
+        self._logs: dict[str, dict[Block, tuple[float, float]]] = {name: {} for name in self.names}
+        self._paired: dict[tuple[str, str], _Paired] = {}  # until the next block
         self._share = error / 2 / max(1, len(candidates))
         self._looks = max(1, sum(map(_is_due, range(limit + 1))))
         self.level = self._share / self._looks
@@ -141,13 +195,14 @@ class Race:
         if self.leader in self.fallen:
             self.leader, self.decided = self.plain, False
             self.fallen = {name: fall for name, fall in self.fallen.items() if fall.most is None}
-        speeds = {name: _log_speed(timings[name]) for name in self.running}
-        if None in speeds.values():
+        logs = {name: _logs(timings[name]) for name in self.running}
+        if None in logs.values():
             return
         self.blocks += 1
-        for name, speed in speeds.items():
-            assert speed is not None
-            self._logs[name][block] = speed
+        self._paired.clear()
+        for name, each in logs.items():
+            assert each is not None
+            self._logs[name][block] = each
         if not self.decided:
             over = self.leader
             self.leader = max(self.running, key=lambda name: self._ahead(name, over))
@@ -179,12 +234,17 @@ class Race:
         self._choose()
 
     def _choose(self) -> None:
-        """Who decodes the next block: plain decoding, the leader, and of the others those likeliest to be ahead."""
+        """Who decodes the next block: plain decoding, the leader, and of the others those likeliest to be ahead.
+
+        And one of whom the least is known, by the level of the last look, that all have to fall to.
+        """
         both = (self.plain, self.leader)
         others = [name for name in self.names if name not in self.fallen and name not in both]
         if self.blocks >= _FIRST_LOOK:
-            others.sort(key=lambda name: -stats.upper_bound(self._differences(name, self.leader), ERROR))
-            others = others[: max(_ABREAST, math.ceil(len(others) / 2))]
+            most = max(_ABREAST, math.ceil(len(others) / 2)) - 1
+            others.sort(key=lambda name: -self._bound(name, self.leader, ERROR))
+            rest = sorted(others[most:], key=lambda name: -self._bound(name, self.leader, self._share))
+            others = [*others[:most], *rest[:1]]
         self.running = [name for name in self.names if name in (*both, *others)]
 
     def _judged(self, able: Sequence[str]) -> Verdict:
@@ -207,32 +267,47 @@ class Race:
 
     def most(self, name: str, over: str) -> float:
         """By what factor one may be faster than another at most, by the level of the latest look."""
-        return float(np.exp(stats.upper_bound(self._differences(name, over), self.level)))
+        return float(np.exp(self._bound(name, over, self.level)))
 
-    def ratio(self, name: str, over: str) -> stats.Estimate:
-        """Speed over speed with its 95% interval, in the blocks that both were measured in."""
-        blocks = self._common(name, over)
+    def ratio(self, name: str, over: str, category: str | None = None) -> stats.Estimate:
+        """Speed over speed with its 95% interval, in the blocks that both were measured in, or those of a category."""
+        blocks, logs, _ = self._differences(name, over)
+        chosen = [i for i, block in enumerate(blocks) if category in (None, block.category)]
         return stats.geometric_mean(
-            np.exp([self._logs[name][block] - self._logs[over][block] for block in blocks]),
-            [block.prompt for block in blocks],
-            [block.repeat for block in blocks],
+            np.exp(logs[chosen]), [blocks[i].prompt for i in chosen], [blocks[i].repeat for i in chosen]
         )
 
-    def _common(self, name: str, over: str) -> list[Block]:
-        return [block for block in self._logs[name] if block in self._logs[over]]
+    def categories(self, name: str) -> list[str]:
+        """Of the prompts that somebody was measured on, in alphabetical order."""
+        return sorted({block.category for block in self._logs[name]} - {""})
 
-    def _differences(self, name: str, over: str) -> stats.Floats:
-        """Of log speeds, by prompt, in the blocks that both were measured in."""
-        blocks = self._common(name, over)
-        _, means = stats.nested_means(
-            [self._logs[name][block] - self._logs[over][block] for block in blocks],
-            [block.prompt for block in blocks],
-            [block.repeat for block in blocks],
-        )
-        return means
+    def _differences(self, name: str, over: str) -> tuple[list[Block], stats.Floats, float]:
+        """The blocks that both were measured in, how far apart their log speeds are, and what ``held_up`` doubts."""
+        mine, others = self._logs[name], self._logs[over]
+        blocks = [block for block in mine if block in others]
+        ours, theirs = (np.array([each[block] for block in blocks]).reshape(-1, 2) for each in (mine, others))
+        speed, slow = (ours - theirs).T
+        held, doubt = held_up(slow)
+        return blocks, speed + held, doubt
+
+    def _by_prompt(self, name: str, over: str) -> _Paired:
+        if (name, over) not in self._paired:
+            blocks, logs, doubt = self._differences(name, over)
+            categories = {block.prompt: block.category for block in blocks}
+            prompts, means = stats.nested_means(
+                logs, [block.prompt for block in blocks], [block.repeat for block in blocks]
+            )
+            self._paired[name, over] = _Paired(
+                [categories[prompt] for prompt in prompts.tolist()], means, doubt
+            )
+        return self._paired[name, over]
+
+    def _bound(self, name: str, over: str, error: float) -> float:
+        paired = self._by_prompt(name, over)
+        return stats.upper_bound(paired.means, error, paired.categories, doubt=paired.doubt)
 
     def _ahead(self, name: str, over: str) -> float:
-        return float(self._differences(name, over).mean())
+        return float(self._by_prompt(name, over).means.mean())
 
     def measured(self, name: str) -> int:
         """In how many blocks somebody was measured."""
@@ -272,10 +347,53 @@ def _is_due(blocks: int) -> bool:
     return blocks >= _FIRST_LOOK and rest in (1, 3)
 
 
-def _log_speed(timing: Timing | None) -> float | None:
+def _logs(timing: Timing | None) -> tuple[float, float] | None:
+    """Of speed and of slowness."""
     if timing is None or timing.tokens <= 0 or timing.seconds <= 0:
         return None
-    return math.log(timing.tokens / timing.seconds)
+    return math.log(timing.tokens / timing.seconds), math.log(timing.slowness)
+
+
+def slowness(steps: Mapping[str, Sequence[float]], costs: PassCosts) -> float:
+    """See ``Timing``; 1 where nothing tells.
+
+    Args:
+        steps: Of a generation, as lines of ``generations.jsonl`` have them.
+        costs: Times of single passes.
+    """
+    if not costs.target_s:
+        return 1.0
+    drafts = zip(steps["nodes"], steps["siblings"], strict=True)
+    alone = sum(costs.target_pass_s(1 + int(nodes) + int(siblings)) for nodes, siblings in drafts)
+    took = sum(steps["verify_s"])
+    return took / alone if took > 0 and alone > 0 else 1.0
+
+
+def held_up(slowness: stats.Floats) -> tuple[stats.Floats, float]:
+    """What held one of two up and not the other, block by block, as differences of log seconds.
+
+    Two candidates differ by chance in how slow their passes are, and always by how much longer passes take within their
+    steps than alone. The latter is their own and no disturbance. It is small, ``_OWN`` or so, and is taken for what
+    that and all blocks together say, each by how sure it is (a normal prior). All blocks together say Huber's (1964)
+    mean, which no few of them can move far, in one step from the median (Bickel 1975), with the scale of the quarter of
+    the blocks nearest to that, as most may be disturbed.
+
+    Args:
+        slowness: Differences of the log slowness of two candidates by block, shape [blocks].
+
+    Returns:
+        What to add to differences of log speeds, of the same shape: with it they scatter as their mean does. And the
+        standard deviation of what that takes for granted.
+    """
+    count = len(slowness)
+    if count < 2:
+        return np.zeros(count), 0.0
+    middle = float(np.median(slowness))
+    off = slowness - middle
+    usual = _ORDINARY * float(np.quantile(np.abs(off), 0.25)) / _QUARTILE
+    own = middle + np.clip(off, -usual, usual) / float((np.abs(off) <= usual).mean())
+    trust = _OWN**2 / (_OWN**2 + float(own.var(ddof=1)) / count)
+    return slowness - trust * own, (1.0 - trust) * _OWN
 
 
 def run_race(

@@ -10,24 +10,25 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from specbench.bench.grid import Cell, Config, Sweep
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import CellRunner, finish_run
+from specbench.decoding.theory import PassCosts, never_falling
 from specbench.errors import RunError
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.rows import Key, key_of
 from specbench.textsafe import counted
 from specbench.tune.batches import BATCHES, mean_rows, predicted_at
 from specbench.tune.candidates import Chosen, Probe, choose, predict, probes_of
-from specbench.tune.race import Block, Ending, Race, Timing, run_race
+from specbench.tune.race import Block, Ending, Race, Timing, run_race, slowness
 
 if TYPE_CHECKING:
     from specbench.bench.engines.own import Engine
     from specbench.decoding.clocks import Clock
-    from specbench.decoding.theory import PassCosts
     from specbench.progress import Progress
     from specbench.results.advice import RunWarning
     from specbench.results.store import RunStore
@@ -72,6 +73,7 @@ class Found:
         batches: What throughput the leader is predicted to reach over that of plain decoding, by requests side by side,
             ascending, up to where it stops paying; empty where nothing was timed.
         block_s: What a block takes with those that were left, by the latest times.
+        aside_s: What all but the race takes, such as loading.
         warnings: Whatever is doubtful about the run.
     """
 
@@ -81,6 +83,7 @@ class Found:
     left_out: Mapping[str, str]
     batches: Mapping[int, float]
     block_s: float
+    aside_s: float
     warnings: tuple[RunWarning, ...]
 
 
@@ -130,6 +133,8 @@ class Search:
                 the store cannot be written any more. What is measured is kept.
             KeyboardInterrupt: The user stops; the generation in progress is lost.
         """
+        kept_s = _BATCHING * self._seconds
+        aside_s = self._seconds - (self._until - self._clock.now()) + kept_s
         predicted, chosen = self._chosen()
         blocks = self._blocks()
         race = Race(chosen.raced, self._plain.id, limit=len(blocks))
@@ -138,7 +143,7 @@ class Search:
             blocks,
             self._measure,
             clock=self._clock,
-            until=self._until - _BATCHING * self._seconds,
+            until=self._until - kept_s,
             seed=self._sweep.options.seed,
             on_block=on_block,
         )
@@ -149,7 +154,7 @@ class Search:
         if race.open:  # there is something to go on with
             self._store.update(finished=None)
         block_s = sum(self._took.get(name, 0.0) for name in race.running)
-        return Found(race, ending, predicted, chosen.left_out, batches, block_s, warnings)
+        return Found(race, ending, predicted, chosen.left_out, batches, block_s, aside_s, warnings)
 
     # -- whom to race ------------------------------------------------------------------------------
 
@@ -250,7 +255,8 @@ class Search:
     def _blocks(self) -> list[Block]:
         """Every prompt once, then once more, and so on: other prompts tell more than other times of the same."""
         repeats = range(self._sweep.options.repeats)
-        return [Block(prompt.id, repeat) for repeat in repeats for prompt in self._sweep.prompts]
+        prompts = self._sweep.prompts
+        return [Block(prompt.id, repeat, prompt.category) for repeat in repeats for prompt in prompts]
 
     def _measure(self, name: str, block: Block) -> Timing | None:
         """A candidate on a block, of the store if it is there."""
@@ -268,7 +274,14 @@ class Search:
                 self._refuse_failing_plain(row["error"])
             return None
         self._plain_works |= name == self._plain.id
-        return Timing(row["new_tokens"] - row["first_tokens"], row["decode_s"])
+        tokens = row["new_tokens"] - row["first_tokens"]
+        return Timing(tokens, row["decode_s"], slowness(row["steps"], self._alone))
+
+    @cached_property
+    def _alone(self) -> PassCosts:
+        """Times of single passes, as the store has them when the race begins."""
+        costs = PassTimes.of_rows(self._store.costs()).medians()
+        return replace(costs, target_s=never_falling(costs.target_s))
 
     def _refuse_failing_plain(self, error: str) -> None:
         self._plain_failures += 1

@@ -97,15 +97,22 @@ def refuse(engine: Engine, setting: Setting) -> UsageError:
     )
 
 
-def without_counterpart(engine: Engine, setting: Setting) -> Iterator[str]:
-    """What an engine lacks of rule, drafter and dtypes, whatever it is."""
+def without_counterpart(engine: Engine, setting: Setting, verifications: Sequence[str] = ()) -> Iterator[str]:
+    """What an engine lacks of rule, drafter and dtypes, whatever it is.
+
+    Args:
+        engine: The engine.
+        setting: To be expressed.
+        verifications: Ways to verify that it has, beside rejection of one draft after the other.
+    """
     rule = setting.rule
     if setting.gamma_from and rule.word not in ("fixed", *engine.rules):
         yield f"The rule {rule}: a fixed γ of {setting.gamma} takes its place, {setting.gamma_from}."
     if not rule.kind.tree and rule.siblings:
         yield f"Siblings: specbench verified up to {rule.siblings} alternatives beside a draft."
-    if setting.temperature != 0 and "verification" in rule.options:
-        yield f"The verification {rule.options['verification']}."
+    verification = rule.options.get("verification", "rejection")
+    if setting.temperature != 0 and verification not in ("rejection", *verifications):
+        yield f"The verification {verification}."
     model = setting.drafter.model_part
     if isinstance(model, SmallModel):
         if model.vocab is not None:

@@ -25,7 +25,7 @@ class VLLM:
         """See ``Engine``."""
         drafter, gamma = setting.drafter, setting.gamma
         needs, differs = list(engine.model_needs(setting)), []
-        missing = list(engine.without_counterpart(self, setting))
+        missing = list(engine.without_counterpart(self, setting, ("block",)))
         speculative: dict[str, Any]
         if isinstance(drafter, Lookup):
             speculative = {
@@ -51,6 +51,8 @@ class VLLM:
             speculative |= engine.revision(setting.assistant, "revision")
             if setting.temperature:
                 speculative["draft_sample_method"] = "probabilistic"  # as specbench drew and tested
+                if setting.rule.options.get("verification") == "block":
+                    speculative["rejection_sample_method"] = "block"
             else:
                 differs.append(
                     f'{engine.GREEDY_DRAFTS} "draft_sample_method": "probabilistic" is specbench\'s way.'
