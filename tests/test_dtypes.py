@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_llama
 
+from specbench.backends.torch.kernels import native
 from specbench.backends.torch.samples import sample_in, time_samples
 from specbench.models import dtypes, load
 from specbench.models.dtypes import DtypeChoice, decide, dtype_key, exact_dtypes
@@ -65,10 +66,15 @@ def test_only_what_is_sure_is_chosen(times, chosen):
 
 
 def test_a_choice_holds_for_what_it_was_measured_with(monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     key = dtype_key("0" * 64)
     assert key == dtype_key("0" * 64)
     assert key != dtype_key("1" * 64)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert key != dtype_key("0" * 64)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    assert key == dtype_key("0" * 64)
+    monkeypatch.setattr(native, "_found", lambda: "it has gone")
     assert key != dtype_key("0" * 64)
 
 

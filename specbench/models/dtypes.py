@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbench._version import __version__
+from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import processor_name
 from specbench.backends.torch.samples import sample_in, time_samples
 from specbench.errors import SpecbenchError
@@ -103,6 +104,7 @@ def dtype_key(weights: str) -> str:
         torch.backends.cpu.get_cpu_capability(),
         *(os.environ.get(limit) for limit in _LIMITS),
         torch.get_num_threads(),
+        native.why_not(),
         torch.__version__,
         metadata.version("transformers"),
         __version__,
