@@ -5,12 +5,13 @@
     python benchmarks/many.py --ways alone one --prompts 24      # the scheduler's own share, at batch 1
 
 Ways: *alone* is plain decoding by the driver of one request, prompt by prompt; *one* the same through the scheduler, at
-batch 1; *plain* the same at --batch; *transformers* its `generate`, with batches padded on the left; besides these
-each of --rules at --batch. Groups of prompts are decoded by all ways in a fresh random order, every output as long as
-asked for. The scheduler gets them as a closed loop, which other prompts keep full until the last of the group has
-ended; tokens per second are clients · tokens / latencies, see docs/metrics.md. Prints them, the ratios with 95%
-intervals over groups, and of every rule over *plain* the tokens of each request over its latency, by category with
-intervals over prompts. Ends with one line of JSON; exit code 1 if a rule has changed an output in float32.
+batch 1; *plain* the same at --batch; *transformers* its `generate`, with batches padded on the left; besides these each
+of --rules at --batch. Groups of prompts are decoded by all ways in a fresh random order, every output as long as asked
+for. The scheduler gets them as a closed loop: behind as many others as there are clients, which all come at once and
+are not measured, and kept full by others until the last of the group has ended; tokens per second are clients · tokens
+/ latencies, see docs/metrics.md. Prints them, the ratios with 95% intervals over groups, and of every rule over *plain*
+the tokens of each request over its latency, by category with intervals over prompts. Ends with one line of JSON; exit
+code 1 if a rule has changed an output in float32.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Ours:
             return self._one_by_one(prompts)
         clock = SkippingClock(WallClock())
         asked = [Asked(prompt, 0) for prompt in prompts]
-        load = Load(asked, clients=self.batch, beside=asked)
+        before = asked[-self.batch :]
+        load = Load([*before, *asked], clients=self.batch, beside=asked)
         runs = GenerationRuns(
             [],
             max_batch=self.batch,
@@ -96,7 +98,7 @@ class Ours:
             later=[self._run(prompt) for prompt in prompts],
             clock=clock,
         )
-        served = serve(load, runs, lambda each: self._run(each.prompt), clock).requests
+        served = serve(load, runs, lambda each: self._run(each.prompt), clock).requests[len(before) :]
         latencies = [each.last_s - each.arrived_s for each in served]
         outputs = [each.run.result().token_ids for each in served]
         return Taken(sum(latencies) / self.batch, outputs, latencies)
