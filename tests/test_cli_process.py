@@ -226,21 +226,16 @@ def test_a_signal_leaves_the_text_and_its_exit_code(endless: list[str], number: 
 def test_ctrl_c_leaves_a_partial_object(endless: list[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     os.mkfifo(trace)  # tells when the run is in its midst
-    child = subprocess.Popen(
-        [*COMMAND, *endless, "-n", "150000", "--json", "--quiet", "--trace-file", str(trace)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
+    child = Piped(*endless, "-n", "150000", "--json", "--quiet", "--trace-file", str(trace))
     with trace.open() as events:
         for line in events:
             if json.loads(line).get("index") == 3:
-                child.send_signal(signal.SIGINT)
+                child.signal(signal.SIGINT)
                 break
         events.read()
-    output, errors = child.communicate(timeout=60)
+    code, output, errors = child.end()
     figures = json.loads(output)
-    assert child.returncode == 130
+    assert code == 130
     assert errors == b"specbench: interrupted.\n"
     assert figures["finish_reason"] is None
     assert figures["steps"] >= 4
