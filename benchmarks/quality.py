@@ -13,8 +13,8 @@ begin 16 inputs later.
 
 A model that was itself made of a 4-bit file (all that is converted from GGUF, the built-in one too) has fewer
 different weights than its dtype could hold, and loses less in a copy than one that was trained in that dtype. Groups of
-32 inputs line up with the blocks of such a file, and those of int4-shifted do not: they tell what int4 loses of weights
-that were never in 4 bits. Ends with one line of JSON.
+32 inputs line up with the blocks of such a file, whose numbers int4 gives back; those of int4-shifted do not, and tell
+what int4 loses of weights that were never in 4 bits. Ends with one line of JSON.
 """
 
 from __future__ import annotations

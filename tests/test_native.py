@@ -126,6 +126,18 @@ def test_a_weight_of_sixteen_values_stays_what_it_is() -> None:
     assert relative(native.Panels.of_weight(weight).product(torch.eye(96)).T, weight) < 1e-6
 
 
+@pytest.mark.parametrize("most", [15, 12, 8])
+def test_blocks_of_a_4_bit_file_come_back(most: int) -> None:
+    """As Q4_1 and Q4_K have them: a scale and a minimum for 32 numbers, whatever share of the codes is used."""
+    generator = torch.Generator().manual_seed(most)
+    codes = torch.randint(0, most + 1, (40, 3, 32), generator=generator).float()
+    codes[..., 0], codes[..., 1] = 0, most
+    scales = torch.rand(40, 3, 1, generator=generator) + 0.1
+    weight = (scales * codes + torch.randn(40, 3, 1, generator=generator)).view(40, 96)
+    assert relative(rounded_to_4_bits(weight), weight) < 0.01
+    assert relative(native.Panels.of_weight(weight).product(torch.eye(96)).T, weight) < 0.01
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_zeros_huge_and_tiny_numbers(bits: int, level: int) -> None:
     ones = torch.ones

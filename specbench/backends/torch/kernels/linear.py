@@ -4,7 +4,7 @@ A packed layer computes what ``torch.nn.Linear`` computes, up to the order of fl
 result does not depend on how many rows there are. An int8 layer is a different (slightly coarser) model: symmetric
 per-channel weights, symmetric per-row activations, integer accumulation, so a row's result never depends on the rows
 beside it. Both fall back to ordinary operators where oneDNN's are missing. An int4 layer is coarser still: its weights
-have a scale for every 32 inputs, and its rows are those of an int8 one.
+have a scale and an offset for every 32 inputs, and its rows are those of an int8 one.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def in_bytes(weight: torch.Tensor) -> RoundedWeight:
 
 
 def rounded_bytes(kind: QuantisedName, wide: int) -> float:
-    """Bytes of a number in a rounded layer, its share of a scale among them.
+    """Bytes of a number in a rounded layer, its share of what a group has in common among them.
 
     Args:
         kind: Of the layer.
@@ -261,7 +261,7 @@ def rounded_bytes(kind: QuantisedName, wide: int) -> float:
     """
     if kind == "int8":
         return 1
-    return 0.5 + 2 / _GROUP if native.available() else wide  # scales are bfloat16
+    return 0.5 + 4 / _GROUP if native.available() else wide
 
 
 class QuantisedLinear(nn.Module):
@@ -390,8 +390,8 @@ class Int8Linear(QuantisedLinear):
 _GROUP = 32
 """Inputs that share a scale, in 4 bits."""
 
-_SHRUNK = tuple(1 - 0.05 * step for step in range(8))
-"""By how much less than the largest number the ends of the range may be."""
+_LINES = tuple((steps, 0.0) for steps in range(15, 7, -1)) + tuple((15, 0.02 * cut) for cut in range(1, 9))
+"""Steps from a group's lowest number to its highest, and the share of that range that is cut off at both ends."""
 
 
 class Int4Linear(QuantisedLinear):
@@ -426,25 +426,27 @@ class Int4Linear(QuantisedLinear):
 
 
 def rounded_to_4_bits(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [out, in] as groups of 32 inputs with a scale (bfloat16) and numbers from -8 to 7 give it, in float32.
+    """A weight [out, in] as groups of 32 inputs give it, in float32: least + scale · code, with codes from 0 to 15.
 
-    Of several scales that put a group's largest number at or beyond either end, each group has the one with the least
-    squared error. In native.c the same is done quicker.
+    Both numbers are in bfloat16. Of several lines each group has the one with the least squared error; among them are
+    those through the numbers of a file in 4 bits, whatever share of the codes they use (its blocks have a scale, some
+    also a minimum). In native.c the same is done quicker.
     """
     outputs, inputs = weight.shape
-    groups = nn.functional.pad(weight.float(), (0, -inputs % _GROUP)).view(outputs, -1, _GROUP)
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    best, least = torch.zeros_like(groups), torch.full_like(largest, torch.inf)
-    for end in (-8, 7):
-        for shrunk in _SHRUNK:
-            scales = (largest / end * shrunk).bfloat16().float()
-            steps = torch.where(scales.abs() > _LEAST, scales, 1.0)
-            found = (groups / steps).round_().clamp_(-8, 7).mul_(steps)
-            error = (found - groups).square_().sum(-1, keepdim=True)
-            error = error.where(scales.abs() > _LEAST, torch.inf)
-            best = torch.where(error < least, found, best)
-            least = torch.minimum(error, least)
-    return best.view(outputs, -1)[:, :inputs]
+    places = torch.arange(inputs + -inputs % _GROUP, device=weight.device)
+    places[inputs:] = inputs // _GROUP * _GROUP  # what fills the last group up is in it already
+    groups = weight.float()[:, places].view(outputs, -1, _GROUP)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    best, least_error = low.bfloat16().float().expand_as(groups), torch.full_like(low, torch.inf)
+    for steps, cut in _LINES:
+        scale = ((high - low) * (1 - 2 * cut) / steps).bfloat16().float()
+        least = (low + cut * (high - low)).bfloat16().float()
+        codes = ((groups - least) / scale.where(scale > _LEAST, 1.0)).round_().clamp_(0, 15)
+        found = codes * scale + least
+        error = (found - groups).square_().sum(-1, keepdim=True).where(scale > _LEAST, torch.inf)
+        best = torch.where(error < least_error, found, best)
+        least_error = torch.minimum(error, least_error)
+    return best.reshape(outputs, -1)[:, :inputs]
 
 
 def _prepack_int8(quantised: torch.Tensor) -> torch.Tensor | None:

@@ -3,8 +3,8 @@
  * Weights lie in panels of some outputs, in the order in which they are read. In float32 for every input one number of
  * each output, in bfloat16 for every two inputs two of each: so oneDNN packs them too, whose memory is read in place. In
  * 8 and 4 bits a panel has 32 outputs. 8 bits: 32 scales (float32), then for every four inputs 32 x 4 bytes, 128 added to
- * each. 4 bits: for every group of 32 inputs 32 scales (bfloat16), then for every four inputs 16 x 4 bytes, outputs 0 to
- * 15 in the low halves and 16 to 31 in the high ones, 8 added to each.
+ * each. 4 bits: for every group of 32 inputs 32 scales and 32 least numbers (bfloat16), then codes for every four inputs,
+ * 16 x 4 bytes, outputs 0 to 15 in the low halves and 16 to 31 in the high ones: a number is least + scale * code.
  * Beside these activations are rounded to bytes, with one scale for a row; products of bytes add up exactly in 32 bits.
  * Beside bfloat16 they are rounded to it where the processor multiplies it, and otherwise both are in float32.
  *
@@ -29,10 +29,10 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 3,        /* of what Python hands over */
+    VERSION = 4,        /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
-    GROUP_BYTES = 2 * PANEL + PANEL * GROUP / 2,
+    GROUP_BYTES = 4 * PANEL + PANEL * GROUP / 2,
     MOST_TILE = 8,      /* rows taken together */
     AHEAD = 4096,       /* bytes fetched ahead: the processor itself stops at every 4 KiB */
     PIECE = 1 << 14,    /* bytes of weights to a piece, at least */
@@ -111,6 +111,11 @@ typedef struct {
 } Packing;
 
 enum { IN_BYTES, IN_HALVES, IN_NUMBERS, FORMS };
+
+/* What the numbers of a group have in common, in 4 bits. */
+typedef struct {
+    float scale, least;
+} Line;
 
 /* Rows of activations as products take them. */
 typedef struct {

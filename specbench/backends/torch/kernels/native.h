@@ -109,13 +109,13 @@ INLINE TARGET void NAME(tile_of_nibbles)(
     }
     for (int group = 0; group < groups; group++, panel += GROUP_BYTES) {
         VI sums[TILE_NIBBLES][NAME(PARTS)];
-        const uint8_t *weights = panel + sizeof(uint16_t) * PANEL;
+        const uint8_t *weights = panel + 2 * sizeof(uint16_t) * PANEL;
         _mm_prefetch((const char *)panel + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)panel + AHEAD + 64, _MM_HINT_T0);
 #pragma GCC unroll 8
         for (int r = 0; r < count; r++) {
-            VI start = I_SET(-8 * x->sums[(int64_t)(first + r) * groups + group]);
 #pragma GCC unroll 4
-            for (int part = 0; part < NAME(PARTS); part++) sums[r][part] = start;
+            for (int part = 0; part < NAME(PARTS); part++) sums[r][part] = I_SET(0);
         }
 #pragma GCC unroll 2
         for (int k = 0; k < GROUP; k += 4, weights += 2 * PANEL) {
@@ -138,8 +138,12 @@ INLINE TARGET void NAME(tile_of_nibbles)(
 #pragma GCC unroll 4
         for (int part = 0; part < NAME(PARTS); part++) {
             VF scale = F_OF_BFLOAT16((const uint16_t *)panel + part * LANES);
+            VF least = F_OF_BFLOAT16((const uint16_t *)panel + PANEL + part * LANES);
 #pragma GCC unroll 8
-            for (int r = 0; r < count; r++) found[r][part] = F_FMA(I_TO_F(sums[r][part]), scale, found[r][part]);
+            for (int r = 0; r < count; r++) {
+                VF total = F_SET((float)x->sums[(int64_t)(first + r) * groups + group]);
+                found[r][part] = F_FMA(total, least, F_FMA(I_TO_F(sums[r][part]), scale, found[r][part]));
+            }
         }
     }
     NAME(finish_tile)(x, first, bias, out, stride, found, count);
@@ -327,32 +331,42 @@ TARGET static void NAME(attend_one)(const Attention *a) {
 
 /* ---- packing ---- */
 
-/* The scale for a group, to be stored in 16 bits, and its roundings -8 to 7: of several scales the one with the least
- * squared error. The largest number gets one end of the range, or a little more. */
-TARGET static float NAME(round_group)(const float *w, int8_t *rounded) {
-    float extreme = 0.0f, least = INFINITY, chosen = 0.0f;
-    for (int k = 0; k < GROUP; k++)
-        if (fabsf(w[k]) > fabsf(extreme)) extreme = w[k];
+/* How a group is told in 4 bits: as least + scale * code, both numbers to be stored in 16 bits, and codes 0 to 15. Of
+ * several lines the one with the least squared error: from the group's lowest number to its highest in 15 steps and in
+ * fewer, for what was in 4 bits before need not use all codes, and in 15 steps over a part of that range. */
+TARGET static Line NAME(round_group)(const float *w, uint8_t *codes) {
+    float low = w[0], high = w[0], least = INFINITY;
+    for (int k = 1; k < GROUP; k++) {
+        low = fminf(low, w[k]);
+        high = fmaxf(high, w[k]);
+    }
+    Line chosen = {.scale = 0.0f, .least = rounded_bfloat16(low)};
     for (int candidate = 0; candidate < 16; candidate++) {
-        const float end = candidate < 8 ? -8.0f : 7.0f;
-        const float scale = rounded_bfloat16(extreme / end * (1.0f - 0.05f * (float)(candidate % 8)));
-        if (!(fabsf(scale) > 1e-30f)) continue;
-        const float inverse = 1.0f / scale;
+        const float steps = candidate < 8 ? (float)(15 - candidate) : 15.0f, range = high - low;
+        const float cut = candidate < 8 ? 0.0f : 0.02f * (float)(candidate - 7);
+        const Line line = {
+            .scale = rounded_bfloat16(range * (1.0f - 2.0f * cut) / steps),
+            .least = rounded_bfloat16(low + cut * range),
+        };
+        if (!(line.scale > 1e-30f)) continue;
+        const float inverse = 1.0f / line.scale;
         VF error = F_SET(0.0f);
         for (int k = 0; k < GROUP; k += LANES) {
-            VF x = F_LOAD(w + k), q = I_TO_F(F_TO_I(F_MUL(x, F_SET(inverse))));
-            q = F_MAX(F_MIN(q, F_SET(7.0f)), F_SET(-8.0f));
-            VF off = F_SUB(x, F_MUL(q, F_SET(scale)));
+            VF x = F_SUB(F_LOAD(w + k), F_SET(line.least)), q = I_TO_F(F_TO_I(F_MUL(x, F_SET(inverse))));
+            q = F_MAX(F_MIN(q, F_SET(15.0f)), F_SET(0.0f));
+            VF off = F_SUB(x, F_MUL(q, F_SET(line.scale)));
             error = F_FMA(off, off, error);
         }
         const float sum = F_SUM(error);
         if (sum < least) {
             least = sum;
-            chosen = scale;
+            chosen = line;
         }
     }
     for (int k = 0; k < GROUP; k++)
-        rounded[k] = chosen == 0.0f ? 0 : (int8_t)fmaxf(-8.0f, fminf(7.0f, rintf(w[k] / chosen)));
+        codes[k] = chosen.scale == 0.0f
+                       ? 0
+                       : (uint8_t)fmaxf(0.0f, fminf(15.0f, rintf((w[k] - chosen.least) / chosen.scale)));
     return chosen;
 }
 
@@ -383,18 +397,21 @@ TARGET static void NAME(pack)(const Packing *given, int panel) {
         return;
     }
     for (int group = 0; group < padded / GROUP; group++) {
-        uint8_t *block = to + (int64_t)group * GROUP_BYTES, *nibbles = block + sizeof(uint16_t) * PANEL;
+        uint8_t *block = to + (int64_t)group * GROUP_BYTES, *nibbles = block + 2 * sizeof(uint16_t) * PANEL;
         const int left = columns - group * GROUP < GROUP ? columns - group * GROUP : GROUP;
         memset(block, 0, GROUP_BYTES);
         for (int r = 0; r < PANEL; r++) {
             float held[GROUP] = {0};
-            int8_t rounded[GROUP];
+            uint8_t codes[GROUP];
             if (r < rows)
                 memcpy(held, given->weight + (int64_t)(begin + r) * columns + group * GROUP, sizeof(float) * (size_t)left);
-            const uint16_t scale = to_bfloat16(NAME(round_group)(held, rounded));
+            for (int k = left; k < GROUP; k++) held[k] = held[0];
+            const Line line = NAME(round_group)(held, codes);
+            const uint16_t scale = to_bfloat16(line.scale), least = to_bfloat16(line.least);
             memcpy(block + sizeof scale * (size_t)r, &scale, sizeof scale);
+            memcpy(block + sizeof least * (size_t)(PANEL + r), &least, sizeof least);
             for (int k = 0; k < GROUP; k++) {
-                const int value = rounded[k] + 8, place = k / 4 * 2 * PANEL + 4 * (r % (PANEL / 2)) + k % 4;
+                const int value = codes[k], place = k / 4 * 2 * PANEL + 4 * (r % (PANEL / 2)) + k % 4;
                 nibbles[place] |= (uint8_t)(r < PANEL / 2 ? value : value << 4);
             }
         }

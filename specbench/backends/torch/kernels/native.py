@@ -50,10 +50,10 @@ MOST_HEAD_SIZE = 256
 _ROUNDED_AT_ONCE = 128 * PANEL
 """Rows of a weight that are made float32 at once."""
 
-_VERSION = 3
+_VERSION = 4
 """Of what is handed over; the library's own has to be the same."""
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of the order in which panels hold their numbers: what is kept of them is for this one."""
 
 _LEVELS = {"default": 0, "avx2": 1}
@@ -291,7 +291,7 @@ class Panels:
     """A weight in the order in which the products read it; where ``available()``.
 
     Attributes:
-        bits: 32 and 16 for float32 and bfloat16, 8 with one scale for each output, 4 with one for every 32 inputs.
+        bits: 32 and 16 for float32 and bfloat16, 8 with a scale for each output, 4 with two numbers for 32 inputs each.
         outputs, inputs: As of the weight.
         width: Outputs that lie together.
         data: All of it: uint8 in panels of our own.
