@@ -80,7 +80,7 @@ def test_its_rule_has_all_that_is_said() -> None:
         ('"a\\u001bb" = "x"', "'a\\x1bb'"),
         ("cache = 3", "cache is 3, which is no text"),
         ('cache = "huge"', "There is no cache 'huge'. Choose dynamic"),
-        ('dtype = "int4"', "There is no dtype 'int4'"),
+        ('dtype = "int3"', "There is no dtype 'int3'"),
         ('target = "/models/qwen"', "is no name of a model"),
         ('target = "../qwen"', "is no name of a model"),
         ('target = "~/qwen"', "is no name of a model"),
