@@ -448,7 +448,7 @@ def test_drafters_read_several_requests_in_one_call(pool: PoolKind, monkeypatch:
     assert seen == [False, True]
 
 
-def test_more_rows_than_are_quick_in_one_call_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_are_read_in_one_call_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = chosen(target_of("Llama", torch.float32))
     batch = BatchedModel(scorer, KVPool(scorer.model.config, "paged", 1024))
     seats = [batch.open() for _ in range(2)]

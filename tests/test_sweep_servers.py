@@ -268,16 +268,21 @@ def test_vllm_names_its_tokens_and_gets_salt(sweep: Call, tmp_path: Path) -> Non
     assert row["first_tokens"] == 3
 
 
+def counters(drafts: int, drafted: int, accepted: int) -> str:
+    """What vLLM's /metrics says of all answers so far."""
+    return (
+        f"vllm:spec_decode_num_drafts_total {drafts}\n"
+        f"vllm:spec_decode_num_draft_tokens_total {drafted}\n"
+        f"vllm:spec_decode_num_accepted_tokens_total {accepted}\n"
+    )
+
+
 def test_acceptance_from_counters(sweep: Call, tmp_path: Path) -> None:
     with ScriptedServer(Manner(owner="vllm")) as server:
 
         def count(body: dict[str, Any]) -> None:
             n = len(server.asked)
-            server.manner.metrics = (
-                f"vllm:spec_decode_num_drafts_total {4 * n}\n"
-                f"vllm:spec_decode_num_draft_tokens_total {12 * n}\n"
-                f"vllm:spec_decode_num_accepted_tokens_total {9 * n}\n"
-            )
+            server.manner.metrics = counters(4 * n, 12 * n, 9 * n)
 
         count({})
         server.manner.wrong = count
@@ -300,11 +305,7 @@ def counting(
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {n * kept}\n'
             for place, kept in enumerate(kept_at)
         )
-        server.manner.metrics = (
-            f"vllm:spec_decode_num_drafts_total {drafts * n}\n"
-            f"vllm:spec_decode_num_draft_tokens_total {drafted * n}\n"
-            f"vllm:spec_decode_num_accepted_tokens_total {sum(kept_at) * n}\n{places}"
-        )
+        server.manner.metrics = counters(drafts * n, drafted * n, sum(kept_at) * n) + places
 
     count({})
     server.manner.wrong = count

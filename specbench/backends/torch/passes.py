@@ -186,7 +186,7 @@ _POSITIONS = 512
 
 
 _MOST_SHARED = 64
-"""Rows of several requests that are read in one call: for more, oneDNN's products are the quicker ones."""
+"""Rows of several requests that are read in one call: up to there it is known to be quicker (docs/log.md)."""
 
 
 class _Rotations:
@@ -365,7 +365,7 @@ class RaggedPass:
         wanted: torch.Tensor,
         layers: Sequence[int],
     ) -> Rows | None:
-        """``None`` where that cannot be, or takes longer."""
+        """``None`` where that cannot be, or is not known to be quicker."""
         if self._stacked is None or ids.shape[1] > _MOST_SHARED or len({*layers}) < len(layers):
             return None
         made = self._stacked(own)
