@@ -367,8 +367,23 @@ def test_a_slower_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target_of("Llama", torch.float32)
     for took, way in ((1.2, ways.ShortPass), (0.8, ways.NativePass)):
         monkeypatch.setattr(trials, "_times", {})
-        monkeypatch.setattr(trials, "_time_in_one_call", lambda model, layers, took=took: took)
+        monkeypatch.setattr(trials, "_time_in_one_call", lambda model, cache, layers, took=took: took)
         assert type(Scorer(model)._pass) is way
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_around_those_left_out_are_timed_at_their_own_places(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "_times", {})
+    target = wrap_target(target_of(kind, torch.float32))
+    drafter = load_drafter("self:skip=1", target)
+    assert len(trials._times) == 2
+    runs = [
+        speculative_generate(CONTEXT, target, each, gamma=4, max_new_tokens=24, ignore_eos=True)
+        for each in (None, drafter)
+    ]
+    assert runs[0].token_ids == runs[1].token_ids
 
 
 def test_as_many_layers_are_timed_as_fill_no_cache() -> None:

@@ -19,7 +19,6 @@ from specbench.backends.torch.caches import (
     NoKVCache,
     PreallocatedKVCache,
     StaticKVCache,
-    make_cache,
     rotates_by_length,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded, takes_ragged
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["choose_pass", "trees_are_right", "why_not_ragged", "why_widths_differ"]
 
 _TOKENS = (1, 2, 3, 5, 8, 13)
-"""What is read in trials of fixed shapes and trees, as far as the vocabulary reaches."""
+"""What is read in trials of fixed shapes, of trees and of speed, as far as the vocabulary reaches."""
 
 _PARTS = ((1, 2, 3, 5), (8,), (13, 21, 34))
 """The same for short passes, one behind the other."""
@@ -83,7 +82,11 @@ def choose_pass(model: PreTrainedModel, cache: KVCache, *, shared: bool = False)
     if not isinstance(cache, NoKVCache):
         for kind in (NativePass, ShortPass):
             short = kind(model, cache)
-            if short.is_open() and _short_is_right(model, cache, kind) and _short_is_quick(model, short):
+            if (
+                short.is_open()
+                and _short_is_right(model, cache, kind)
+                and _short_is_quick(model, cache, short)
+            ):
                 return short
     return OrdinaryPass(model, cache)
 
@@ -156,9 +159,6 @@ def _short_is_right(model: PreTrainedModel, cache: KVCache, way: type[ShortPass]
 _TIMED_BYTES = 100_000_000
 """Weights of a model that are read when passes are timed, if it has so many: more than caches hold."""
 
-_TIMED_CONTEXT = 64
-"""Tokens that are read before."""
-
 _TIMED_TOKENS = (1, 5)
 """Of passes that are timed: one that decodes, and one that verifies."""
 
@@ -172,31 +172,34 @@ _times: dict[tuple[int, ...], float] = {}
 """What passes in one call took, in passes in few operators, by the sizes of models."""
 
 
-def _short_is_quick(model: PreTrainedModel, way: ShortPass) -> bool:
+def _short_is_quick(model: PreTrainedModel, cache: KVCache, way: ShortPass) -> bool:
     """Whether a way takes no longer than the next one; measured where both read the same weights."""
     stack = way.stack() if isinstance(way, NativePass) and holds(model, PackedLinear) else None
     if stack is None:
         return True
     sizes = (*stack.sizes, torch.get_num_threads())
     if sizes not in _times:
-        _times[sizes] = _time_in_one_call(model, stack.layers_of(_TIMED_BYTES))
+        _times[sizes] = _time_in_one_call(model, cache, stack.layers_of(_TIMED_BYTES))
     return _times[sizes] < _MOST_SLOWER
 
 
 @torch.inference_mode()
-def _time_in_one_call(model: PreTrainedModel, layers: int) -> float:
-    """Time of passes in one call through the first layers and the head, over that in few operators, in turn."""
+def _time_in_one_call(model: PreTrainedModel, cache: KVCache, layers: int) -> float:
+    """Time of passes in one call through the first layers and the head, over that in few operators, in turn.
+
+    What they add to the cache, which is the one of all layers where some were left out, is taken off again.
+    """
     sample = first_layers(model, layers)
-    cache = make_cache("dynamic", sample.config)
-    ids = torch.arange(_TIMED_CONTEXT)[None] % len(_embeddings(sample))
+    ids = _trial_ids(sample)
+    before = cache.length
     OrdinaryPass(sample, cache)(ids, 1)
-    ways = (NativePass(sample, cache), ShortPass(sample, cache))
+    past, ways = cache.length, (NativePass(sample, cache), ShortPass(sample, cache))
 
     def seconds(way: Forward) -> float:
         began = time.perf_counter()
         for tokens in _TIMED_TOKENS:
             way(ids[:, :tokens], tokens)
-            cache.rollback(_TIMED_CONTEXT)
+            cache.rollback(past)
         return time.perf_counter() - began
 
     ratios = []
@@ -204,6 +207,7 @@ def _time_in_one_call(model: PreTrainedModel, layers: int) -> float:
         took = {way: seconds(way) for way in (ways if pair % 2 else reversed(ways))}
         if pair:  # the first meets the machine cold
             ratios.append(took[ways[0]] / took[ways[1]])
+    cache.rollback(before)
     return statistics.median(ratios)
 
 
