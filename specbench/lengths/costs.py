@@ -191,6 +191,7 @@ class WidthTimes:
     def __init__(self, first: int | None = 1) -> None:
         self._first = first
         self._samples: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
         self._line = (1.0, SLOPE)
         self._off_line: dict[int, float] = {}
         self._least = 1.0
@@ -198,7 +199,9 @@ class WidthTimes:
 
     def add(self, n: int, seconds: float) -> None:
         """Take in a sample."""
-        self._samples.setdefault(n, deque(maxlen=_STEPS)).append(seconds)
+        samples = self._samples.setdefault(n, deque(maxlen=_STEPS))
+        samples.append(seconds)
+        self._medians[n] = median_low(samples)
         self._fit()
 
     def samples(self, n: int) -> int:
@@ -209,6 +212,11 @@ class WidthTimes:
     def seen(self) -> Sequence[int]:
         """The numbers of tokens there are samples of, ascending."""
         return sorted(self._samples)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are samples."""
+        return bool(self._samples)
 
     @property
     def first_s(self) -> float:
@@ -229,7 +237,7 @@ class WidthTimes:
 
     def _fit(self) -> None:
         """Lay a line through the medians, weighted by their samples, and keep what they lie off it."""
-        medians = never_falling({n: median_low(samples) for n, samples in self._samples.items()})
+        medians = never_falling(self._medians)
         weights = {n: float(len(self._samples[n])) for n in medians}
         level = sum(w * medians[n] / (1 + SLOPE * (n - 1)) for n, w in weights.items()) / sum(
             weights.values()

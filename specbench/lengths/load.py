@@ -78,6 +78,7 @@ class Load:
         self._drafts: WeakKeyDictionary[object, deque[_DraftPass]] = WeakKeyDictionary()
         self._in_round: Counter[object] = Counter()  # by model
         self._looking = -1  # the round in which everybody may
+        self._known: dict[int, float] = {}  # of the target's passes, by rows, until there is another one
 
     def took(self, made: SharedPass) -> None:
         """A pass has been made."""
@@ -86,6 +87,7 @@ class Load:
             fed - drafted > _CATCHING_UP for fed, drafted in zip(made.fed, made.drafted, strict=True)
         )
         if made.target:
+            self._known.clear()
             self.rounds += 1
             self._in_round.clear()
             self.rows, self.requests = requests + sum(made.drafted) if reading else sum(made.fed), requests
@@ -114,12 +116,17 @@ class Load:
 
     def target_s(self, rows: int) -> float:
         """Seconds of a pass by the requests of the last one, over so many rows in all; in units of one before any."""
-        if not self.plain_s.seen:
+        if rows not in self._known:
+            self._known[rows] = self._target_s(rows)
+        return self._known[rows]
+
+    def _target_s(self, rows: int) -> float:
+        if not self.plain_s.any:
             return self.drafted_s(rows)
         plain = self.plain_s(self.requests)
         if rows <= self.requests:
             return plain
-        if not self.drafted_s.seen:
+        if not self.drafted_s.any:
             return plain * (1 + SLOPE * (rows - self.requests))
         return max(plain, self.drafted_s(rows))
 
@@ -131,7 +138,7 @@ class Load:
 
     @property
     def _timed_any(self) -> bool:
-        return bool(self.plain_s.seen or self.drafted_s.seen)
+        return self.plain_s.any or self.drafted_s.any
 
     def _in_plain_rounds(self, seconds: float) -> float:
         return seconds / self.target_s(self.requests)
@@ -144,7 +151,7 @@ class Load:
     @property
     def plain(self) -> bool:
         """Whether nobody drafts in this round: what rows more cost is only known beside a pass without any."""
-        return not self.plain_s.seen or self.rounds % _PLAIN == 0
+        return not self.plain_s.any or self.rounds % _PLAIN == 0
 
     def drafts(self, model: object) -> Sequence[_DraftPass]:
         """The latest passes of a drafter's model."""
