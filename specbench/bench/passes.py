@@ -308,6 +308,11 @@ def time_shared_passes(
             each.keep(length - 1)
         return took
 
+    def plain_pass() -> float:
+        """Behind another one, as plain decoding makes them: behind a heavier pass it takes longer."""
+        target_pass(scorers, 1)
+        return target_pass(scorers, 1)
+
     def draft(opened: Sequence[Drafter]) -> float:
         asking = [
             each.propose(text, 1, FixedLength(1), Greedy(), Randomness(0, device))
@@ -321,7 +326,9 @@ def time_shared_passes(
         return took
 
     scorers = [seats.open(NoDraft())[0] for _ in contexts]
-    jobs: dict[int | str, Callable[[], float]] = {n: partial(target_pass, scorers, n) for n in widths}
+    jobs: dict[int | str, Callable[[], float]] = {
+        n: partial(target_pass, scorers, n) if n > 1 else plain_pass for n in widths
+    }
     used = list(scorers)
     for name, drafter in drafters.items():
         opened = [seats.open(drafter) for _ in contexts]
