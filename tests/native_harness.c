@@ -102,7 +102,8 @@ static int same(const Model *model, int level) {
             memcpy(first[i] + j * entry, is_bfloat16 ? (const void *)&half : (const void *)&value, entry);
         }
     }
-    float *logits[2], *states[2];
+    const int64_t numbers_of_heads = (int64_t)rows * HEADS * SIZE;
+    float *logits[2], *states[2], *attended[2], *queries = numbers(numbers_of_heads);
     char *entries[2][2 * LAYERS];
     for (int run = 0; run < 2; run++) {
         float *input = malloc(sizeof *x * (size_t)(rows * HIDDEN)), *of_layers[LAYERS + 1] = {NULL};
@@ -127,10 +128,15 @@ static int same(const Model *model, int level) {
             .is_bfloat16 = is_bfloat16, .parallel = run ? on_threads : NULL, .threads = run ? 4 : 1, .level = level,
         };
         if (specbench_pass(&pass)) exit(2);
+        Pass alone = pass;
+        alone.x = queries;
+        alone.logits = attended[run] = calloc((size_t)numbers_of_heads, sizeof(float));
+        if (specbench_attend(&alone)) exit(2);
         free(input);
     }
     int alike = !memcmp(logits[0], logits[1], sizeof(float) * (size_t)(wanted * WORDS)) &&
-                !memcmp(states[0], states[1], sizeof(float) * (size_t)(rows * HIDDEN));
+                !memcmp(states[0], states[1], sizeof(float) * (size_t)(rows * HIDDEN)) &&
+                !memcmp(attended[0], attended[1], sizeof(float) * (size_t)numbers_of_heads);
     for (int i = 0; i < wanted * WORDS; i++) alike = alike && isfinite(logits[0][i]);
     for (int i = 0; i < 2 * LAYERS; i++) {
         alike = alike && !memcmp(entries[0][i], entries[1][i], held);
@@ -141,7 +147,9 @@ static int same(const Model *model, int level) {
     for (int run = 0; run < 2; run++) {
         free(logits[run]);
         free(states[run]);
+        free(attended[run]);
     }
+    free(queries);
     free(x);
     free(cosines);
     free(sines);

@@ -13,6 +13,7 @@ import transformers as hf
 from test_zoo import ZOO, build
 from tiny import tiny_llama
 
+from specbench.backends.torch import pools
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.kernels import attention
 from specbench.backends.torch.kernels.surgery import first_layers, int8_copy, quantise_linears
@@ -158,6 +159,7 @@ def test_neighbours_in_a_slotted_pool_attend_in_one_call(monkeypatch: pytest.Mon
     lengths = (10, 12, 11, 90, 12, 13)
     batch.score([Pass(seat, [1] * length) for seat, length in zip(seats, lengths, strict=True)])
     monkeypatch.setattr(attention, "attend", counted)
+    monkeypatch.setattr(pools, "attends", lambda *_: False)
     batch.score([Pass(seat, [1] * (length + 1), [2]) for seat, length in zip(seats, lengths, strict=True)])
     # Beside one of 90 tokens, short contexts are read as if they had as many, and so not many of them are.
     assert calls == [3, 2, 1] * scorer.model.config.num_hidden_layers

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers as hf
+from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch import passes as ways
 from specbench.backends.torch import trials
@@ -474,6 +475,65 @@ def test_more_rows_than_are_read_in_one_call_go_another_way(monkeypatch: pytest.
     for i, found in enumerate(rows):
         expected = Scorer(scorer.model, "none").logits(CONTEXT[: 40 - i])
         assert relative(found.logits, expected) < 1e-4
+
+
+def test_rows_attend_to_what_their_requests_hold(level: int) -> None:
+    choice = torch.Generator().manual_seed(0)
+    order = torch.randperm(300, generator=choice).int()
+    seen = torch.rand(2, 50, generator=choice) < 0.5
+    seen[:, 0] = True
+    asked = [
+        native.Request(1, 130, places=order[:131]),
+        native.Request(3, 0, places=order[131:134]),
+        native.Request(2, 40, seen, order[134:176]),
+    ]
+    query = torch.randn(6, 6, 32, generator=choice)
+    for dtype in (torch.float32, torch.bfloat16):
+        keys, values = (torch.randn(1, 2, 300, 32, generator=choice).to(dtype) for _ in range(2))
+        assert native.attends(keys, values)
+        found = native.Attention(asked)(query, keys, values)
+        for request, rows, own in zip(asked, found.split([1, 3, 2]), query.split([1, 3, 2]), strict=True):
+            held = cast("torch.Tensor", request.places).long()
+            k, v = (each[0, :, held].float().repeat_interleave(3, 0) for each in (keys, values))
+            mask = torch.ones(request.rows, len(held), dtype=torch.bool).tril(request.past)
+            if request.mask is not None:
+                mask = request.mask[:, : len(held)]
+            expected = scaled_dot_product_attention(own.transpose(0, 1), k, v, attn_mask=mask)
+            assert relative(rows, expected.transpose(0, 1)) < 1e-5
+
+
+@pytest.mark.parametrize("pool", ["slotted", "paged"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(
+    dtype: torch.dtype, pool: PoolKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = chosen(target_of("Qwen3", dtype))
+    batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
+    seats = [batch.open() for _ in range(4)]
+    contexts = [CONTEXT[:size] for size in (20, 90, 33, 7)]
+    drafts: list[tuple[list[int], list[int] | None]] = [
+        ([5, 6], None),
+        ([], None),
+        ([7, 8, 9], [-1, 0, 0]),
+        ([4], None),
+    ]
+    batch.score([Pass(seats[i], contexts[i][:-1], rows=1) for i in (0, 2, 3)])
+    rows, real = list[int](), native.Attention.__call__
+
+    def noticed(self: native.Attention, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.append(len(query))
+        return real(self, query, *rest)
+
+    monkeypatch.setattr(native.Attention, "__call__", noticed)
+    found = batch.score([
+        Pass(seat, context, *drafted) for seat, context, drafted in zip(seats, contexts, drafts, strict=True)
+    ])  # fmt: skip
+    assert sum(rows) == 3 * (3 + 4 + 2), "a layer's calls take all but those of the long part"
+    limit = 1e-4 if dtype == torch.float32 else 0.1
+    for i, each in enumerate(found):
+        own = scorer_of(scorer.model, ways.OrdinaryPass)
+        own.score(Pass(own, contexts[i][:-1], rows=1))
+        assert relative(each.logits, own.score(Pass(own, contexts[i], *drafts[i])).logits) < limit
 
 
 # -- what is kept, and how it is taken ---------------------------------------------------------------

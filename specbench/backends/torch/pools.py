@@ -25,8 +25,8 @@ from transformers.cache_utils import (
 )
 
 from specbench.backends.torch.caches import Entries
-from specbench.backends.torch.kernels.attention import LONGEST_PASS, Ragged, Span
-from specbench.backends.torch.kernels.native import Request
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, Ragged, Span
+from specbench.backends.torch.kernels.native import Request, attends
 from specbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -580,9 +580,8 @@ class Joined:
     @cached_property
     def layers(self) -> list[Any]:
         """One for each of the model."""
-        groups = self._groups()
         windows = {store.window for store in self._pool.stores if store is not None}
-        spans = {window: self._spans(groups, window) for window in windows}
+        spans = {window: self._spans(window) for window in windows}
         return [
             DummyLayer()
             if store is None
@@ -611,15 +610,7 @@ class Joined:
         ]
         if len(entries) < len(stores):
             return None
-        requests = [
-            Request(
-                len(part.positions),
-                part.slot.length,
-                None if part.seen is None else torch.from_numpy(part.seen),
-                part.slot.places(0, part.end).int(),
-            )
-            for part in self._parts
-        ]
+        requests = [_request(part) for part in self._parts]
         for part in self._parts:
             for layer in layers:
                 part.slot.lengthen(layer, len(part.positions))
@@ -636,11 +627,13 @@ class Joined:
             "attention_mask": torch.ones(1, 1, rows, 1, dtype=torch.bool, device=self._device),
         }
 
-    def _groups(self) -> list[list[Part]]:
-        """Those that attend in one call: neighbours in the pool, where it wastes little to see them as equally long."""
+    def _groups(self, natively: bool) -> list[list[Part]]:
+        """Those that attend in one call: neighbours in the pass with few rows each where that is a native one, else
+        neighbours in the pool, where it wastes little to see them as equally long."""
         groups: list[list[Part]] = []
         for part in self._parts:
-            if groups and self._may_join(groups[-1], part):
+            few = groups and max(len(each.positions) for each in (groups[-1][-1], part)) <= LONGEST_PASS
+            if few and (natively or self._may_join(groups[-1], part)):
                 groups[-1].append(part)
             else:
                 groups.append([part])
@@ -652,16 +645,24 @@ class Joined:
         together = [*group, part]
         rows, ends = [len(each.positions) for each in together], [each.end for each in together]
         scores = sum(row * end for row, end in zip(rows, ends, strict=True))
-        return max(rows) <= LONGEST_PASS and len(together) * max(rows) * max(ends) <= _MOST_WASTE * scores
+        return len(together) * max(rows) * max(ends) <= _MOST_WASTE * scores
 
-    def _spans(self, groups: Sequence[Sequence[Part]], window: int | None) -> list[tuple[Span, _Reach]]:
-        """How the rows of each group attend, and to what of a layer's buffers."""
-        found, begin = [], 0
-        for group in groups:
+    def _spans(self, window: int | None) -> list[tuple[Span | NativeSpan, _Reach | None]]:
+        """How the rows of each group attend, and to what of a layer's buffers; ``None`` for all of them."""
+        stores = [store for store in self._pool.stores if store is not None and store.window == window]
+        natively = window is None and all(
+            store.made and attends(store.keys, store.values) for store in stores
+        )
+        found: list[tuple[Span | NativeSpan, _Reach | None]] = []
+        begin = 0
+        for group in self._groups(natively):
             count = sum(len(part.positions) for part in group)
             rows = slice(begin, begin + count)
             begin += count
-            found.append(self._span(group, rows, window))
+            if natively and len(group[0].positions) <= LONGEST_PASS:
+                found.append((NativeSpan(rows, [_request(part) for part in group]), None))
+            else:
+                found.append(self._span(group, rows, window))
         return found
 
     def _span(self, group: Sequence[Part], rows: slice, window: int | None) -> tuple[Span, _Reach]:
@@ -691,6 +692,12 @@ class Joined:
         reach = _Reach(len(group), group[0].slot.place * step + first, last - first, step)
         spread = None if len(places) == len(group) * width else torch.tensor(places, device=self._device)
         return Span(rows, len(group), torch.from_numpy(mask).to(self._device), spread), reach
+
+
+def _request(part: Part) -> Request:
+    """Its rows, as native passes and native attention know them."""
+    seen = None if part.seen is None else torch.from_numpy(part.seen)
+    return Request(len(part.positions), part.slot.length, seen, part.slot.places(0, part.end).int())
 
 
 def _first_seen(part: Part, window: int | None) -> int:
@@ -753,7 +760,7 @@ class _JoinedLayer(CacheLayerMixin):
         places: torch.Tensor,
         parts: Sequence[Part],
         index: int,
-        spans: Sequence[tuple[Span, _Reach]],
+        spans: Sequence[tuple[Span | NativeSpan, _Reach | None]],
     ) -> None:
         CacheLayerMixin.__init__(self)
         self._store, self._places, self._parts, self._index = store, places, parts, index
@@ -769,7 +776,10 @@ class _JoinedLayer(CacheLayerMixin):
         store.write(self._places, key_states, value_states)
         for part in self._parts:
             part.slot.lengthen(self._index, len(part.positions))
-        keys, values = ([reach(each) for reach in self._reaches] for each in (store.keys, store.values))
+        keys, values = (
+            [each if reach is None else reach(each) for reach in self._reaches]
+            for each in (store.keys, store.values)
+        )
         ragged = Ragged(self._spans, keys, values)
         return ragged, ragged
 

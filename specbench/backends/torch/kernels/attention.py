@@ -24,6 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from specbench.backends.torch.kernels.native import Attention, Request
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -32,6 +34,7 @@ __all__ = [
     "KEY_BLOCK",
     "LONGEST_PASS",
     "RAGGED",
+    "NativeSpan",
     "Ragged",
     "Span",
     "attend",
@@ -176,16 +179,35 @@ class Span:
         return out if self._places is None else out[:, self._places.to(out.device)]
 
 
+class NativeSpan:
+    """Neighbouring rows of a pass, of any requests, that attend in one native call.
+
+    Args:
+        rows: Where they are among all rows of the pass.
+        requests: Whose they are.
+    """
+
+    def __init__(self, rows: slice, requests: Sequence[Request]) -> None:
+        self._rows, self._attention = rows, Attention(requests)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Attention of these rows; see ``Span.attend``, but keys and values are all of the pool's."""
+        own = query[0, :, self._rows].transpose(0, 1).float()
+        return self._attention(own, key, value, scale).to(query.dtype)[None]
+
+
 class Ragged:
     """The keys and values of several requests, which take the place of one request's in a pass.
 
     Args:
         spans: Of all rows of the pass, in their order.
-        keys, values: Of each span, [requests, heads, positions, head size].
+        keys, values: Of each span, as it takes them.
     """
 
     def __init__(
-        self, spans: Sequence[Span], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+        self, spans: Sequence[Span | NativeSpan], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> None:
         self._spans, self._keys, self._values = spans, keys, values
 

@@ -29,7 +29,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 4,        /* of what Python hands over */
+    VERSION = 5,        /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 4 * PANEL + PANEL * GROUP / 2,
@@ -546,31 +546,37 @@ static Given to_output(const Work *work, const Layer *layer) {
     return given;
 }
 
-static void attend(const Work *work, const Layer *layer, int piece) {
-    const Pass *pass = work->pass;
+/* What the query heads of a row that share a head of keys and values attend to; `query` and `out` are theirs. */
+static Attention attention_of(const Pass *pass, int place, int row, int head, const float *query, float *out) {
     const Model *model = pass->model;
-    const int row = piece / model->shared, head = piece % model->shared, groups = model->heads / model->shared;
-    const int place = (int)(layer - model->layers);
     const size_t number = pass->is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
-    const int64_t first = (int64_t)head * groups * model->size;
     const Request *request = whose(pass, row);
     const int own = row - request->first, after = request + 1 < pass->requests + pass->count ? request[1].first : pass->rows;
-    const Attention attention = {
-        .query = work->row + row * work->stride + first,
+    return (Attention){
+        .query = query,
         .keys = (const char *)pass->keys[place] + (size_t)(head * pass->strides[2 * place]) * number,
         .values = (const char *)pass->values[place] + (size_t)(head * pass->strides[2 * place + 1]) * number,
         .places = request->places,
         .mask = request->mask ? request->mask + own * request->mask_stride : NULL,
-        .out = work->more + row * work->stride + first,
+        .out = out,
         .scaling = model->scaling,
         .count = request->past + (request->mask ? after - request->first : own + 1),
-        .groups = groups,
+        .groups = model->heads / model->shared,
         .size = model->size,
         .is_bfloat16 = pass->is_bfloat16,
     };
+}
+
+static void attend(const Work *work, const Layer *layer, int piece) {
+    const Pass *pass = work->pass;
+    const Model *model = pass->model;
+    const int row = piece / model->shared, head = piece % model->shared, own = model->heads / model->shared * model->size;
+    const int64_t first = row * work->stride + (int64_t)head * own;
+    const int place = (int)(layer - model->layers);
+    const Attention attention = attention_of(pass, place, row, head, work->row + first, work->more + first);
     work->ways->attend(&attention);
     const Given given = to_output(work, layer);
-    if (given.form != IN_BYTES) put(work->ways, attention.out, &given, row, (int)first, groups * model->size);
+    if (given.form != IN_BYTES) put(work->ways, attention.out, &given, row, head * own, own);
 }
 
 static void attended(const Work *work, const Layer *layer, int piece) {
@@ -739,11 +745,12 @@ int specbench_pass(const Pass *pass) {
     return 0;
 }
 
-/* ---- one product, and packing ---- */
+/* ---- one product, attention alone, and packing ---- */
 
 typedef struct {
     const Matrix *matrix;
     const Packing *packing;
+    const Pass *pass;
     const Ways *ways;
     const float *x;
     float *out;
@@ -763,6 +770,15 @@ static void multiply_panel(const Single *work, int piece) {
     work->ways->products[given->form](work->matrix, given, work->rows, piece, work->out, work->matrix->outputs);
 }
 
+static void attend_alone(const Single *work, int piece) {
+    const Pass *pass = work->pass;
+    const Model *model = pass->model;
+    const int row = piece / model->shared, head = piece % model->shared, groups = model->heads / model->shared;
+    const int64_t first = ((int64_t)row * model->heads + head * groups) * model->size;
+    const Attention attention = attention_of(pass, 0, row, head, pass->x + first, pass->logits + first);
+    work->ways->attend(&attention);
+}
+
 static void pack_panel(const Single *work, int piece) { work->ways->pack(work->packing, piece); }
 
 static void take_singly(Single *work, Stage *stage, int pieces, void (*step)(const Single *, int)) {
@@ -778,6 +794,11 @@ static void run_product(void *given) {
     Single *work = given;
     take_singly(work, &work->stages[0], (work->rows + MOST_TILE - 1) / MOST_TILE, give_rows);
     take_singly(work, &work->stages[1], panels_of(work->matrix), multiply_panel);
+}
+
+static void run_attention(void *given) {
+    Single *work = given;
+    take_singly(work, &work->stages[0], work->pass->rows * work->pass->model->shared, attend_alone);
 }
 
 static void run_packing(void *given) {
@@ -809,6 +830,16 @@ int specbench_product(
         all_threads(parallel, threads, run_product, &work);
     }
     free(memory);
+    return 0;
+}
+
+/* Attention alone, where something else makes the rest of a pass: rows of x, [rows, heads, size], are rotated queries, and
+ * `logits`, the same, becomes what they find. Keys and values, of one layer, have what the rows bring already. */
+int specbench_attend(const Pass *pass) {
+    if (pass->level < 1 || pass->level > specbench_level()) return 1;
+    Single work = {.pass = pass, .ways = WAYS[pass->level]};
+    no_pieces_taken(&work);
+    all_threads(pass->parallel, pass->threads, run_attention, &work);
     return 0;
 }
 

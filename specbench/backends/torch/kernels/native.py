@@ -27,11 +27,13 @@ __all__ = [
     "LIBRARY",
     "MOST_HEAD_SIZE",
     "STEP",
+    "Attention",
     "Layer",
     "Panels",
     "Product",
     "Request",
     "Stack",
+    "attends",
     "available",
     "why_not",
 ]
@@ -50,7 +52,7 @@ MOST_HEAD_SIZE = 256
 _ROUNDED_AT_ONCE = 128 * PANEL
 """Rows of a weight that are made float32 at once."""
 
-_VERSION = 4
+_VERSION = 5
 """Of what is handed over; the library's own has to be the same."""
 
 LAYOUT = 2
@@ -194,7 +196,7 @@ def _found() -> _Native | str:
         POINTER(_Matrix), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int
     )  # fmt: skip
     library.specbench_pack.argtypes = (POINTER(_Packing), c_void_p, c_int, c_int)
-    library.specbench_pass.argtypes = (POINTER(_Pass),)
+    library.specbench_pass.argtypes = library.specbench_attend.argtypes = (POINTER(_Pass),)
     return _Native(library, parallel, level)
 
 
@@ -580,19 +582,7 @@ class Stack:
         """
         native = _native()
         cosines, sines = (each.contiguous() for each in rotation)
-        kept = [
-            request._replace(mask=_whole(request.mask), places=_whole(request.places)) for request in requests
-        ]
-        given, first = (_Request * len(kept))(), 0
-        for place, request in enumerate(kept):
-            given[place] = _Request(
-                _address(request.places),
-                _address(request.mask),
-                0 if request.mask is None else request.mask.stride(0),
-                first,
-                request.past,
-            )
-            first += request.rows
+        asked = _Told(requests)
         which = (c_int32 * len(wanted))(*wanted)
         for place, (keys, values) in enumerate(held):
             self._keys[place], self._values[place] = keys.data_ptr(), values.data_ptr()
@@ -613,14 +603,14 @@ class Stack:
                         keys=self._keys,
                         values=self._values,
                         strides=self._strides,
-                        requests=given,
+                        requests=asked.given,
                         which=ctypes.addressof(which),
                         logits=logits.data_ptr(),
                         states=told if layers else None,
                         states_stride=states.stride(0),
                         rows=len(x),
                         wanted=len(wanted),
-                        count=len(kept),
+                        count=len(requests),
                         is_bfloat16=held[0][0].dtype == torch.bfloat16,
                         parallel=native.parallel,
                         threads=torch.get_num_threads(),
@@ -630,6 +620,96 @@ class Stack:
             )
         )
         return logits, states if layers else None
+
+
+class _Told:
+    """Requests as native.c knows them; they hold as long as this does.
+
+    Attributes:
+        given: One behind the other.
+        rows: How many they have in all.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._kept = [
+            request._replace(mask=_whole(request.mask), places=_whole(request.places)) for request in requests
+        ]
+        self.given, self.rows = (_Request * len(self._kept))(), 0
+        for place, request in enumerate(self._kept):
+            self.given[place] = _Request(
+                _address(request.places),
+                _address(request.mask),
+                0 if request.mask is None else request.mask.stride(0),
+                self.rows,
+                request.past,
+            )
+            self.rows += request.rows
+
+
+def attends(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether rows can attend natively to keys and values like these, [1, heads, positions, head size]."""
+    size = keys.shape[-1]
+    return (
+        keys.device.type == "cpu"
+        and keys.dtype in (torch.bfloat16, torch.float32)
+        and keys.shape == values.shape
+        and size % STEP == 0
+        and size <= MOST_HEAD_SIZE
+        and available()
+    )
+
+
+class Attention:
+    """Rows of several requests attend in one call, where something else makes the rest of a pass.
+
+    Args:
+        requests: Whose the rows are, one behind the other.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = _Told(requests)
+
+    def __call__(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None = None
+    ) -> torch.Tensor:
+        """Attention of these rows in a layer.
+
+        Args:
+            query: Rotated, [rows, heads, head size], float32.
+            keys, values: See ``attends``; those of the rows themselves are among them.
+            scaling: What scores are multiplied by; ``None`` for 1/√(head size).
+
+        Returns:
+            [rows, heads, head size], float32.
+        """
+        native, query = _native(), query.contiguous()
+        rows, heads, size = query.shape
+        out = torch.empty_like(query)
+        model = _Model(
+            heads=heads, shared=keys.shape[1], size=size, scaling=size**-0.5 if scaling is None else scaling
+        )
+        _check(
+            native.library.specbench_attend(
+                byref(
+                    _Pass(
+                        model=ctypes.pointer(model),
+                        x=query.data_ptr(),
+                        keys=(c_void_p * 1)(keys.data_ptr()),
+                        values=(c_void_p * 1)(values.data_ptr()),
+                        strides=(c_int64 * 2)(keys.stride(1), values.stride(1)),
+                        requests=self._requests.given,
+                        logits=out.data_ptr(),
+                        rows=rows,
+                        count=len(self._requests.given),
+                        is_bfloat16=keys.dtype == torch.bfloat16,
+                        parallel=native.parallel,
+                        threads=torch.get_num_threads(),
+                        level=native.level,
+                    )
+                )
+            )
+        )
+        return out
 
 
 def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
