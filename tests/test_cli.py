@@ -32,9 +32,12 @@ from specbench.cli import run
 from specbench.cli.options import complete_rules
 from specbench.cli.summary import show_summary
 from specbench.cli.watchers import WordWrap
+from specbench.decoding.sampling import Sampling
+from specbench.decoding.verify import Verification, verification_of
 from specbench.errors import RunError
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
+from specbench.specs.verification import VerificationName
 from specbench.textsafe import terminal_safe
 
 Cli = Callable[..., Result]
@@ -565,6 +568,45 @@ def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny: Cli) 
     assert "── step 1 " in result.err
     assert result.err.index("── end ") < result.err.index("\nmodel ")
     assert "──" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "verdict"),
+    [
+        ("self:layers=1", ["--gamma", 3], "a draft is accepted if r < p/q"),
+        ("lookup+self:layers=1", ["--gamma", 3], "a draft is accepted if r < p/q"),
+        ("self:layers=1", ["--gamma", 3, "--siblings", 2], "one beside it if the token in its place is it"),
+        ("self:layers=1", ["--gamma", 3, "--verification", "rejection"], "a draft is accepted if r < p/q"),
+        ("self:layers=1", ["--gamma", 3, "--verification", "block"], "by block,"),
+        ("lookup|recycle", ["--gamma", 3], "by specinfer,"),
+        ("lookup|self:layers=1", ["--gamma", 3, "--verification", "naive"], "by naive,"),
+        ("self:layers=1", ["--tree", "static:nodes=6"], "by traversal,"),
+        ("self:layers=1", ["--tree", "static:nodes=6", "--verification", "residual"], "one beside it if"),
+        ("recycle", ["--tree", "static:nodes=6"], "by naive,"),
+        ("self:layers=1", ["--tree", "dynamic:nodes=6"], "by naive,"),
+    ],
+)
+def test_the_trace_tells_the_rule_that_verifies(
+    tiny: Cli, monkeypatch: pytest.MonkeyPatch, drafter: str, options: list[object], verdict: str
+) -> None:
+    used: list[str] = []
+
+    def noting(sampling: Sampling, name: VerificationName, **more: bool) -> Verification:
+        used.append(name)
+        return verification_of(sampling, name, **more)
+
+    monkeypatch.setattr(specbench.decoding.loop, "verification_of", noting)
+    shown = " ".join(
+        tiny("the thing", "-n", 8, "-t", 1, "--drafter", drafter, *options, "--debug").err.split()
+    )
+    header, _, _ = shown.partition(" legend ")
+    assert verdict in header
+    by = re.search(r"by ([a-z-]+), see docs/trees.md", header)
+    assert used == [by[1]] if by else used[0] in ("rejection", "residual")
+    assert ("r < p/q" in header) == (by is None)
+    assert ("one beside" in header) == ("one beside" in verdict)
+    greedy = tiny("the thing", "-n", 4, "--drafter", drafter, *options, "--debug").err.partition("legend")[0]
+    assert "a draft is accepted if it is the argmax of p" in " ".join(greedy.split())
 
 
 def test_a_trace_file_is_shown_again_by_trace(tiny: Cli, cli: Cli, tmp_path: Path) -> None:

@@ -329,6 +329,13 @@ def test_the_header_says_how_a_tree_is_verified(method: str) -> None:
     assert "max(0" not in corrected
 
 
+@pytest.mark.parametrize("told", ["residual", "rejection", None])
+def test_the_header_says_what_becomes_of_drafts_beside_others(told: str | None) -> None:
+    text = " ".join(shown(header(options={"verification": told})).split())
+    beside = ", one beside it if the token in its place is it" if told == "residual" else ""
+    assert f"verdict a draft is accepted if r < p/q{beside} legend" in text
+
+
 @pytest.mark.parametrize("parents", [[-1, -1, 1, 1], [-1, 1, 1, 1, 0], [-2, -1, 1, 1, 0]])
 def test_a_tree_that_is_none_is_refused(parents: list[int]) -> None:
     lines = [json.dumps(each) for each in (header(), {**event(TREE), "parents": parents})]

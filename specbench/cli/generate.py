@@ -313,10 +313,11 @@ class _Job:
         from specbench.lengths import FixedLength
 
         rule, fixed = self.policy.learner, not self.policy.siblings.most
-        said = self.policy.tree is not None or self.policy.verification is not None
+        branches = self.policy.tree is not None or self.policy.siblings.most > 0 or self.drafter.several
+        told = (branches or self.policy.verification is not None) and not self.sampling.greedy
         return {
             "length_policy": self.policy.name,
-            "verification": self.policy.method(self.drafter) if said and not self.sampling.greedy else None,
+            "verification": self.policy.method(self.drafter) if told else None,
             "gamma": rule.gamma if fixed and isinstance(rule, FixedLength) else None,
             "costs": "given" if self.given_costs else None,
             **opt.deciding(self.decode, self.sampling, self.seed, self.target.language_model),

@@ -137,13 +137,14 @@ class TraceView:
         verification = event["options"].get("verification")
         if isinstance(verification, str) and verification not in ("rejection", "residual"):
             self._verification = verification
+        beside = ", one beside it if the token in its place is it" if verification == "residual" else ""
         if self._greedy:
             self._label("verdict", "a draft is accepted if it is the argmax of p")
             self._label("note", "greedy: p and q are of the untempered softmax and decide nothing")
         elif self._verification is not None:
             self._label("verdict", f"by {self._one_line(self._verification)}, see docs/trees.md")
         else:
-            self._label("verdict", "a draft is accepted if r < p/q")
+            self._label("verdict", f"a draft is accepted if r < p/q{beside}")
         if not self._lossless:
             self._label("note", Text("not lossless: the residual adjustment is off", "bold red"))
         legend = Text("accepted")
