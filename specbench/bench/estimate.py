@@ -101,8 +101,8 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
     Raises:
         UsageError: A model that cannot be.
     """
-    from specbench.models.checkpoints import available_memory
     from specbench.models.load import resolve_device
+    from specbench.models.memory import available_memory
 
     device = resolve_device(options.models.device)
     target = _size(options.target, progress)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,13 +23,13 @@ from transformers.models.auto.modeling_auto import (
 from specbench.backends.torch.kernels.linear import rounded_bytes
 from specbench.errors import RunError, UsageError
 from specbench.files import reason
+from specbench.models.memory import available_memory
 from specbench.options import QuantisedName
 from specbench.progress import quiet_transformers
 from specbench.shapes import misfit
 from specbench.textsafe import excerpt
 
 __all__ = [
-    "available_memory",
     "check_class",
     "check_config",
     "check_memory",
@@ -421,19 +420,3 @@ def check_memory(
             f"Loading {name} takes up to {needed / 1e9:.1f} GB of {where}, {available / 1e9:.1f} are free.",
             "Choose a smaller model or a narrower dtype, or close other programs.",
         )
-
-
-def available_memory(device: torch.device | None = None) -> int:
-    """Bytes free on a device (``None``: the CPU), without swapping and within the container's limit."""
-    if device is not None and device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available = int(psutil.virtual_memory().available)
-    try:  # a container's limit: the kernel kills without a word at this one
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        available = min(available, limit - used + int(statistics["inactive_file"]))
-    except (OSError, ValueError, KeyError):  # no such limit ("max"), or not this kind of system
-        pass
-    return max(available, 0)

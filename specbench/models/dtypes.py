@@ -7,7 +7,6 @@ the same model up to the rounding of activations, and which one is quicker depen
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ import torch
 
 from specbench._version import __version__
 from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.instructions import processor_name
+from specbench.backends.torch.kernels.instructions import circumstances
 from specbench.backends.torch.samples import sample_in, time_samples
 from specbench.errors import SpecbenchError
 from specbench.models.shelf import Shelf
@@ -50,8 +49,6 @@ _MARGIN = 1.05
 
 _WORTH_MEASURING = 1 << 25
 """Numbers of a checkpoint below which any dtype will do."""
-
-_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 @dataclass(frozen=True)
@@ -100,10 +97,7 @@ def dtype_key(weights: str) -> str:
         weights: See ``checkpoints.headers_digest``.
     """
     facts = [
-        processor_name(),
-        torch.backends.cpu.get_cpu_capability(),
-        *(os.environ.get(limit) for limit in _LIMITS),
-        torch.get_num_threads(),
+        *circumstances(),
         native.why_not(),
         torch.__version__,
         metadata.version("transformers"),

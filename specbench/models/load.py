@@ -28,7 +28,6 @@ from specbench.decoding.stops import special_tokens
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
 from specbench.models.checkpoints import (
-    available_memory,
     check_class,
     check_memory,
     custom_code,
@@ -48,6 +47,7 @@ from specbench.models.dtypes import (
     write_dtype,
 )
 from specbench.models.hub import HubModel
+from specbench.models.memory import available_memory
 from specbench.options import DtypeName, LoadOptions, QuantisedName, quantised
 from specbench.progress import Progress, quiet_transformers
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
@@ -78,11 +78,13 @@ class WeightFiles(NamedTuple):
     """The safetensors files of a model.
 
     Attributes:
+        paths: Where they are.
         place: A digest of the folder they lie in.
         digest: Of their names, sizes, times and headers.
         numbers: How many they hold.
     """
 
+    paths: tuple[Path, ...]
     place: str
     digest: str
     numbers: int
@@ -419,7 +421,7 @@ def _load_folder(
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         digest = headers_digest(folder, files, times=True)
-        loaded.files = WeightFiles(where, digest, sum(counts.values()))
+        loaded.files = WeightFiles(tuple(files), where, digest, sum(counts.values()))
     return loaded
 
 

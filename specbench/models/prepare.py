@@ -79,6 +79,8 @@ from specbench.specs.models import ModelSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from specbench.models.starts import Ahead
+
 __all__ = [
     "Proposer",
     "Target",
@@ -231,7 +233,9 @@ def wrap_target(
     return _prepare_target(wrap_model(model, tokenizer, name), cache, pack=pack)
 
 
-def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bool = True) -> Target:
+def _prepare_target(
+    language_model: LanguageModel, cache: CacheKind, *, pack: bool = True, ahead: Ahead | None = None
+) -> Target:
     model, dtype = language_model.model, language_model.dtype
     if pack:
         fold_attention(model)
@@ -239,7 +243,8 @@ def _prepare_target(language_model: LanguageModel, cache: CacheKind, *, pack: bo
     if language_model.quantise is not None:
         _quantise(language_model, language_model.quantise)
     elif pack:
-        pack_linears(model)
+        with nullcontext() if ahead is None else ahead.layers(language_model) as layers:
+            pack_linears(model, layers)
     dtype = kind_of_rounding(model) or dtype
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     tried = scorer.rounding == torch.int8
@@ -683,6 +688,7 @@ def prepare(
     bit_exact: bool = False,
     progress: Progress | None = None,
     beforehand: Callable[[LanguageModel], None] | None = None,
+    ahead: Ahead | None = None,
 ) -> tuple[Target, list[Proposer]]:
     """Load a target and its drafters. Every model is loaded once for each vocabulary, whoever drafts with it.
 
@@ -694,6 +700,7 @@ def prepare(
         progress: Told how far loading has come.
         beforehand: Called with the target as ``transformers`` has loaded it, before its layers change. As it may take
             long, the drafters' models are loaded before and have to fit.
+        ahead: Packs the target's weights meanwhile.
 
     Raises:
         UsageError: What cannot be (see ``check_models``), or two drafters of one name.
@@ -720,7 +727,7 @@ def prepare(
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
         beforehand(language_model)
-    ready = _prepare_target(language_model, kind)
+    ready = _prepare_target(language_model, kind, ahead=ahead)
     if bit_exact:
         if progress is not None:
             progress.update("trying passes of several widths", 0, None)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["allowed", "has_vnni", "processor_name"]
+__all__ = ["allowed", "circumstances", "has_vnni", "processor_name"]
 
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Variables by which oneDNN is limited, the newer one first."""
@@ -38,6 +38,19 @@ def has_vnni() -> bool:
     import torch
 
     return bool(torch.cpu._is_vnni_supported()) and allowed("vnni")
+
+
+def circumstances() -> list[object]:
+    """What the speed of products depends on here: the processor, what of it may be used, and how many threads."""
+    import torch
+
+    limits = ("ATEN_CPU_CAPABILITY", *_LIMITS)
+    return [
+        processor_name(),
+        torch.backends.cpu.get_cpu_capability(),
+        *(os.environ.get(limit) for limit in limits),
+        torch.get_num_threads(),
+    ]
 
 
 def processor_name() -> str | None:

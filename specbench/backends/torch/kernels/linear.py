@@ -34,6 +34,8 @@ __all__ = [
     "RoundedWeight",
     "can_pack",
     "in_bytes",
+    "onednn_packs",
+    "pack_weight",
     "quickest_rows",
     "rounded",
     "rounded_bytes",
@@ -60,10 +62,11 @@ def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether there are packed linear layers here for this dtype."""
     if torch.device(device).type != "cpu":
         return False
-    return _onednn_packs(dtype) or (dtype == torch.bfloat16 and native.available())
+    return onednn_packs(dtype) or (dtype == torch.bfloat16 and native.available())
 
 
-def _onednn_packs(dtype: torch.dtype) -> bool:
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has packed products of this dtype here."""
     if not torch.backends.mkldnn.is_available():
         return False
     if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
@@ -75,6 +78,12 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [out, in] as oneDNN reads it, where ``onednn_packs`` its dtype."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+    return packed
+
+
 class PackedLinear(nn.Module):
     """A linear layer whose weight lies in the order in which products read it: oneDNN's, or that of native ones.
 
@@ -83,24 +92,30 @@ class PackedLinear(nn.Module):
     Args:
         weight: [out, in]; can be freed afterwards.
         bias: [out] or ``None``.
+        packed: What ``pack_weight`` has made of it, if that was done already.
 
     Attributes:
         panels: The same memory for native products; ``None`` where there are none, or they read no such order.
         dtype: Of the weight.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor | native.Parts,
+        bias: torch.Tensor | None,
+        packed: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias, self.dtype = bias, weight.dtype
         self.panels: native.Panels | None = None
         self._packed: torch.Tensor | None = None
         self._least_rows = 1
-        if not _onednn_packs(weight.dtype):
-            self.panels = native.Panels.of_halves(weight)
+        if not onednn_packs(weight.dtype):
+            self.panels = native.Panels.of_halves(weight[:])
             return
         # Not a parameter or buffer: torch cannot move or save tensors of this layout.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+        self._packed = pack_weight(weight[:]) if packed is None else packed
         if native.available():
             self.panels = native.Panels.of_packed(self._packed, weight)
         self._least_rows = quickest_rows(weight.dtype)
