@@ -9,7 +9,8 @@
 A pass reads every weight of its linear layers once, and the keys and values of its context. For every model and form:
 the bytes of both, passes over one token and over five, timed in turn with the fastest of several ways of reading a
 large buffer with the same threads, what share of that bandwidth a pass reaches, and which operators take its time (by
-torch's profiler, which slows small ones down; "between" is what none of them takes).
+torch's profiler, which slows small ones down; "outside" is what none of them takes: a pass in one native call, or
+what lies between them).
 
 Forms: float32, bfloat16, float16, int8 and int4 are what --dtype makes of a target, drafter-int8 what a drafter is on a
 CPU (where there are native products, the same as int8).
@@ -128,6 +129,7 @@ def measure(name: str, form: str, context: int, rounds: int) -> dict[str, Any]:
         "share": round((weights + cache) / bandwidth / middle[1], 3),
         "operators": [{**each, "ms": round(each["ms"], 3)} for each in spent[:SHOWN]],
         "other_operators_ms": round(sum(each["ms"] for each in spent[SHOWN:]), 3),
+        "outside_ms": round(max(0.0, 1e3 * middle[1] - sum(each["ms"] for each in spent)), 3),
     }
 
 
@@ -149,6 +151,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         if "reason" not in row:
             spent = [f"{each['name']} {each['ms']:.2f} ({each['calls']:.0f})" for each in row["operators"]]
             spent.append(f"other operators {row['other_operators_ms']:.2f}")
+            spent.append(f"outside {row['outside_ms']:.2f}")
             print(f"{row['model']} {row['form']}, ms of a pass (calls): {', '.join(spent)}")
 
 

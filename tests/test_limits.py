@@ -47,6 +47,8 @@ def test_every_form_is_measured_against_memory(models, capsys, monkeypatch):
         assert row["least_ms"] / row["pass_ms"] == pytest.approx(row["share"], abs=0.1)
         assert len(row["operators"]) == limits.SHOWN
         assert all(each["ms"] > 0 and each["calls"] > 0 for each in row["operators"])
+        spent = sum(each["ms"] for each in row["operators"]) + row["other_operators_ms"]
+        assert row["outside_ms"] == pytest.approx(max(0.0, row["pass_ms"] - spent), abs=0.01)
         assert f"target {row['form']}, ms of a pass" in printed
     assert result["beside"] == []
 
