@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +105,14 @@ def test_the_weight_comes_back(dtype: torch.dtype) -> None:
     assert torch.equal(packed.weight, layer.weight)
     assert packed.weight.dtype == dtype
     assert (packed.in_features, packed.out_features) == (100, 257)
+
+
+def test_a_trial_ends_as_soon_as_the_rest_cannot_change_it() -> None:
+    for ratios in itertools.product((0.8, 1.0, 1.2), repeat=5):
+        taken = next(count for count in range(6) if module.settled(ratios[:count], 1.0, 5))
+        assert taken >= 3
+        assert (statistics.median(ratios[:taken]) < 1) == (statistics.median(ratios) < 1)
+    assert not module.settled((0.8, 0.8), 1.0, 5)
 
 
 def test_what_cannot_be_packed() -> None:

@@ -23,7 +23,7 @@ from specbench.backends.torch.caches import (
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, is_folded, takes_ragged
 from specbench.backends.torch.kernels.graphs import compiled, cuda_capture
-from specbench.backends.torch.kernels.linear import PackedLinear
+from specbench.backends.torch.kernels.linear import PackedLinear, settled
 from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, holds, rounds_to_int8
 from specbench.backends.torch.passes import (
     Forward,
@@ -207,6 +207,8 @@ def _time_in_one_call(model: PreTrainedModel, cache: KVCache, layers: int) -> fl
         took = {way: seconds(way) for way in (ways if pair % 2 else reversed(ways))}
         if pair:  # the first meets the machine cold
             ratios.append(took[ways[0]] / took[ways[1]])
+        if settled(ratios, _MOST_SLOWER, _TIMED_PAIRS):
+            break
     cache.rollback(before)
     return statistics.median(ratios)
 
