@@ -152,7 +152,7 @@ def test_a_single_row_in_half_precision_is_not_tried_out(dtype: torch.dtype) -> 
 def test_a_single_row_in_half_precision_is_never_alone(
     quickest: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not linear._onednn_packs(torch.bfloat16):
+    if not linear.onednn_packs(torch.bfloat16):
         pytest.skip("oneDNN packs no such layers here")
     monkeypatch.setattr(linear, "quickest_rows", lambda dtype: quickest)
     weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))

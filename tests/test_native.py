@@ -235,7 +235,7 @@ def test_where_all_orders_look_alike_none_is_taken() -> None:
 def test_halves_are_packed_where_onednn_has_no_products_of_them(
     bias: bool, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_onednn_packs", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(linear, "onednn_packs", lambda dtype: dtype == torch.float32)
     assert can_pack(torch.bfloat16, "cpu")
     layer = torch.nn.Linear(64, 48, bias, dtype=torch.bfloat16).requires_grad_(False)
     packed = PackedLinear(layer.weight, layer.bias)
