@@ -14,7 +14,7 @@ from specbench.decoding.protocols import Drafter, LengthPolicy
 from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPolicy, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
-from specbench.decoding.schedule import model_of
+from specbench.decoding.schedule import loaded_of
 from specbench.decoding.stops import LabelledText, StopRules
 from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
@@ -247,7 +247,7 @@ class GenerationRun:
         self.policy = policy = policy if allowed is None else replace(policy, allowed=allowed)
         target, drafter = seats.open(self.drafter)
         if load is not None:
-            share_costs(policy, load, [model_of(part.scorer) for part in models_of(drafter)])
+            share_costs(policy, load, [loaded_of(part.scorer) for part in models_of(drafter)])
         return Request(self.prompt, target, drafter, policy, **self._settings)
 
     def __iter__(self) -> Iterator[Prefill | Step]:

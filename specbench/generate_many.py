@@ -50,6 +50,7 @@ class GenerationRuns:
         later: Runs that may be added later: there is room for such ones.
         clock: Tells the time; ``None`` for the right one.
         watch: Is told every pass as soon as it has been made.
+        load: What is known of passes like theirs from before; ``None`` for nothing.
 
     Attributes:
         load: What passes cost, and what they give, as rules that read costs see it.
@@ -71,6 +72,7 @@ class GenerationRuns:
         later: Sequence[GenerationRun] = (),
         clock: Clock | None = None,
         watch: Callable[[SharedPass], None] | None = None,
+        load: Load | None = None,
     ) -> None:
         if disable_by_batch_size is not None and disable_by_batch_size < 1:
             raise UsageError(
@@ -87,7 +89,8 @@ class GenerationRuns:
             )
         if clock is None and begun:
             clock = clock_for(str(begun[0].target.scorer.device))
-        self.load, self._most_drafting, self._watch = Load(), disable_by_batch_size, watch
+        self.load = Load() if load is None else load
+        self._most_drafting, self._watch = disable_by_batch_size, watch
         self._scheduler = Scheduler(
             max_batch=max_batch, max_tokens_per_pass=max_tokens_per_pass, clock=clock, watch=self._made
         )

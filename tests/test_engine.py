@@ -14,6 +14,7 @@ from specbench.bench.engines.own import EngineOptions, ModelEngine, check_engine
 from specbench.bench.grid import Config, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt
+from specbench.bench.serving import Asked, Load
 from specbench.decoding.protocols import Rows
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.errors import RunError, UsageError
@@ -230,6 +231,19 @@ def test_costs_are_times_of_single_passes(engine: ModelEngine) -> None:
         run(engine, grid()[0]).token_ids
         == autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
     )
+
+
+def test_groups_of_one_configuration_know_what_their_passes_cost(engine: ModelEngine) -> None:
+    options = SweepOptions(gammas=(), policies=("auto",), batches=(1, 2), turns=1)
+    configs = {(each.kind, each.batch): each for each in build_configs(options, specs_of("small"))}
+    config, other = configs["speculative", 2], configs["plain", 2]
+    asked = [Asked(PROMPT, 1), Asked(PROMPT[:4], 2)]
+    group, rounds = Load(asked, 2, asked), []
+    for each in (config, other, config):
+        engine.serve(each, group, max_new_tokens=12, ignore_eos=True)
+        rounds.append(engine._loads[each.id].rounds)
+    assert rounds[2] > rounds[0] > 0
+    assert len(engine._loads) == 2
 
 
 def test_drafters_are_timed_with_several_nodes_abreast(engine: ModelEngine) -> None:

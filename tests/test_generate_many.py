@@ -26,8 +26,10 @@ from specbench import (
 from specbench.backends.torch.pools import PoolKind
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation, Prefill, SharedPass
+from specbench.drafters.model import ModelDrafter
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
+from specbench.lengths.load import Load
 from specbench.models.prepare import Target, _prepare_target, join_cascade
 from specbench.options import quantised
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
@@ -229,6 +231,25 @@ def test_rules_that_read_costs_change_no_greedy_token(kind: str, rule: str) -> N
         assert told(found)[:3] == told(expected)[:3]
     assert many.load.plain_s.seen
     assert any(step.gamma for each in results if isinstance(each, Generation) for step in each.steps)
+
+
+@pytest.mark.parametrize("kind", ["model", "self:layers=1"])
+def test_later_batches_know_what_passes_cost(kind: str) -> None:
+    load, made = Load(), drafter(kind)
+    assert isinstance(made, ModelDrafter)
+    rounds, passes = [0], [0]
+    for _ in range(2):
+        runs = [
+            GenerationRun(prompt, target(), made, policy=build_policy("auto"), max_new_tokens=NEW)
+            for prompt in prompts()[:4]
+        ]
+        many = GenerationRuns(runs, max_batch=4, load=load)
+        many.results()
+        assert many.load is load
+        rounds.append(load.rounds)
+        passes.append(len(load.drafts(made.scorer)))
+    assert rounds[0] < rounds[1] < rounds[2]
+    assert 0 < passes[1] < passes[2]
 
 
 @pytest.mark.parametrize("kind", ["lookup", "model", "self:layers=1", "lookup+model", "lookup|self:layers=1"])

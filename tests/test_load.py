@@ -17,7 +17,7 @@ from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.records import SharedPass, Step, StepTimes
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.decoding.schedule import Scheduler, model_of
+from specbench.decoding.schedule import Scheduler, loaded_of
 from specbench.decoding.theory import PassCosts
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -57,6 +57,10 @@ class Model:
 
     def __init__(self, logits: Logits, seconds: Seconds, clock: Told, uneven_s: float = 0.0) -> None:
         self.logits, self.seconds, self.clock, self.uneven_s = logits, seconds, clock, uneven_s
+
+    @property
+    def loaded(self) -> object:
+        return self
 
     def score(self, asked: Sequence[Pass]) -> list[Rows]:
         rows = [len(each.context) + len(each.tokens) - each.scorer.held for each in asked]
@@ -99,7 +103,7 @@ class House:
             drafter = LookupDrafter(clock=self.clock)
         elif kind != "none":
             drafter = ModelDrafter(self.models[kind].seat(), kind, self.clock)  # type: ignore[arg-type]
-        models = [model_of(drafter.scorer)] if kind in self.models else []
+        models = [loaded_of(drafter.scorer)] if kind in self.models else []
         share_costs(policy, self.load, models)
         choice = standard_random.Random(number)
         return Request(
@@ -378,6 +382,10 @@ class Unsteady:
 
 class Pair:
     """Scorers of one small model, whose passes are made together."""
+
+    @property
+    def loaded(self) -> object:
+        return self
 
     def score(self, asked: Sequence[Pass]) -> list[Rows]:
         return [each.scorer.score(each) for each in asked]

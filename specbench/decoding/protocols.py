@@ -297,6 +297,11 @@ ScorerLike: TypeAlias = Callable[[Any], Any]
 class Batch(Protocol):
     """A model that reads several contexts, each with a scorer of its own, in one pass."""
 
+    @property
+    def loaded(self) -> object:
+        """The model that was loaded for it: the same for others that make its passes later."""
+        ...
+
     def score(self, asked: Sequence[Pass]) -> Sequence[Rows]:
         """Make one pass of all that is asked, of no scorer more than once; every one gets its rows.
 

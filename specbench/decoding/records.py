@@ -228,7 +228,7 @@ class SharedPass:
     """A pass of a model that a scheduler has made, for one request or several.
 
     Attributes:
-        model: Who made it: the same object for the same model.
+        model: What was loaded to make it: the same object for the same model, in other batches too.
         target: Whether it was the requests' target.
         requests: Their numbers.
         fed: Tokens that each of them brought to it.

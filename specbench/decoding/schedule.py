@@ -25,7 +25,7 @@ from specbench.decoding.records import Prefill, SharedPass, Step
 from specbench.decoding.request import Request
 from specbench.errors import UsageError
 
-__all__ = ["Event", "Scheduler", "model_of"]
+__all__ = ["Event", "Scheduler", "loaded_of"]
 
 _NAP = 0.001
 """Seconds between two looks at the clock where nobody is there yet."""
@@ -249,7 +249,7 @@ class Scheduler:
         assert job.request is not None
         self._watch(
             SharedPass(
-                model=model_of(part.scorer),
+                model=loaded_of(part.scorer),
                 target=part.scorer is job.request.target,
                 requests=tuple(job.number for job, _ in parts),
                 fed=fed,
@@ -300,14 +300,14 @@ class Scheduler:
             candidates = self._active
             if len(candidates) > 1:
                 candidates = [job for job in self._active if job.drafts] or candidates
-            model = model_of(min(candidates, key=_waited).due.scorer)
+            model = _maker_of(min(candidates, key=_waited).due.scorer)
             self._make_room(self._waiting_for(model), events)
             if group := self._waiting_for(model):
                 return self._shares(group)
         return []
 
     def _waiting_for(self, model: object) -> list[_Job]:
-        return [job for job in self._active if model_of(job.due.scorer) is model]
+        return [job for job in self._active if _maker_of(job.due.scorer) is model]
 
     def _make_room(self, group: Sequence[_Job], events: list[tuple[int, Event]]) -> None:
         """Reserve what a pass of these takes, for those that came first if not for all; the others are put back."""
@@ -393,9 +393,14 @@ def _waited(job: _Job) -> tuple[int, int]:
     return job.since, job.number
 
 
-def model_of(scorer: Scorer) -> object:
+def _maker_of(scorer: Scorer) -> object:
     """Who makes its passes: the same for scorers whose passes can be one."""
     return scorer if scorer.batch is None else scorer.batch
+
+
+def loaded_of(scorer: Scorer) -> object:
+    """What was loaded to make its passes: what these cost is known by it in later batches too."""
+    return scorer if scorer.batch is None else scorer.batch.loaded
 
 
 def _lack(asked: Pass) -> int:

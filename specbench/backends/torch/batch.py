@@ -63,6 +63,10 @@ class BatchedModel:
         batch = self if self.why_apart is None else None
         return self._scorer.twin(cache, batch, shares=shared is not None)
 
+    @property
+    def loaded(self) -> Scorer:
+        return self._scorer
+
     @torch.inference_mode()
     def score(self, asked: Sequence[Pass]) -> list[Rows]:
         """One pass of all that is asked, see ``decoding.protocols.Batch``."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.request import DraftPolicy
     from specbench.generate import GenerationRun
+    from specbench.lengths.load import Load as PassLoad
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
     from specbench.progress import Progress
@@ -256,6 +257,7 @@ class ModelEngine:
         self.heads: Mapping[str, Mapping[str, Any]] = heads or {}
         self._costs, self._keep = costs, keep_policy_state
         self._kept: dict[str, DraftPolicy] = {}
+        self._loads: dict[str, PassLoad] = {}
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
         self._order = random.Random(0)
@@ -337,6 +339,7 @@ class ModelEngine:
         from specbench.bench.environment import reset_peak_memory
         from specbench.decoding.clocks import peak_memory
         from specbench.generate_many import GenerationRuns
+        from specbench.lengths.load import Load as PassLoad
 
         def made(asked: Asked[Sequence[int]]) -> GenerationRun:
             return self._run(config, asked.prompt, max_new_tokens, ignore_eos, asked.seed)
@@ -349,7 +352,11 @@ class ModelEngine:
         clock = SkippingClock(self._clock)
         with self._freeing_memory():
             ready = {id(asked): made(asked) for asked in load.different}  # before anybody waits
-            runs = GenerationRuns((), max_batch=config.batch, later=[*ready.values()], clock=clock)
+            # As a server knows it: what passes cost does not depend on the prompts.
+            known = self._loads.setdefault(config.id, PassLoad())
+            runs = GenerationRuns(
+                (), max_batch=config.batch, later=[*ready.values()], clock=clock, load=known
+            )
             served = serve(load, runs, start, clock)
         use = None if runs.seats is None else runs.seats.use
         return GroupOutcome(
