@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, PreallocatedKVCache, make_cache
 from specbench.backends.torch.head_scorers import HeadScorer
@@ -22,9 +24,10 @@ _AnyScorer = TypeVar("_AnyScorer", Scorer, HeadScorer)
 class Seats:
     """Opens what a request needs of its own: a scorer of the target, and a drafter with its scorers.
 
-    Keys and values lie in one pool for each model, whose passes are then made together. Where a target's passes have to
-    be the same to the bit (int8, ``--bit-exact``), or it was loaded with a cache that is no pool's, every request gets
-    a cache of that kind, and passes are made one by one.
+    Keys and values lie in one pool for each model, whose passes are then made together. Where a target was loaded with
+    a cache that is no pool's (``--cache none``, ``--bit-exact``), every request gets one of that kind, and passes are
+    made one by one. Those of an int8 or int4 target have to be the same to the bit: where they are in a pool as well,
+    they are made together all the same.
 
     Args:
         target: The model of all requests.
@@ -34,11 +37,16 @@ class Seats:
     """
 
     def __init__(self, target: Target, tokens: int | None, requests: int, kind: PoolKind = "paged") -> None:
-        self._target, self._requests, self._kind = target.scorer, requests, kind
-        plain = isinstance(target.scorer.cache, PreallocatedKVCache | NoKVCache)
-        self._tokens = None if plain else tokens
+        scorer = self._target = target.scorer
+        self._requests, self._kind = requests, kind
         self._models: dict[Scorer, BatchedModel] = {}
         self._pool: KVPool | None = None  # of the target, and of those that share its keys and values
+        kept = isinstance(scorer.cache, PreallocatedKVCache)
+        own = isinstance(scorer.cache, NoKVCache) or (kept and scorer.rounding != torch.int8)
+        self._tokens = None if own else tokens
+        if kept and self.why_apart is not None:
+            self._tokens = self._pool = None
+            self._models.clear()
 
     def open(self, drafter: Drafter) -> tuple[Scorer, Drafter]:
         """A scorer of the target, and a drafter like this one.

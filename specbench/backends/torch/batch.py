@@ -30,7 +30,7 @@ class BatchedModel:
         pool: Of its keys and values, or of those of the model it is a cheaper form of; ``None`` for a cache that grows
             for each request: passes are then made one by one.
         exact: Whether rows have to be those of a pass of one's own up to the rounding of the weights, as a target's
-            have, and a drafter's have not.
+            have, and a drafter's have not. Where layers round what they are given to bytes, only the same bits are.
 
     Attributes:
         why_apart: Why passes are made one by one, in a sentence; ``None`` if they are not.
@@ -41,13 +41,15 @@ class BatchedModel:
         self.why_apart: str | None
         if pool is None:
             self.why_apart = "Every request has a cache of its own, which grows."
-        elif exact and scorer.rounding == torch.int8:
+            return
+        self._forward = RaggedPass(scorer.model, scorer.way)
+        if exact and scorer.rounding == torch.int8 and not self._forward.is_alike(pool):
             self.why_apart = (
-                "Its layers round what they are given to bytes, which makes much of a sum's last bit."
+                "Its layers round what they are given to bytes, which makes much of a sum's last bit, and not all of"
+                " its passes are native ones."
             )
         else:
             self.why_apart = scorer.why_not_ragged(pool.kind)
-            self._forward = RaggedPass(scorer.model, scorer.way)
 
     def open(self, shared: KVCache | None = None) -> Scorer:
         """A scorer for one more request.

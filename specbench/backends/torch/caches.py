@@ -270,28 +270,35 @@ def _gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None
 Entries = tuple[torch.Tensor, torch.Tensor]
 
 
-def lengthened(layers: Sequence[Any], tokens: int, dtypes: Sequence[torch.dtype]) -> list[Entries] | None:
+def lengthened(
+    layers: Sequence[Any], tokens: int, dtypes: Sequence[torch.dtype], empty: torch.Tensor | None = None
+) -> list[Entries] | None:
     """Keys and values of layers that hold so many positions more from now on, which the caller writes.
 
     Args:
-        layers: Of a cache; those that hold every position as it is, all as many, and some.
+        layers: Of a cache; those that hold every position as it is, and all as many.
         tokens: How many positions there will be more.
         dtypes: What keys and values may be; those of all layers are alike.
+        empty: Keys or values of no position, [1, heads, 0, head size], like those of which layers that hold none will
+            make their buffers; ``None`` where such layers are others.
 
     Returns:
         Of each layer, [1, heads, positions, head size], in memory where positions of a head stand one behind the
         other. ``None``, and nothing has changed, where the layers are others.
     """
-    first = layers[0]
-    length = first.get_seq_length()
-    if length == 0 or not all(
-        type(layer) in (DynamicLayer, PreallocatedLayer)
-        and layer.get_seq_length() == length
-        and layer.keys.dtype == layer.values.dtype == first.keys.dtype
+    length = layers[0].get_seq_length()
+    if not all(
+        type(layer) in (DynamicLayer, PreallocatedLayer) and layer.get_seq_length() == length
         for layer in layers
     ):
         return None
-    if first.keys.dtype not in dtypes:
+    if length == 0:
+        if empty is None or empty.dtype not in dtypes:
+            return None
+        for layer in layers:
+            layer.update(empty, empty)
+    held = {entries.dtype for layer in layers for entries in (layer.keys, layer.values)}
+    if len(held) > 1 or not held.issubset(dtypes):
         return None
     return [_lengthened(layer, length + tokens) for layer in layers]
 

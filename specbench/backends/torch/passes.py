@@ -26,7 +26,7 @@ from specbench.backends.torch.kernels.llama_layers import (
 )
 from specbench.backends.torch.kernels.native import Request, Stack
 from specbench.backends.torch.kernels.surgery import Hooks
-from specbench.backends.torch.pools import Joined
+from specbench.backends.torch.pools import Joined, KVPool
 from specbench.decoding.protocols import Rows
 
 if TYPE_CHECKING:
@@ -186,7 +186,11 @@ _POSITIONS = 512
 
 
 _MOST_SHARED = 64
-"""Rows of several requests that are read in one call: up to there it is known to be quicker (docs/log.md)."""
+"""Rows of several requests that are read in one call: up to there it is known to be quicker (docs/log.md). Where rows
+are rounded to bytes there may be any number: products are the same ones anyway."""
+
+_AT_ONCE = 512
+"""Rows of one request that are read in one call: more would take much memory beside the weights."""
 
 
 class _Rotations:
@@ -217,11 +221,23 @@ class _Rotations:
 
 
 class _Stacked(NamedTuple):
-    """What native passes need in a context; no stack where they cannot be made."""
+    """What native passes need in a context.
+
+    Attributes:
+        own: The model's layers.
+        stack: What makes the passes; ``None`` where they cannot be made.
+        rotations: Of the model.
+        empty: Keys or values of no position, from which layers of a cache make their buffers.
+    """
 
     own: tuple[ShortLayer, ...]
     stack: Stack | None
     rotations: _Rotations
+    empty: torch.Tensor
+
+    def stack_for(self, rows: int, most: int) -> Stack | None:
+        """What makes a pass of so many rows; ``None`` where they are more than ``most``, and not rounded to bytes."""
+        return self.stack if self.stack is None or self.stack.rounds_rows or rows <= most else None
 
 
 class _Stacks:
@@ -234,12 +250,15 @@ class _Stacks:
     def __call__(self, own: tuple[ShortLayer, ...]) -> _Stacked:
         """For the model's layers as they are in this context."""
         if self._last is None or self._last.own is not own:
-            self._last = _Stacked(own, native_stack(self._model, own), _Rotations(self._model))
+            first = own[0]
+            empty = torch.empty(1, first.heads // first.groups, 0, first.size, dtype=first.dtype)
+            self._last = _Stacked(own, native_stack(self._model, own), _Rotations(self._model), empty)
         return self._last
 
 
 class NativePass(ShortPass):
-    """A short pass in one call; one of ``ShortPass`` where the cache is no plain one.
+    """A short pass in one call, and a long one where rows are rounded to bytes, so that these have the same bits in
+    every pass; one of ``ShortPass`` where the cache is no plain one.
 
     Between its products everything is in float32, and so are its logits.
 
@@ -265,27 +284,44 @@ class NativePass(ShortPass):
         attention_mask: torch.Tensor | None = None,
     ) -> Rows:
         tokens, held = ids.shape[1], self._held()
-        own = self._layers(held) if tokens <= LONGEST_PASS and len({*layers}) == len(layers) else None
+        own = self._layers(held) if len({*layers}) == len(layers) else None
         made = None if own is None else self._stacked(own)
-        if own is None or made is None or made.stack is None:
+        stack = None if made is None else made.stack_for(tokens, LONGEST_PASS)
+        if own is None or made is None or stack is None:
             return super().rows(ids, rows, layers, position_ids, attention_mask)
         past = held.get_seq_length()
-        entries = lengthened([held.layers[layer.place] for layer in own], tokens, _ENTRIES)
+        entries = lengthened([held.layers[layer.place] for layer in own], tokens, _ENTRIES, made.empty)
         if entries is None:
             return super().rows(ids, rows, layers, position_ids, attention_mask)
         x = self._model.model.embed_tokens(ids)[0].float()
-        rotation = made.rotations.of(range(past, past + tokens) if position_ids is None else position_ids[0])
-        request = Request(tokens, past, None if attention_mask is None else attention_mask[0, 0])
-        logits, states = made.stack(
-            x, rotation, entries, [request], range(max(0, tokens - rows), tokens), layers
+        cosines, sines = made.rotations.of(
+            range(past, past + tokens) if position_ids is None else position_ids[0]
         )
+        parts = []
+        for first in range(0, tokens, _AT_ONCE):
+            part = slice(first, min(first + _AT_ONCE, tokens))
+            mask = None if attention_mask is None else attention_mask[0, 0, part]
+            request = Request(part.stop - first, past + first, mask)
+            wanted = range(max(0, tokens - rows - first), part.stop - first)
+            parts.append(stack(x[part], (cosines[part], sines[part]), entries, [request], wanted, layers))
         self._cache.after_pass()
-        return Rows(logits, None if states is None else states.to(own[0].dtype))
+        return _together(parts, own[0].dtype)
 
     def stack(self) -> Stack | None:
         """What makes its passes now; ``None`` where they cannot be made in one call."""
         own = self._layers(self._held())
         return None if own is None else self._stacked(own).stack
+
+
+def _together(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]], dtype: torch.dtype) -> Rows:
+    """Logits and hidden states of calls one behind the other, the states in the model's dtype."""
+    logits = [logits for logits, _ in parts]
+    states = [states.to(dtype) for _, states in parts if states is not None]
+    return Rows(_joined(logits), _joined(states) if states else None)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _FoundLayers:
@@ -327,6 +363,15 @@ class RaggedPass:
         self._layers = _FoundLayers(model) if issubclass(way, ShortPass) else None
         self._stacked = _Stacks(model) if issubclass(way, NativePass) else None
 
+    def is_alike(self, pool: KVPool) -> bool:
+        """Whether a row has the same bits in every pass over what is in a pool, whatever else is read in it."""
+        own = None if self._layers is None else self._layers(pool.mark)
+        if own is None or self._stacked is None:
+            return False
+        stack = self._stacked(own).stack
+        windows = any(store is not None and store.window is not None for store in pool.stores)
+        return stack is not None and stack.rounds_rows and own[0].dtype in _ENTRIES and not windows
+
     def __call__(
         self, ids: torch.Tensor, joined: Joined, wanted: torch.Tensor, layers: Sequence[int] = ()
     ) -> Rows:
@@ -366,19 +411,20 @@ class RaggedPass:
         layers: Sequence[int],
     ) -> Rows | None:
         """``None`` where that cannot be, or is not known to be quicker."""
-        if self._stacked is None or ids.shape[1] > _MOST_SHARED or len({*layers}) < len(layers):
+        if self._stacked is None or len({*layers}) < len(layers):
             return None
         made = self._stacked(own)
-        if made.stack is None:
+        stack = made.stack_for(ids.shape[1], _MOST_SHARED)
+        if stack is None:
             return None
-        held = joined.lengthened([layer.place for layer in own], _ENTRIES)
+        held = joined.lengthened([layer.place for layer in own], _ENTRIES, made.empty)
         if held is None:
             return None
         entries, requests = held
         x = self._model.model.embed_tokens(ids)[0].float()
         rotation = made.rotations.of(joined.position_ids[0])
-        logits, states = made.stack(x, rotation, entries, requests, wanted.tolist(), layers)
-        return Rows(logits, None if states is None else states.to(own[0].dtype))
+        found = stack(x, rotation, entries, requests, wanted.tolist(), layers)
+        return _together([found], own[0].dtype)
 
 
 def _no_masks(kept: Any) -> None:

@@ -242,15 +242,19 @@ class _Store:
 
     def write(self, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put entries, [1, heads, tokens, size], in their places, [tokens]."""
+        self.make(keys, values)
+        places = places.to(keys.device)  # of a model that is spread over several, each layer has its own
+        self.keys.index_copy_(2, places, keys)
+        self.values.index_copy_(2, places, values)
+
+    def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make the buffers for entries like these, unless they are there."""
         if not self.made:
             self.made = True
             for name, like in (("keys", keys), ("values", values)):
                 # Zeros are given memory when something else is written there.
                 shape = (1, like.shape[1], self._positions, like.shape[3])
                 setattr(self, name, like.new_zeros(shape))
-        places = places.to(keys.device)  # of a model that is spread over several, each layer has its own
-        self.keys.index_copy_(2, places, keys)
-        self.values.index_copy_(2, places, values)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the entries in some places, [n], to others."""
@@ -590,31 +594,36 @@ class Joined:
         ]
 
     def lengthened(
-        self, layers: Sequence[int], dtypes: Sequence[torch.dtype]
+        self, layers: Sequence[int], dtypes: Sequence[torch.dtype], empty: torch.Tensor
     ) -> tuple[list[Entries], list[Request]] | None:
         """Hold the rows from now on, whose keys and values the caller writes; compare ``caches.lengthened``.
 
         Args:
             layers: In which they are held.
             dtypes: What keys and values may be.
+            empty: Keys or values of no position, [1, heads, 0, head size], like those of which layers that have no
+                buffers yet make them.
 
         Returns:
             Keys and values of each layer, [1, heads, positions of the pool, head size], and which of the places
-            each request attends to; ``None``, and nothing has changed, where a layer has no buffers yet, or others.
+            each request attends to; ``None``, and nothing has changed, where layers hold others.
         """
-        stores = [self._pool.stores[layer] for layer in layers]
-        entries = [
-            (store.keys, store.values)
-            for store in stores
-            if store and store.made and store.window is None and store.keys.dtype in dtypes
+        stores = [
+            store
+            for layer in layers
+            if (store := self._pool.stores[layer]) is not None and store.window is None
         ]
-        if len(entries) < len(stores):
+        if len(stores) < len(layers) or empty.dtype not in dtypes:
+            return None
+        for store in stores:
+            store.make(empty, empty)
+        if any(store.keys.dtype not in dtypes for store in stores):
             return None
         requests = [_request(part) for part in self._parts]
         for part in self._parts:
             for layer in layers:
                 part.slot.lengthen(layer, len(part.positions))
-        return entries, requests
+        return [(store.keys, store.values) for store in stores], requests
 
     def model_arguments(self) -> dict[str, Any]:
         """The keyword arguments that hand it to a ``transformers`` model."""

@@ -266,10 +266,11 @@ def why_not_ragged(model: PreTrainedModel, kind: PoolKind, way: type[Forward]) -
         return "Some of its layers attend within chunks of the context."
     if not takes_ragged(model):
         return "Its attention is not the scaled dot-product attention of transformers."
+    rounding = torch.int8 if rounds_to_int8(model) else model.dtype
+    limit = _CLOSE_SHORT[torch.int8] if rounding == torch.int8 else _CLOSE
     # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
-    right = _ragged_is_right(float32_sample(model) or model, kind, _CLOSE, OrdinaryPass)
+    right = _ragged_is_right(float32_sample(model) or model, kind, limit, OrdinaryPass)
     if right and issubclass(way, ShortPass):
-        rounding = torch.int8 if rounds_to_int8(model) else model.dtype
         few = first_layers(model, min(2, config.num_hidden_layers))
         right = _ragged_is_right(few, kind, _CLOSE_SHORT.get(rounding, 0.0), way)
     return None if right else "A pass over several requests gives other logits than a pass over each."

@@ -516,6 +516,7 @@ class Stack:
 
     Attributes:
         sizes: Of all that a pass is made of: what stacks of the same sizes share is how long their passes take.
+        rounds_rows: Whether products round what they are given to bytes.
     """
 
     def __init__(
@@ -552,6 +553,7 @@ class Stack:
         self._nbytes = [sum(product.panels.nbytes for product in layer.products) for layer in layers]
         self._head_nbytes = head.panels.nbytes
         self.sizes = (len(layers), hidden, heads, shared, size, middle, self._vocabulary, head.panels.bits)
+        self.rounds_rows = head.panels.bits <= 8
 
     def layers_of(self, nbytes: int) -> int:
         """How many of the first layers hold so many bytes of weights, with the head; all where there are fewer."""
