@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import regret
 from told import Result
 
 import specbench.bench.engines.own
+import specbench.bench.prompts
 import specbench.cli.tune
 import specbench.results.advice
 import specbench.results.frames
 from specbench.bench.engines.own import ModelEngine, Outcome
 from specbench.bench.grid import Config
 from specbench.bench.passes import PassTimes
+from specbench.bench.prompts import load_prompts
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
@@ -399,3 +404,41 @@ def test_a_calibrated_tree_is_tried(tune: Tune, tmp_path: Path, models: Path) ->
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
     return [config for path in folder.glob("*/run.json") for config in read_run(path.parent)["configs"]]
+
+
+def test_real_choices_are_held_against_a_sweep_in_parts(
+    tune: Tune,
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A search that was broken off begins anew; a sweep that was goes on; what is done is not measured again."""
+    few = load_prompts([Path("mine.jsonl")])
+    for module in (specbench.bench.prompts, regret):
+        monkeypatch.setattr(module, "load_prompts", lambda *_, **__: few)
+    monkeypatch.setattr(loading, "drafters_to_try", lambda given, forms: [Lookup()])
+    (tmp_path / "sweep-tuned" / "0").mkdir(parents=True)
+    (tmp_path / "sweep-tuned" / "0" / "generations.jsonl").write_text("no line of a run\n")
+    arguments = ["--target", models / "target", "--times", 1, "--minutes", 1, "--tokens", 4, "--repeats", 1]
+    arguments += ["--sweep", "sweep", "--resume", "parts.jsonl", "--hours", 1]
+    words = [str(argument) for argument in arguments]
+    seconds = itertools.chain([0.0] * 2, itertools.repeat(1e9))  # from the sweep on there is no time left
+    with monkeypatch.context() as patch:
+        patch.setattr(regret, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+        assert regret.main(words) == 3
+    lines = tmp_path / "sweep" / "generations.jsonl"
+    begun = lines.read_text()
+    assert regret.main(words) == 0
+    *said, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last) == {"benchmark": "regret", "races": 1, "within_5_percent": 1, "worst": 1.0}
+    facts = json.loads(said[-1])
+    assert (facts["choice"], facts["regret"], facts["held_out"]) == ("lookup@auto", 0.0, 0.0)
+    df = load_results("sweep")
+    assert len(df) == 4 * df["config"].nunique()
+    whole = lines.read_text()
+    assert whole.startswith(begun)
+    assert regret.main([*words, "--least", "0.99"]) == 0
+    assert lines.read_text() == whole
+    with pytest.raises(SystemExit, match="give it more --hours"):
+        regret.main([*words, "--hours", "0.01"])
