@@ -439,22 +439,35 @@ def _message(error: Exception) -> str:
 # -- the end ---------------------------------------------------------------------------------------
 
 
-def finish_run(sweep: Sweep, store: RunStore, engine: Engine[Encoded]) -> tuple[RunWarning, ...]:
-    """Look at the whole run once more, and mark it finished."""
-    store.update(differences=find_differences(sweep, store.rows(), engine))
+def finish_run(
+    sweep: Sweep,
+    store: RunStore,
+    engine: Engine[Encoded],
+    *,
+    in_time: Callable[[], bool] = lambda: True,
+) -> tuple[RunWarning, ...]:
+    """Look at the whole run once more, and mark it finished; for ``in_time`` see ``find_differences``."""
+    store.update(differences=find_differences(sweep, store.rows(), engine, in_time=in_time))
     warnings = tuple(review(load_results(store.path)))
     store.update(finished=now(), warnings=[asdict(warning) for warning in warnings])
     return warnings
 
 
 def find_differences(
-    sweep: Sweep, rows: Iterable[Mapping[str, Any]], engine: Engine[Encoded]
+    sweep: Sweep,
+    rows: Iterable[Mapping[str, Any]],
+    engine: Engine[Encoded],
+    *,
+    in_time: Callable[[], bool] = lambda: True,
 ) -> list[dict[str, Any]]:
     """Greedy outputs that are not those of plain decoding, each with the gap of the target's logits of the two tokens.
 
     Beam search is left out, which looks for other answers, and so are servers that were asked other prompts each.
     Of a conversation only the first differing turn is told, for behind it the prompts differ as well; of the repeats
     only the first.
+
+    Each takes the target a pass over the prompt: from when there is no time for one, by ``in_time``, only where outputs
+    part is told.
     """
     outputs = {
         key_of(each): tuple(each["token_ids"])
@@ -483,13 +496,14 @@ def find_differences(
             history = [answer for answer in pair[1][:-1] if answer is not None]
             if pair[0][:-1] != pair[1][:-1] or len(history) < turn:
                 continue
+            asked = engine if in_time() else None
             where = {"config": config.id, "prompt": name, "turn": turn, "repeat": repeat}
-            found[config.id, name] = {**where, **_difference(engine, prompts[name], history, tokens, plain)}
+            found[config.id, name] = {**where, **_difference(asked, prompts[name], history, tokens, plain)}
     return list(found.values())
 
 
 def _difference(
-    engine: Engine[Encoded],
+    engine: Engine[Encoded] | None,
     prompt: Prompt,
     history: Sequence[Sequence[int]],
     tokens: Sequence[int],
@@ -504,6 +518,8 @@ def _difference(
         "gap_units": None,
         "numerical_tie": None,
     }
+    if engine is None:
+        return result
     try:
         difference = engine.difference(engine.encode(prompt, history), tokens, plain)
     except Exception:  # the position alone is worth telling
