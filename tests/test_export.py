@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from exact_runs import write_exact
 from synthetic_runs import Drafter, write_run
 from test_builtin import write_gguf
 from tiny import save_tiny
@@ -30,8 +31,21 @@ from specbench.results.store import load_results
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.rules import parse_rule
 from specbench.tune.export.engine import kinds
-from specbench.tune.export.engines import ENGINES, as_file, as_json
-from specbench.tune.export.setting import Model, Setting, setting_of_config, setting_of_run
+from specbench.tune.export.engines import (
+    ENGINES,
+    as_file,
+    as_json,
+    export_fastest,
+    export_setting,
+    expresses,
+)
+from specbench.tune.export.setting import (
+    Model,
+    Setting,
+    setting_of_config,
+    setting_of_run,
+    settings_of_run,
+)
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "results"
@@ -401,6 +415,71 @@ def test_a_configuration() -> None:
     assert "nothing to switch on" in refusal(setting_of_config, plain, kind=UsageError)
 
 
+def ranked_run(folder: Path, **options: Any) -> Path:
+    """Two drafters, of which most engines have the slower one only; that at 0.6 of the speed of the other."""
+    speeds = {
+        name: {f"code-{n}": [factor * (10.0 + n % 4)] for n in range(8)}
+        for name, factor in {"plain": 1.0, "self:int8@2": 2.0, "lookup@2": 1.2, "lookup@4": 1.1}.items()
+    }
+    return write_exact(folder, speeds, **options)
+
+
+def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path: Path) -> None:
+    df = load_results(ranked_run(tmp_path / "run"))
+    settings = settings_of_run(df)
+    assert [str(each.drafter) for each in settings] == ["self:int8", "lookup", "lookup"]
+    found, made = export_fastest(ENGINES["vllm"], settings, df)
+    assert made.options["--speculative-config"]["method"] == "ngram"
+    assert found.measured is not None
+    assert found.measured.config == "lookup@2"
+    assert found.beside is not None
+    assert found.beside.fastest.config == "self:int8@2"
+    assert found.beside.share.value == pytest.approx(0.6)
+    text = as_file(ENGINES["vllm"], found, made, "run")
+    assert "# The fastest setting of the run, self:int8 γ=2: 2.00 × [2.00, 2.00]" in text
+    assert "0.60 × [0.60, 0.60] the speed of self:int8 γ=2" in " ".join(text.replace("#", "").split())
+    facts = as_json(ENGINES["vllm"], found, made, "run")["measured"]["in_place_of"]
+    assert (facts["config"], facts["share"]) == ("self:int8@2", pytest.approx(0.6))
+    message = refusal(export_fastest, ENGINES["mlx-lm"], settings, df, kind=UsageError)
+    assert message.startswith(
+        "mlx-lm cannot express any of the drafters that were measured, self:int8, lookup; it has a model."
+    )
+
+
+def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path: Path) -> None:
+    ranking = ["lookup@4", "self:int8@2", "plain", "lookup@2"]
+    tuning = {"predicted": {}, "raced": ranking[:2], "left_out": {}, "ranking": ranking, "verdict": "faster"}
+    df = load_results(ranked_run(tmp_path / "run", tuning=tuning))
+    settings = settings_of_run(df)
+    assert [each.measured.config for each in settings if each.measured] == [
+        "lookup@4",
+        "self:int8@2",
+        "lookup@2",
+    ]
+    assert [each.measured.best for each in settings if each.measured] == [True, False, False]
+    assert setting_of_run(df) == settings[0]
+    found, _ = export_fastest(ENGINES["vllm"], settings, df)
+    assert found.beside is None
+
+
+def test_a_trained_head_is_no_model(tmp_path: Path) -> None:
+    story = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
+    drafters = (Drafter("head", 0.8, 0.1),)
+    write_run(tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1)
+    file = tmp_path / "run" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"heads": {"head": story}}))
+    found = setting_of_run(load_results(tmp_path / "run"))
+    assert found.head == "eagle"
+    options = export_setting(ENGINES["vllm"], found).options["--speculative-config"]
+    assert (options["method"], options["model"]) == ("eagle3", "head")
+    for name, engine in ENGINES.items():
+        assert expresses(engine, found.drafter, "eagle") == (name == "vllm")
+        assert not expresses(engine, found.drafter, "pass")
+        if name != "vllm":
+            message = refusal(export_setting, engine, found, kind=UsageError)
+            assert "cannot express the drafter head, which is a trained head" in message
+
+
 # -- the command -------------------------------------------------------------------------------------
 
 
@@ -414,6 +493,20 @@ def test_the_command_says_what_it_is_from(cli: Cli) -> None:
     code = [line for line in result.out.splitlines() if line and not line.startswith("#")]
     assert words("\n".join(code))[:2] == ["vllm", "serve"]
     assert all(len(line) <= 100 for line in result.out.splitlines() if line.startswith("#"))
+
+
+def test_the_command_says_what_is_not_exported(cli: Cli, tmp_path: Path) -> None:
+    run_of_two = ranked_run(tmp_path / "two")
+    result = cli("export", run_of_two, "--to", "transformers")
+    assert result.code == 0
+    assert "prompt_lookup_num_tokens=2" in result.out
+    assert result.err == (
+        "specbench: transformers does not have the fastest setting of two; exported is lookup γ=2:"
+        " 1.20 × [1.20, 1.20] over plain decoding, 0.60 × [0.60, 0.60] the speed of self:int8 γ=2.\n"
+    )
+    named = cli("export", run_of_two, "--to", "transformers", "--setting", "self:int8 γ=2")
+    named.refused(2, "cannot express the drafter self:int8", "without --setting")
+    cli("export", run_of_two, "--to", "mlx-lm").refused(2, "cannot express any of the drafters")
 
 
 def test_as_data(cli: Cli) -> None:

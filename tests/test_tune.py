@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from told import refusal
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes, SharedTimes
+from specbench.bench.runner import find_differences
 from specbench.config import Config as Configuration
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
@@ -29,7 +29,16 @@ from specbench.specs.drafters import SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.rules import parse_rule
 from specbench.tune import candidates
-from specbench.tune.answer import as_json, as_markdown, as_text, configuration, exports, find_answer
+from specbench.tune.answer import (
+    as_json,
+    as_markdown,
+    as_text,
+    configuration,
+    exports,
+    exports_json,
+    exports_text,
+    find_answer,
+)
 from specbench.tune.batches import predicted_at
 from specbench.tune.candidates import (
     CALIBRATED_TREE,
@@ -184,6 +193,17 @@ def test_no_more_are_raced_than_there_is_time_for() -> None:
     assert chosen(predicted, seconds=8 * 2.1, first_s=5.0).raced == ("d@auto",)
 
 
+def test_the_best_of_what_an_engine_has_is_raced_though_it_is_far_behind() -> None:
+    predicted = {"d@auto": 3.0, "d@4": 2.9, "e@8": 1.2, "e@2": 1.3, "e@auto": 1.3}
+    assert chosen(predicted).raced == ("d@auto", "d@4")
+    its = {"e@2", "e@8", "e@auto"}
+    kept = chosen(predicted, kept=[its, its | {"d@4", "d@auto"}, set()])
+    assert kept.raced == ("d@auto", "d@4", "e@2")
+    assert kept.left_out["e@auto"] == "predicted below 0.75 of the best"
+    slower = predicted | {"e@2": 1.0, "e@8": 0.9}
+    assert "e@2" not in chosen(slower, kept=[its]).raced
+
+
 def test_what_failed_says_why() -> None:
     left_out = chosen({"d@auto": 1.0}, failed={"e": "out of memory"}).left_out
     assert left_out["e@auto"] == "failed: out of memory"
@@ -206,6 +226,7 @@ class TimedEngine(ScriptedEngine):
     ) -> None:
         super().__init__(**options)
         self.speeds, self.clock, self.noise = speeds, clock, noise
+        self.drafters_s = {"d": 0.002, "e": 0.2}
 
     def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
         outcome = super().generate(config, prompt, **options)
@@ -218,7 +239,7 @@ class TimedEngine(ScriptedEngine):
         self, prompt: Sequence[int], widths: Sequence[int], abreast: Sequence[int] = ()
     ) -> PassTimes:
         self.cost_calls.append(tuple(widths))
-        return PassTimes({n: [0.01] for n in widths}, {"d": [0.002], "e": [0.2]}, 256)
+        return PassTimes({n: [0.01] for n in widths}, {name: [s] for name, s in self.drafters_s.items()}, 256)
 
 
 def quiet() -> LoadSnapshot:
@@ -334,6 +355,21 @@ def test_without_time_for_a_block_nothing_is_said(tmp_path: Path) -> None:
     )
     found = search(tmp_path, TimedEngine(FAST, clock), sweep, clock, seconds=1000.0)
     assert found.race.leader == "d@auto"
+
+
+def test_rounding_is_looked_at_as_long_as_there_is_time(tmp_path: Path) -> None:
+    clock, sweep = FakeClock(), grid("d")
+    engine = TimedEngine(FAST, clock, spoils=lambda config: config.kind != "plain", tie=True)
+    search(tmp_path, engine, sweep, clock)
+    with RunStore.open(tmp_path) as store:
+        told = store.run["differences"]
+        untold = find_differences(sweep, store.rows(), engine, in_time=lambda: False)
+    assert {each["numerical_tie"] for each in told} == {True}
+    assert {each["numerical_tie"] for each in untold} == {None}
+    names = ("config", "prompt", "position")
+    assert [[each[name] for name in names] for each in untold] == [
+        [each[name] for name in names] for each in told
+    ]
 
 
 def test_a_machine_that_others_use_is_named_as_the_reason(tmp_path: Path) -> None:
@@ -492,11 +528,47 @@ def test_the_answer_as_text_markdown_and_json(tmp_path: Path) -> None:
 
 def test_exports_name_settings_that_engines_have(tmp_path: Path) -> None:
     answered(tmp_path, FAST)
-    commands = [shlex.split(command) for command in exports(load_results(tmp_path), tmp_path)]
-    assert {words[4] for words in commands} >= {"transformers", "vllm", "llama.cpp"}
-    for words in commands:
-        assert words[:2] == ["specbench", "export"]
-        assert words[words.index("--setting") + 1] == "d@auto"
+    found = exports(load_results(tmp_path), tmp_path)
+    assert {each.engine for each in found} >= {"transformers", "vllm", "llama.cpp"}
+    for each in found:
+        assert each.command == f"specbench export {tmp_path} --to {each.engine}"
+        assert (each.measured.config, each.setting.beside) == ("d@auto", None)
+    lines = exports_text(found).splitlines()
+    assert lines[0] == "Deploy it, or what comes nearest to it there:"
+    assert lines[1].startswith("  d auto: 2.0")
+    assert lines[2:] == [f"    {each.command}" for each in found]
+
+
+def test_what_engines_do_not_have_leaves_the_fastest_that_they_have(tmp_path: Path) -> None:
+    """No engine has a form of the target, most have lookups."""
+    clock, sweep = FakeClock(), grid("lookup", "self:int8")
+    engine = TimedEngine({"self:int8@auto": 2.0, "lookup@auto": 1.3, "lookup@8": 1.2}, clock)
+    engine.drafters_s = dict.fromkeys(("lookup", "self:int8"), 0.002)
+    found = search(tmp_path, engine, sweep, clock)
+    assert found.race.leader == "self:int8@auto"
+    with RunStore.open(tmp_path) as store:
+        assert store.run["tuning"]["ranking"][:2] == found.race.ranking[:2]
+        assert store.run["tuning"]["ranking"][0] == "self:int8@auto"
+    exported = exports(load_results(tmp_path), tmp_path)
+    assert {each.engine for each in exported} == {
+        "transformers",
+        "vllm",
+        "sglang",
+        "llama.cpp",
+        "tensorrt-llm",
+        "openvino",
+    }
+    for facts in exports_json(exported):
+        assert facts["config"] == "lookup@auto"
+        assert facts["share"]["speedup"] == pytest.approx(0.65, rel=0.02)
+    lines = exports_text(exported).splitlines()
+    assert re.fullmatch(
+        r"  lookup auto: 1.\d+ × \[.*\] over plain decoding, 0\.6.* the speed of self:int8 auto", lines[1]
+    )
+    assert lines[-2:] == [
+        "Nothing that surely is faster than plain decoding: mlx-lm.",
+        "The fastest is deployed by `specbench serve`.",
+    ]
 
 
 # -- the configuration -----------------------------------------------------------------------------

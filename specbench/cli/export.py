@@ -18,6 +18,7 @@ from specbench.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from specbench.tune.export.engine import Engine, Export
     from specbench.tune.export.setting import Setting
 
 __all__ = ["export"]
@@ -40,7 +41,7 @@ def export(
             "--setting",
             metavar="NAME",
             autocompletion=complete_configurations,
-            help="Of a run: a setting by its name in the tables or its id. Default: the fastest.",
+            help="Of a run: a setting by its name in the tables or its id. Default: the fastest that the engine has.",
         ),
     ] = None,
     gamma: Annotated[
@@ -58,30 +59,37 @@ def export(
 ) -> None:
     """Write the command or program that switches a measured setting on in another engine.
 
-    ENGINE is transformers, vllm, sglang, llama.cpp, tensorrt-llm, mlx-lm or openvino. What it has no counterpart of,
-    what means something else there, and how to see that it is on, stand in comments.
+    ENGINE is transformers, vllm, sglang, llama.cpp, tensorrt-llm, mlx-lm or openvino. Where it does not have the
+    fastest setting of a run, the fastest that it has is written, with by how much that is slower. What it has no
+    counterpart of, what means something else there, and how to see that it is on, stand in comments.
     """
     from specbench.cli.watchers import write_out
     from specbench.textsafe import terminal_safe
     from specbench.tune.export.engines import ENGINES, as_file, as_json
 
-    found, name = _found(source, setting, gamma)
     engine = ENGINES[to]
-    made = engine.export(found)
+    found, made, name = _exported(engine, source, setting, gamma)
     if json_output:
         write_out(json.dumps(as_json(engine, found, made, name), allow_nan=False) + "\n")
     else:
         write_out(terminal_safe(as_file(engine, found, made, name), sys.stdout.encoding or "utf-8"))
+        if found.beside is not None:
+            what = f"{found.measured}, {found.beside}"
+            note = f"{engine.title} does not have the fastest setting of {name}; exported is {what}."
+            typer.echo(f"specbench: {terminal_safe(note)}", err=True)
 
 
-def _found(source: Path, wanted: str | None, gamma: int | None) -> tuple[Setting, str]:
-    """The setting that is meant, and what it is from."""
+def _exported(
+    engine: Engine, source: Path, wanted: str | None, gamma: int | None
+) -> tuple[Setting, Export, str]:
+    """The setting that is meant, its export, and what it is from."""
     from dataclasses import replace
 
     from specbench.config import read_config
     from specbench.errors import UsageError
     from specbench.specs.rules import default_rule
-    from specbench.tune.export.setting import setting_of_config, setting_of_run
+    from specbench.tune.export.engines import export_fastest, export_setting
+    from specbench.tune.export.setting import setting_of_config, setting_of_run, settings_of_run
 
     if source.suffix == ".toml":
         if wanted is not None:
@@ -94,10 +102,15 @@ def _found(source: Path, wanted: str | None, gamma: int | None) -> tuple[Setting
             drafter=config.drafter or DEFAULT_DRAFTER,
             length_policy=rule or config.length_policy,
         )
-        return setting_of_config(whole, gamma), source.name
+        setting = setting_of_config(whole, gamma)
+        return setting, export_setting(engine, setting), source.name
     from specbench.cli.named_runs import named_runs
     from specbench.results.store import load_results
 
     (folder,) = named_runs([source], [wanted] if wanted else [])[:1]
     name = folder.resolve().name
-    return setting_of_run(load_results(folder), wanted, gamma, name=name), name
+    df = load_results(folder)
+    if wanted is not None:
+        setting = setting_of_run(df, wanted, gamma, name=name)
+        return setting, export_setting(engine, setting), name
+    return *export_fastest(engine, settings_of_run(df, gamma, name=name), df), name

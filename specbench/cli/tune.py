@@ -285,6 +285,7 @@ class _Job:
         self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
     ) -> Found:
         """Try, choose and race; an interrupt leaves everything measured in its place, and says how to go on."""
+        from specbench.tune.loading import exportable
         from specbench.tune.search import Search
 
         search = Search(
@@ -294,6 +295,7 @@ class _Job:
             clock=clock,
             seconds=seconds,
             until=until,
+            kept=exportable(self.sweep.configs, self.loaded.engine),
             progress=progress,
         )
 
@@ -343,30 +345,25 @@ class _Job:
         from specbench.cli.watchers import write_out
         from specbench.results.store import load_results
         from specbench.textsafe import terminal_safe
-        from specbench.tune.answer import as_json, as_text, exports, find_answer
+        from specbench.tune.answer import as_json, as_text, exports, exports_json, exports_text, find_answer
 
         df = load_results(self.folder)
         answer = find_answer(found, self.sweep.configs, df)
         self._write_summary(answer, df)
         written = self._write_configuration(answer, out, target, models, cache)
-        commands = exports(df, self.folder) if found.race.verdict == "faster" else []
+        exported = exports(df, self.folder) if found.race.verdict == "faster" else []
         if json_output:
             facts = {
                 **as_json(answer, found),
                 "configuration": str(out) if written else None,
                 "results": str(self.folder),
-                "exports": commands,
+                "exports": exports_json(exported),
             }
             write_out(json.dumps(facts, allow_nan=False) + "\n")
         else:
             text = as_text(answer)
-            if commands:
-                text += "\nDeploy it, or what comes nearest to it there:\n"
-                text += "".join(f"    {command}\n" for command in commands)
-            elif written and found.race.verdict == "faster":
-                text += (
-                    "\nNo other engine has one of the faster settings. Deploy it with `specbench serve`.\n"
-                )
+            if found.race.verdict == "faster":
+                text += f"\n{exports_text(exported)}"
             write_out(terminal_safe(text, sys.stdout.encoding or "utf-8"))
         for warning in found.warnings:
             if warning.id not in _OF_SWEEPS:

@@ -427,7 +427,8 @@ _RUN_SHAPE = {
     "shared_costs?": (None, {"target_pass_s": _are_shared_times, "drafter_pass_s?": {str: _are_pass_times}}),
     "differences?": (None, [(_DIFFERENCE, _UNEXPLAINED)]),
     "warnings?": [{"id": str, "severity": str, "message": str, "advice": str}],
-    "tuning?": (None, {"predicted": {str: number}, "raced": [str], "left_out": {str: str}}),
+    "tuning?": (None, {"predicted": {str: number}, "raced": [str], "left_out": {str: str}, "ranking?": [str],
+                       "verdict?": str}),
     "heads?": {str: STORY_SHAPE},
     "changes?": [{"differing?": [str], "environment?": _ENVIRONMENT, "options?": dict}],
 }  # fmt: skip

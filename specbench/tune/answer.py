@@ -18,8 +18,8 @@ from specbench.specs.drafters import Cascade, DrafterSpec, Several, SmallModel, 
 from specbench.specs.models import ModelSpec
 from specbench.specs.notation import add_option
 from specbench.textsafe import counted, one_line
-from specbench.tune.export.engines import ENGINES
-from specbench.tune.export.setting import Setting, setting_of_run
+from specbench.tune.export.engines import ENGINES, export_fastest
+from specbench.tune.export.setting import Measured, Setting, settings_of_run
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
@@ -28,13 +28,22 @@ if TYPE_CHECKING:
     from specbench.options import ModelOptions
     from specbench.tune.search import Found
 
-__all__ = ["Answer", "Tried", "as_json", "as_markdown", "as_text", "configuration", "exports", "find_answer"]
+__all__ = [
+    "Answer",
+    "Exported",
+    "Tried",
+    "as_json",
+    "as_markdown",
+    "as_text",
+    "configuration",
+    "exports",
+    "exports_json",
+    "exports_text",
+    "find_answer",
+]
 
 _NAMED = 5
 """How many configurations a sentence names."""
-
-_SETTINGS = 6
-"""How many of the fastest settings are looked through for one that an engine has."""
 
 
 @dataclass(frozen=True)
@@ -226,10 +235,8 @@ def _extremes(categories: Mapping[str, stats.Estimate]) -> str:
 
 def _tried(found: Found, configs: Sequence[GridConfig]) -> Iterator[Tried]:
     race, by_id = found.race, {config.id: config for config in configs}
-    measured = [name for name in race.names if race.measured(name)]
     failed = [name for name in race.names if not race.measured(name)]
-    order = sorted(measured, key=lambda name: (name != race.leader, -_speedup(race, name).value))
-    for name in (*order, *failed):
+    for name in (*race.ranking, *failed):
         blocks = race.measured(name)
         yield Tried(
             name,
@@ -397,30 +404,71 @@ def _named(model: ModelSpec) -> str:
 # -- for engines -----------------------------------------------------------------------------------
 
 
-def exports(df: pd.DataFrame, folder: Path) -> list[str]:
-    """For each engine the command that exports the fastest setting it has, of those faster than plain decoding.
+@dataclass(frozen=True)
+class Exported:
+    """What there is for an engine.
+
+    Attributes:
+        engine: Its name.
+        command: What exports the setting.
+        setting: The fastest that the engine has.
+        measured: What the run says of that.
+    """
+
+    engine: str
+    command: str
+    setting: Setting
+    measured: Measured
+
+
+def exports(df: pd.DataFrame, folder: Path) -> list[Exported]:
+    """The fastest setting that each engine has, for those where it surely is faster than plain decoding.
 
     Args:
         df: The rows of a run.
         folder: Where that is.
     """
-    rows = [
-        row
-        for row in frames.records(frames.summary_frame(df))
-        if row["kind"] == "speculative" and row["speedup_low"] > 1.0
-    ]
-    rows.sort(key=lambda row: -float(row["speedup"]))
-    settings: dict[str, Setting] = {
-        str(row["config"]): setting_of_run(df, str(row["config"])) for row in rows[:_SETTINGS]
-    }
-    commands = []
+    settings = settings_of_run(df)
+    found = []
     for name, engine in ENGINES.items():
-        for config, setting in settings.items():
-            try:
-                engine.export(setting)
-            except UsageError:
-                continue
-            words = ["specbench", "export", str(folder), "--to", name, "--setting", one_line(config)]
-            commands.append(shlex.join(words))
-            break
-    return commands
+        try:
+            setting, _ = export_fastest(engine, settings, df)
+        except UsageError:
+            continue
+        measured = setting.measured
+        if measured is not None and measured.speedup.low is not None and measured.speedup.low > 1.0:
+            command = shlex.join(["specbench", "export", str(folder), "--to", name])
+            found.append(Exported(name, command, setting, measured))
+    return found
+
+
+def exports_text(found: Sequence[Exported]) -> str:
+    """How to deploy what was found, as lines: by setting, which commands export it, and by how much it is slower."""
+    if not found:
+        return "No other engine has one of the faster settings. Deploy it with `specbench serve`.\n"
+    lines = ["Deploy it, or what comes nearest to it there:"]
+    for config in dict.fromkeys(each.measured.config for each in found):
+        same = [each for each in found if each.measured.config == config]
+        beside = same[0].setting.beside
+        lines.append(f"  {same[0].measured}{'' if beside is None else f', {beside}'}")
+        lines += [f"    {each.command}" for each in same]
+    without = [name for name in ENGINES if name not in {each.engine for each in found}]
+    if without:
+        lines.append(f"Nothing that surely is faster than plain decoding: {', '.join(without)}.")
+    if all(each.setting.beside is not None for each in found):
+        lines.append("The fastest is deployed by `specbench serve`.")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def exports_json(found: Sequence[Exported]) -> list[dict[str, Any]]:
+    """The same as data, an object for each engine; ``share`` is of the fastest setting's speed."""
+    return [
+        {
+            "engine": each.engine,
+            "command": each.command,
+            "config": each.measured.config,
+            **_ends(each.measured.speedup),
+            "share": None if each.setting.beside is None else _ends(each.setting.beside.share),
+        }
+        for each in found
+    ]

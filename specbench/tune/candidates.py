@@ -7,7 +7,7 @@ times of single passes tell what they cost. Together they predict the speedup of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,6 +235,7 @@ def choose(
     seconds: float,
     blocks: int,
     failed: Mapping[str, str],
+    kept: Iterable[Collection[str]] = (),
 ) -> Chosen:
     """Choose whom to race: of each drafter's fixed lengths the best, nobody far behind, as many as there is time for.
 
@@ -246,12 +247,15 @@ def choose(
         seconds: For the race.
         blocks: How many there should be time for.
         failed: Why drafters could not be tried, by name.
+        kept: Of each of these groups the best fixed length is raced too if it is predicted to pay, far behind or not.
     """
     left_out: dict[str, str] = {}
     ranked = sorted(predicted, key=lambda name: -predicted[name])
     best = max([1.0, *predicted.values()])
     by_id = {config.id: config for config in configs}
     lengths: dict[str, str] = {}
+    paying = [name for name in ranked if predicted[name] > 1.0 and by_id[name].gamma is not None]
+    spared = {name for group in kept for name in [each for each in paying if each in group][:1]}
     raced: list[str] = []
     block_s = first_s + plain_s
     for name in ranked:
@@ -259,7 +263,7 @@ def choose(
         took = first_s + plain_s / max(predicted[name], 1e-9)
         if config.gamma is not None and lengths.setdefault(config.drafter, name) != name:
             continue
-        if predicted[name] < BEHIND * best:
+        if predicted[name] < BEHIND * best and name not in spared:
             left_out[name] = f"predicted below {BEHIND:g} of the best"
         elif raced and blocks * (block_s + took) > seconds:
             left_out[name] = f"no time for {blocks} blocks with it too; more --minutes give it some"

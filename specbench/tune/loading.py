@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from specbench.options import quantised
 from specbench.results import stats
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm
 from specbench.tune.candidates import drafters_to_try, is_tried
+from specbench.tune.export.engines import ENGINES, expresses
 
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import CacheKind
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from specbench.specs.models import ModelSpec
     from specbench.specs.rules import RuleSpec
 
-__all__ = ["Loaded", "configurations", "load_candidates", "quickest_cache"]
+__all__ = ["Loaded", "configurations", "exportable", "load_candidates", "quickest_cache"]
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 _CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
@@ -115,6 +116,7 @@ def load_candidates(
         {each.name: each.outcome for each in proposers},
         {each.name: each.spec for each in proposers},
         fingerprints={each.name: each.weights for each in proposers if each.models},
+        heads={each.name: each.story for each in proposers if each.story is not None},
         model_defaults=model_defaults,
     )
     return Loaded(engine, kind, tuple(notes))
@@ -128,6 +130,16 @@ def configurations(options: SweepOptions, engine: ModelEngine) -> list[Config]:
 
     grid = build_configs(options, engine.specs, engine.fingerprints, fitted)
     return [each for each in grid if each.kind == "plain" or is_tried(each.rule, engine.specs[each.drafter])]
+
+
+def exportable(configs: Iterable[Config], engine: ModelEngine) -> list[set[str]]:
+    """For each engine that settings are exported to the ids of those configurations whose drafters it has."""
+    heads = {name: story["kind"] for name, story in engine.heads.items()}
+    groups = []
+    for other in ENGINES.values():
+        names = {name for name, spec in engine.specs.items() if expresses(other, spec, heads.get(name))}
+        groups.append({each.id for each in configs if each.drafter in names})
+    return groups
 
 
 def _own_forms(models: ModelOptions) -> list[SelfForm]:

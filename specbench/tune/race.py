@@ -309,6 +309,12 @@ class Race:
     def _ahead(self, name: str, over: str) -> float:
         return float(self._by_prompt(name, over).means.mean())
 
+    @property
+    def ranking(self) -> list[str]:
+        """Everybody who was measured, the leader first, the others by their speed over its own in shared blocks."""
+        rest = [name for name in self.names if name != self.leader and self.measured(name)]
+        return [self.leader, *sorted(rest, key=lambda name: -self._ahead(name, self.leader))]
+
     def measured(self, name: str) -> int:
         """In how many blocks somebody was measured."""
         return len(self._logs[name])

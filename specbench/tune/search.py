@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,7 @@ class Search:
         clock: Tells how long everything takes.
         seconds: For all of it.
         until: When that is over, on that clock. What the store holds takes none of it.
+        kept: Groups of ids, such as what an engine has: of each the best is raced, see ``choose``.
         progress: Told about the stages.
         snapshot: Looks at the machine before and behind each generation.
     """
@@ -111,12 +112,13 @@ class Search:
         clock: Clock,
         seconds: float,
         until: float,
+        kept: Iterable[Collection[str]] = (),
         progress: Progress | None = None,
         snapshot: Callable[[], LoadSnapshot] = load_snapshot,
     ) -> None:
         self._sweep, self._store, self._engine = sweep, store, engine
         self._clock, self._seconds, self._until = clock, seconds, until
-        self._progress = progress
+        self._progress, self._kept = progress, kept
         self._runner = CellRunner(sweep, store, engine, snapshot)
         self._rows: dict[Key, dict[str, Any]] = {key_of(row): row for row in store.rows()}
         self._plain = sweep.configs[0]
@@ -150,11 +152,16 @@ class Search:
         if not race.blocks:
             raise self._too_late() if ending == "time" else _no_speeds()
         batches = self._batches(race) if race.verdict == "faster" else {}
-        warnings = finish_run(self._sweep, self._store, self._engine)
+        warnings = finish_run(self._sweep, self._store, self._engine, in_time=self._in_time)
+        came_to = {"ranking": race.ranking, "verdict": race.verdict}
+        self._store.update(tuning={**self._store.run["tuning"], **came_to})
         if race.open:  # there is something to go on with
             self._store.update(finished=None)
         block_s = sum(self._took.get(name, 0.0) for name in race.running)
         return Found(race, ending, predicted, chosen.left_out, batches, block_s, aside_s, warnings)
+
+    def _in_time(self) -> bool:
+        return self._clock.now() < self._until
 
     # -- whom to race ------------------------------------------------------------------------------
 
@@ -176,6 +183,7 @@ class Search:
             seconds=_RACING * self._seconds,
             blocks=_BLOCKS,
             failed=failed,
+            kept=self._kept,
         )
         self._store.update(
             tuning={

@@ -66,6 +66,7 @@ class Engine(Protocol):
         version: That its names were read in.
         drafters: Kinds that it can express at least some of.
         rules: Draft-length rules that it has beside a fixed γ.
+        heads: Kinds of trained heads that it has.
     """
 
     name: str
@@ -73,9 +74,10 @@ class Engine(Protocol):
     version: str
     drafters: tuple[type[DrafterSpec], ...]
     rules: tuple[str, ...]
+    heads: tuple[str, ...]
 
     def export(self, setting: Setting) -> Export:
-        """The setting there.
+        """The setting there, without a trained head or with one that it has.
 
         Raises:
             UsageError: It cannot be expressed.
@@ -91,9 +93,12 @@ def kinds(engine: Engine) -> str:
 
 def refuse(engine: Engine, setting: Setting) -> UsageError:
     """The error for a drafter that an engine does not have."""
+    drafter = f"the drafter {setting.drafter}"
+    if setting.head is not None:
+        drafter += ", which is a trained head"
     return UsageError(
-        f"{engine.title} cannot express the drafter {setting.drafter}; it has {kinds(engine)}.",
-        "Export a setting with one of these (--setting), or to another engine.",
+        f"{engine.title} cannot express {drafter}; it has {kinds(engine)}.",
+        "Name a run without --setting, and the fastest setting that the engine has is exported; or another engine.",
     )
 
 
@@ -117,7 +122,7 @@ def without_counterpart(engine: Engine, setting: Setting, verifications: Sequenc
     if isinstance(model, SmallModel):
         if model.vocab is not None:
             yield f"vocab={model.vocab}: the drafter computes its whole head."
-        if setting.drafter_dtype in ("int8", "int4", None):
+        if setting.head is None and setting.drafter_dtype in ("int8", "int4", None):
             dtype = setting.drafter_dtype or "int8, specbench's default on a CPU"
             yield (
                 f"The drafter's {dtype}: there it runs as its checkpoint is stored, so that drafts cost more than"

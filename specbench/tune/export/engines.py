@@ -3,28 +3,85 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from specbench._version import __version__
+from specbench.errors import UsageError
+from specbench.specs.drafters import DrafterSpec
+from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
-from specbench.tune.export.engine import Engine, Export
+from specbench.tune.export.engine import Engine, Export, kinds, refuse
 from specbench.tune.export.llama_cpp import LlamaCpp
 from specbench.tune.export.mlx_lm import MlxLm
 from specbench.tune.export.openvino import OpenVino
-from specbench.tune.export.setting import Setting
+from specbench.tune.export.setting import Model, Setting, in_place_of
 from specbench.tune.export.sglang import SGLang
 from specbench.tune.export.tensorrt_llm import TensorRTLLM
 from specbench.tune.export.transformers import Transformers
 from specbench.tune.export.vllm import VLLM
 
-__all__ = ["ENGINES", "as_file", "as_json"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["ENGINES", "as_file", "as_json", "export_fastest", "export_setting", "expresses"]
 
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (Transformers(), VLLM(), SGLang(), LlamaCpp(), TensorRTLLM(), MlxLm(), OpenVino())
 }
 """In the order in which listings have them."""
+
+
+def export_setting(engine: Engine, setting: Setting) -> Export:
+    """A setting in an engine's words.
+
+    Raises:
+        UsageError: It cannot be expressed.
+    """
+    if setting.head is not None and setting.head not in engine.heads:
+        raise refuse(engine, setting)
+    return engine.export(setting)
+
+
+def expresses(engine: Engine, drafter: DrafterSpec, head: str | None = None) -> bool:
+    """Whether an engine has a drafter.
+
+    Args:
+        engine: The engine.
+        drafter: Any.
+        head: Kind of the trained head in it.
+    """
+    try:
+        export_setting(engine, Setting(Model("target"), drafter, parse_rule("fixed"), 1, head=head))
+    except UsageError:
+        return False
+    return True
+
+
+def export_fastest(engine: Engine, settings: Sequence[Setting], df: pd.DataFrame) -> tuple[Setting, Export]:
+    """The fastest setting that an engine has, with the fastest of all beside it, and its export.
+
+    Args:
+        engine: The engine.
+        settings: Of a run, the fastest first.
+        df: The rows of that run.
+
+    Raises:
+        UsageError: It has none of them.
+    """
+    for setting in settings:
+        try:
+            made = export_setting(engine, setting)
+        except UsageError:
+            continue
+        return (setting if setting is settings[0] else in_place_of(df, setting, settings[0])), made
+    drafters = dict.fromkeys(str(setting.drafter) for setting in settings)
+    what = refuse(engine, settings[0]).message
+    if len(drafters) > 1:
+        names = ", ".join(drafters)
+        what = f"{engine.title} cannot express any of the drafters that were measured, {names}; it has {kinds(engine)}."
+    raise UsageError(what, "Measure a setting with one of these, or export to another engine.")
 
 
 def as_file(engine: Engine, setting: Setting, export: Export, source: str) -> str:
@@ -46,6 +103,11 @@ def _measured(setting: Setting) -> Iterator[str]:
     measured = setting.measured
     if measured is None:
         return
+    if setting.beside is not None:
+        yield (
+            f"The fastest setting of the run, {setting.beside.fastest}, has no counterpart there. This is the fastest"
+            f" that has one, {setting.beside}."
+        )
     best = "The best setting of the run" if measured.best else "Measured"
     at = f" at temperature {setting.temperature:g}" if setting.temperature else ""
     yield f"{best}{at}, {measured}, in specbench. Another engine on another machine has other costs: measure there too."
@@ -90,6 +152,7 @@ def as_json(engine: Engine, setting: Setting, export: Export, source: str) -> di
             "low": measured.speedup.low,
             "high": measured.speedup.high,
             "verdict": measured.verdict,
+            "in_place_of": _in_place_of(setting),
         },
         "options": export.options,
         "text": export.text,
@@ -97,4 +160,17 @@ def as_json(engine: Engine, setting: Setting, export: Export, source: str) -> di
         "missing": list(export.missing),
         "differs": list(export.differs),
         "check": export.check,
+    }
+
+
+def _in_place_of(setting: Setting) -> dict[str, Any] | None:
+    beside = setting.beside
+    if beside is None:
+        return None
+    share = beside.share
+    return {
+        "config": beside.fastest.config,
+        "share": share.value if share.prompts else None,
+        "low": share.low,
+        "high": share.high,
     }

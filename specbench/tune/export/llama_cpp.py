@@ -19,6 +19,7 @@ class LlamaCpp:
     version = "b11549"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, SmallModel, Cascade)
     rules: tuple[str, ...] = ("confidence",)
+    heads: tuple[str, ...] = ()
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""

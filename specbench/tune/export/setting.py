@@ -1,4 +1,4 @@
-"""What is exported: the best setting of a run, one that is named, or that of a `specbench.toml`."""
+"""What is exported: the fastest setting of a run, or of those an engine has; a named one; a `specbench.toml`'s."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from specbench.errors import UsageError
 from specbench.results import frames, stats
-from specbench.results.compare import named_config
+from specbench.results.compare import named_config, side_by_side
 from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.rules import RuleSpec, parse_rule
@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
     from specbench.config import Config
 
-__all__ = ["Measured", "Model", "Setting", "setting_of_config", "setting_of_run"]
+__all__ = [
+    "Beside",
+    "Measured",
+    "Model",
+    "Setting",
+    "in_place_of",
+    "setting_of_config",
+    "setting_of_run",
+    "settings_of_run",
+]
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,25 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """The fastest setting of a run, where something else is exported because an engine does not have it.
+
+    Attributes:
+        fastest: What the run says of it.
+        share: Speed of what is exported over its own, on the prompts that both were measured on.
+    """
+
+    fastest: Measured
+    share: stats.Estimate
+
+    def __str__(self) -> str:
+        label = one_line(self.fastest.label)
+        if not self.share.prompts:
+            return f"on other prompts than {label}"
+        return f"{stats.ratio_text(self.share, ' ×')} the speed of {label}"
+
+
+@dataclass(frozen=True)
 class Setting:
     """A way to decode, as far as other engines may have it too.
 
@@ -92,6 +120,8 @@ class Setting:
         drafter_dtype: Of a drafter's model.
         temperature: At which it was measured; ``None`` where it was not.
         measured: What a run says of it.
+        beside: The fastest of that run, if this one is exported in its place.
+        head: Kind of the trained head in the drafter, as far as results say; ``None`` without one.
     """
 
     target: Model
@@ -103,6 +133,8 @@ class Setting:
     drafter_dtype: str | None = None
     temperature: float | None = None
     measured: Measured | None = None
+    beside: Beside | None = None
+    head: str | None = None
 
     @property
     def assistant(self) -> Model | None:
@@ -161,61 +193,131 @@ def setting_of_run(
     Raises:
         UsageError: There is no such setting, or it drafts nothing, or the run is one over servers.
     """
-    run = frames.run_of(df)
-    summary = frames.summary_frame(df)
-    rows = frames.records(summary)
-    if any(row["kind"] == "server" for row in rows):
-        raise UsageError(
-            f"In {name} servers were measured, whose settings are not known here.", "Name a run of models."
-        )
-    row = _best(summary, rows, name) if wanted is None else _named(run, rows, wanted, name)
-    drafter = _drafter(row["drafter"])
-    rule = parse_rule(row["policy"])
-    own, reason = (gamma, "as --gamma says") if gamma else _fixed(df, rows, row, rule)
-    dtype = re.search(r" \((\w+)\)$", row["drafter"])
-    measured = Measured(
-        row["config"],
-        row["label"],
-        frames.estimate_of(row),
-        row["verdict"],
-        row["config"] in frames.winners(summary),
+    run = _Run(df, name)
+    return run.setting(run.fastest_first()[0] if wanted is None else run.named(wanted), gamma)
+
+
+def settings_of_run(
+    df: pd.DataFrame, gamma: int | None = None, *, name: str = "the run"
+) -> Sequence[Setting]:
+    """The settings of a run at its first temperature, the fastest first, as far as this version knows their drafters.
+
+    Args:
+        df, gamma, name: See ``setting_of_run``.
+
+    Raises:
+        UsageError: There is none, or the run is one over servers.
+    """
+    run = _Run(df, name)
+    settings: list[Setting] = []
+    unknown: UsageError | None = None
+    for row in run.fastest_first():
+        try:
+            settings.append(run.setting(row, gamma))
+        except UsageError as error:
+            unknown = unknown or error
+    if unknown is not None and not settings:
+        raise unknown
+    return settings
+
+
+def in_place_of(df: pd.DataFrame, setting: Setting, fastest: Setting) -> Setting:
+    """A setting that is exported because an engine does not have the fastest one, with that beside it.
+
+    Args:
+        df: The rows of the run that both are from.
+        setting: What is exported.
+        fastest: What is not.
+    """
+    assert setting.measured is not None
+    assert fastest.measured is not None
+    pairs = side_by_side(df, setting.measured.config, fastest.measured.config)
+    share = stats.geometric_mean(
+        (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
     )
-    target = run["target"]
-    return Setting(
-        Model.named(one_line(target["name"])),
-        drafter,
-        rule,
-        own,
-        reason,
-        target.get("dtype"),
-        None if dtype is None else dtype[1],
-        float(row["temperature"]),
-        measured,
-    )
+    return replace(setting, beside=Beside(fastest.measured, share))
 
 
-def _best(summary: pd.DataFrame, rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    measured = [row for row in rows if row["kind"] == "speculative" and row["speedup"] == row["speedup"]]
-    if not measured:
-        raise UsageError(
-            f"In {name} no speculative decoding was measured to its end.", "Measure some, or resume it."
+class _Run:
+    """A run whose settings are asked for."""
+
+    def __init__(self, df: pd.DataFrame, name: str) -> None:
+        self.df, self.name, self.run = df, name, frames.run_of(df)
+        summary = frames.summary_frame(df)
+        self.rows = frames.records(summary)
+        self.winners = frames.winners(summary)
+        tuning = self.run.get("tuning") or {}
+        self.ranking: Sequence[str] = tuning.get("ranking", ())
+        """The order to which `specbench tune` came, which measures the slower ones on few prompts."""
+        if self.ranking:
+            self.winners = {self.ranking[0]} if tuning.get("verdict") == "faster" else set()
+        if any(row["kind"] == "server" for row in self.rows):
+            raise UsageError(
+                f"In {name} servers were measured, whose settings are not known here.",
+                "Name a run of models.",
+            )
+
+    def fastest_first(self) -> list[dict[str, Any]]:
+        """What was measured at the first temperature; of `specbench tune` as that ranks it, else by speedup."""
+        measured = [
+            row for row in self.rows if row["kind"] == "speculative" and row["speedup"] == row["speedup"]
+        ]
+        if not measured:
+            raise UsageError(
+                f"In {self.name} no speculative decoding was measured to its end.",
+                "Measure some, or resume it.",
+            )
+        first = [row for row in measured if row["temperature"] == measured[0]["temperature"]]
+        places = {config: place for place, config in enumerate(self.ranking)}
+        return sorted(
+            first,
+            key=lambda row: (
+                places.get(row["config"], len(places)),
+                row["config"] not in self.winners,
+                -float(row["speedup"]),
+            ),
         )
-    first = [row for row in measured if row["temperature"] == measured[0]["temperature"]]
-    faster = [row for row in first if row["config"] in frames.winners(summary)]
-    return max(faster or first, key=lambda row: float(row["speedup"]))
 
+    def named(self, wanted: str) -> dict[str, Any]:
+        """The row of a setting by its name or id."""
+        config = named_config(self.run, wanted, self.name)
+        if config["kind"] != "speculative":
+            raise UsageError(
+                f"The setting {wanted!r} is no speculative decoding of specbench.",
+                "Name one that drafts by its own loop.",
+            )
+        found = next((row for row in self.rows if row["config"] == config["id"]), None)
+        if found is None:
+            raise UsageError(
+                f"Of the setting {wanted!r} nothing is measured in {self.name}.", "Name another one."
+            )
+        return found
 
-def _named(run: Mapping[str, Any], rows: Sequence[dict[str, Any]], wanted: str, name: str) -> dict[str, Any]:
-    config = named_config(run, wanted, name)
-    if config["kind"] != "speculative":
-        raise UsageError(
-            f"The setting {wanted!r} is no speculative decoding of specbench.",
-            "Name one that drafts by its own loop.",
+    def setting(self, row: Mapping[str, Any], gamma: int | None) -> Setting:
+        """The setting of a row."""
+        drafter = _drafter(row["drafter"])
+        rule = parse_rule(row["policy"])
+        own, reason = (gamma, "as --gamma says") if gamma else _fixed(self.df, self.rows, row, rule)
+        dtype = re.search(r" \((\w+)\)$", row["drafter"])
+        target = self.run["target"]
+        return Setting(
+            Model.named(one_line(target["name"])),
+            drafter,
+            rule,
+            own,
+            reason,
+            target.get("dtype"),
+            None if dtype is None else dtype[1],
+            float(row["temperature"]),
+            Measured(
+                row["config"],
+                row["label"],
+                frames.estimate_of(row),
+                "faster" if row["config"] in self.winners else row["verdict"],
+                row["config"] in self.winners,
+            ),
+            head=(self.run.get("heads") or {}).get(row["drafter"], {}).get("kind"),
         )
-    found = next((row for row in rows if row["config"] == config["id"]), None)
-    if found is None:
-        raise UsageError(f"Of the setting {wanted!r} nothing is measured in {name}.", "Name another one.")
-    return found
 
 
 def _drafter(name: str) -> DrafterSpec:

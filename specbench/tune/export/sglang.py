@@ -19,6 +19,7 @@ class SGLang:
     version = "0.5.23"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, Suffix, SmallModel)
     rules: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""

@@ -23,6 +23,7 @@ class TensorRTLLM:
     version = "1.2.1"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, SmallModel)
     rules: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""

@@ -20,6 +20,7 @@ class VLLM:
     version = "0.33.0"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, Suffix, SmallModel)
     rules: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ("eagle",)
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""
@@ -47,7 +48,8 @@ class VLLM:
             )
         elif isinstance(drafter, SmallModel):
             assert setting.assistant is not None
-            speculative = {"method": "draft_model", "model": setting.assistant.name}
+            method = "draft_model" if setting.head is None else "eagle3"
+            speculative = {"method": method, "model": setting.assistant.name}
             speculative |= engine.revision(setting.assistant, "revision")
             if setting.temperature:
                 speculative["draft_sample_method"] = "probabilistic"  # as specbench drew and tested
