@@ -247,7 +247,8 @@ class GenerationRun:
         self.policy = policy = policy if allowed is None else replace(policy, allowed=allowed)
         target, drafter = seats.open(self.drafter)
         if load is not None:
-            share_costs(policy, load, [loaded_of(part.scorer) for part in models_of(drafter)])
+            models = [loaded_of(part.scorer) for part in models_of(drafter)]
+            share_costs(policy, load, models, len(self.prompt))
         return Request(self.prompt, target, drafter, policy, **self._settings)
 
     def __iter__(self) -> Iterator[Prefill | Step]:

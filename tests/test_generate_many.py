@@ -249,7 +249,7 @@ def test_later_batches_know_what_passes_cost(kind: str) -> None:
         rounds.append(load.rounds)
         passes.append(len(load.drafts(made.scorer)))
     assert rounds[0] < rounds[1] < rounds[2]
-    assert 0 < passes[1] < passes[2]
+    assert 0 < passes[1] <= passes[2], "drafts of such a model do not pay"
 
 
 @pytest.mark.parametrize("kind", ["lookup", "model", "self:layers=1", "lookup+model", "lookup|self:layers=1"])

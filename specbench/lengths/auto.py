@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
 
-__all__ = ["AutoLength"]
+__all__ = ["TIMINGS", "AutoLength"]
 
-_TIMINGS = 2
+TIMINGS = 2
 """Steps that must have told the drafter's time before it can be held too slow: the first may be disturbed."""
 
 _SURE = 6
@@ -117,13 +117,13 @@ class AutoLength(Rule):
             self._costs.timings > 0
             and self._limit > 0
             and not self._copies
-            and not self._worth(0, self._upcoming.chance(self._last), self._draft_s)
+            and not self._pays(self._upcoming.chance(self._last), room, self._draft_s)
         ):
             self._idle += 1
             self._probing = (
-                self._costs.timings < _TIMINGS
-                or self._costs.may_look(self._credit >= self._probe_s or self._unsure())
-                or self._worth(0, self._upcoming.hoped_for(self._last), self._draft_s)
+                self._costs.timings < TIMINGS
+                or self._costs.may_look(self._credit >= self._probe_s or self._unsure(room))
+                or self._pays(self._upcoming.hoped_for(self._last), room, self._draft_s)
             )
             self._paused = not self._probing  # but for tokens that come without a pass
         elif (tried := self._untimed_length()) is not None:
@@ -133,12 +133,20 @@ class AutoLength(Rule):
             self._idle = 0
         return self._limit
 
-    def _unsure(self) -> bool:
+    def _pays(self, chance: float, room: int, draft_s: float) -> bool:
+        """Whether a draft earns its time; those of all the output, where the drafter first has to catch up with it.
+
+        A step that gains g tokens gives at least 1 + g of them.
+        """
+        gain = self._promise(0, chance, draft_s, chance, draft_s)
+        return gain > 0.0 and gain * room / (1.0 + gain) >= self._rate * self._costs.catching_up_s
+
+    def _unsure(self, room: int) -> bool:
         """Whether the few steps that told the drafter's time may all have been disturbed, and another is due."""
         timings = self._costs.timings
         if timings >= _SURE or self._idle < 2 ** (timings - 2):
             return False
-        return self._worth(0, self._upcoming.chance(self._last), self._draft_s / _DISTURBED)
+        return self._pays(self._upcoming.chance(self._last), room, self._draft_s / _DISTURBED)
 
     def _untimed_length(self) -> int | None:
         """A draft length to try, so that steps of one length do not hide that another would be faster."""
@@ -265,7 +273,7 @@ class AutoLength(Rule):
         """Renew what decisions go by: costs, and the rate."""
         d = self._draft_s = self._costs.draft_s
         v = self._verify_s = self._costs.verify_s(max(self.gamma_max + 2, *self._widths, 0))
-        self._probe_s = d + v[2] - v[1]
+        self._probe_s = d + v[2] - v[1] + self._costs.catching_up_s
         tokens = expected_tokens_by_position([self._upcoming.chance(self._last)] * self.gamma_max)
         gamma = best_length(tokens, d, v)
         spent = self._passes * d + sum(count * v[n] for n, count in self._widths.items())

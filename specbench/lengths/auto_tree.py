@@ -68,7 +68,7 @@ class AutoTree(AutoLength):
         self._before: dict[int, list[float]] = {}  # by node: log-odds of its candidates' ranks
         self._odds: list[float] = []  # by node: of the token it became
         self._reached: list[float] = []  # by node: the chance that it is kept
-        self._asked = room > 0 and not self._paused
+        self._asked = room > 0 and self._limit > 0 and not self._paused
         self._rows_read = 1
         return self._asked
 

@@ -71,6 +71,11 @@ class CostSource(Protocol):
         """The longest draft whose time can be judged by what was seen."""
         ...
 
+    @property
+    def catching_up_s(self) -> float:
+        """How long the drafter reads before it can draft, what it lacks of the context; 0 where nobody counts that."""
+        ...
+
     def samples(self, n: int) -> float:
         """How many steps with ``n`` tokens to verify have been timed; infinite if the time is given."""
         ...
@@ -131,6 +136,8 @@ class CostSource(Protocol):
 class _Alone:
     """Costs of a request whose passes are no others'."""
 
+    catching_up_s = 0.0
+
     def rate(self, reached: float, plain: float) -> float:
         return max(reached, plain)
 
@@ -186,22 +193,35 @@ class WidthTimes:
 
     Args:
         first: Where the gentle slope begins to be assumed; ``None``: at the fewest tokens seen.
+
+    Attributes:
+        widest: The most tokens of a sample.
+        count: Samples so far.
     """
 
     def __init__(self, first: int | None = 1) -> None:
         self._first = first
-        self._samples: dict[int, deque[float]] = {}
+        self._samples: dict[int, deque[tuple[int, float]]] = {}
         self._medians: dict[int, float] = {}
         self._line = (1.0, SLOPE)
         self._off_line: dict[int, float] = {}
         self._least = 1.0
+        self.widest = self.count = 0
         self._known: dict[int, float] = {}
 
-    def add(self, n: int, seconds: float) -> None:
-        """Take in a sample."""
-        samples = self._samples.setdefault(n, deque(maxlen=_STEPS))
-        samples.append(seconds)
-        self._medians[n] = median_low(samples)
+    def add(self, n: int, seconds: float, step: int = 1) -> None:
+        """Take in a sample; numbers of tokens up to the same multiple of ``step`` count as one, along the line."""
+        place, slope = step * -(-n // step), self.slope_s
+        self._samples.setdefault(place, deque(maxlen=_STEPS)).append((n, seconds))
+        self.widest = max(self.widest, n)
+        self.count += 1
+        if step == 1:
+            self._medians[place] = median_low(seconds for _, seconds in self._samples[place])
+        else:
+            for each, samples in self._samples.items():
+                self._medians[each] = median_low(
+                    seconds + slope * (each - number) for number, seconds in samples
+                )
         self._fit()
 
     def samples(self, n: int) -> int:

@@ -7,10 +7,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from specbench.decoding.theory import SLOPE
-from specbench.lengths.auto import AutoLength
+from specbench.lengths.auto import TIMINGS, AutoLength
 from specbench.lengths.costs import (
     ASSUMED_C,
     FIRST_REACH,
@@ -42,17 +42,27 @@ _DRAFTS = 4 * LATEST_PASSES
 _PLAIN = 64
 """Every so many rounds nobody drafts, so that what a plain pass takes stays known."""
 
+_SCOUTED = 3
+"""Passes with drafts of one request that are timed before all may draft: of fewer the median may be a disturbed one."""
+
 _INSTANT = 1e-9
 """No pass takes less."""
 
 
 class _DraftPass(NamedTuple):
-    """A pass of a drafter's model: how long it took, how many drafted in it, and how many such it had made before in
-    this round."""
+    """A pass of a drafter's model.
+
+    Attributes:
+        seconds: How long it took.
+        requests: How many drafted in it.
+        before: How many such the model had made before in this round.
+        scouted: Whether one drafted before all did.
+    """
 
     seconds: float
     requests: int
     before: int
+    scouted: bool
 
 
 class Load:
@@ -76,7 +86,10 @@ class Load:
         self.plain_s, self.drafted_s = WidthTimes(first=None), WidthTimes(first=None)
         self._rounds = self._lasted = 0.0  # of the latest ones: how many, and how long, in plain rounds
         self._drafts: WeakKeyDictionary[object, deque[_DraftPass]] = WeakKeyDictionary()
+        self._readings: WeakKeyDictionary[object, deque[float]] = WeakKeyDictionary()  # seconds per token
         self._in_round: Counter[object] = Counter()  # by model
+        self._scout: ReferenceType[object] | None = None
+        self._scouting = 0  # in which round its last step ended, or it became it
         self._looking = -1  # the round in which everybody may
         self._known: dict[int, float] = {}  # of the target's passes, by rows, until there is another one
 
@@ -97,9 +110,13 @@ class Load:
             if self._timed_any:
                 self._rounds = _MEMORY * self._rounds + 1.0
                 self._lasted = _MEMORY * self._lasted + self._in_plain_rounds(self.target_s(self.rows))
-        elif not reading:
+        elif reading:
+            readings = self._readings.setdefault(made.model, deque(maxlen=LATEST_PASSES))
+            readings.append(made.seconds / sum(made.fed))
+        else:
             passes = self._drafts.setdefault(made.model, deque(maxlen=_DRAFTS))
-            passes.append(_DraftPass(made.seconds, requests, self._in_round[made.model]))
+            scouted = self.drafted_s.count < _SCOUTED
+            passes.append(_DraftPass(made.seconds, requests, self._in_round[made.model], scouted))
             self._in_round[made.model] += 1
             if self._timed_any:
                 self._lasted += self._in_plain_rounds(median_low(each.seconds for each in passes))
@@ -109,10 +126,8 @@ class Load:
         if self.rows == self.requests:
             self.plain_s.add(self.requests, seconds)
             return
-        # A width in rows is hardly ever seen twice: one of the next of half a row for each is told.
-        step = max(1, self.requests // 2)
-        width = step * -(-self.rows // step)
-        self.drafted_s.add(width, seconds + (width - self.rows) * self.drafted_s.slope_s)
+        # A width in rows is hardly ever seen twice: those within half a row for each are told as one.
+        self.drafted_s.add(self.rows, seconds, max(1, self.requests // 2))
 
     def target_s(self, rows: int) -> float:
         """Seconds of a pass by the requests of the last one, over so many rows in all; in units of one before any."""
@@ -128,7 +143,12 @@ class Load:
             return plain
         if not self.drafted_s.any:
             return plain * (1 + SLOPE * (rows - self.requests))
-        return max(plain, self.drafted_s(rows))
+        widest = self.drafted_s.widest
+        if len(self.drafted_s.seen) > 1 or not self.requests < widest < rows:
+            return max(plain, self.drafted_s(rows))
+        # Nothing tells yet what is uneven and what a row takes: it is taken to take all of it.
+        known = max(plain, self.drafted_s(widest))
+        return known + (known - plain) / (widest - self.requests) * (rows - widest)
 
     @property
     def uneven_s(self) -> float:
@@ -156,6 +176,25 @@ class Load:
     def drafts(self, model: object) -> Sequence[_DraftPass]:
         """The latest passes of a drafter's model."""
         return self._drafts.get(model, ())
+
+    def read_s(self, model: object) -> float:
+        """Seconds that a drafter's model takes to read a token of a long context; 0 before it has read one."""
+        readings = self._readings.get(model)
+        return median_low(readings) if readings else 0.0
+
+    def may_scout(self, request: object) -> bool:
+        """Whether a request may draft though nobody knows yet what that costs: one at a time may.
+
+        Who has not come to the end of a step for long has ended, or waits, and another one may in its place.
+        """
+        if self._scout is None or self._scout() is None or self.rounds - self._scouting > _PLAIN:
+            self._scout, self._scouting = ref(request), self.rounds
+        return self._scout() is request
+
+    def goes_on(self, request: object) -> None:
+        """A request has come to the end of a step."""
+        if self._scout is not None and self._scout() is request:
+            self._scouting = self.rounds
 
     def may_look(self, due: bool) -> bool:
         """Whether those who draft nothing may look in this round whether that pays again: all of them, or none.
@@ -195,15 +234,17 @@ class SharedCosts:
         load: The batch.
         models: Who makes the passes of this request's drafter; none for one without a model.
         own: What it went by alone. Costs that were given stay, as those of a pass over so many rows.
+        prompt: How many tokens the drafter has to read before it can draft.
     """
 
-    def __init__(self, load: Load, models: Sequence[object], own: CostSource) -> None:
-        self._load, self._models = load, models
+    def __init__(self, load: Load, models: Sequence[object], own: CostSource, prompt: int = 0) -> None:
+        self._load, self._models, self._prompt = load, models, prompt
         self._given = own if isinstance(own, GivenCosts) else None
         self.reset()
 
     def reset(self) -> None:
         self._rows, self._longest = 1, 0
+        self._lacks = self._prompt
         self._steps = self._tokens = _PRIOR_STEPS
 
     @property
@@ -212,7 +253,9 @@ class SharedCosts:
 
     @property
     def timings(self) -> float:
-        return math.inf if self._given is not None or not self._models else len(self._passes)
+        if self._given is not None or not self._models:
+            return math.inf
+        return len(self._passes) if self._is_known else 0
 
     @property
     def draft_s(self) -> float:
@@ -224,6 +267,10 @@ class SharedCosts:
         latest = self._passes
         if not latest:
             return ASSUMED_C * self.verify_s(1)[1] if self._given is None else self._given.draft_s
+        if all(each.scouted for each in latest):  # all would draft in it
+            latest = [each._replace(requests=max(each.requests, self._load.requests)) for each in latest]
+        else:
+            latest = [each for each in latest if not each.scouted]
         # Behind the longest drafts seen, as many are taken to draft as at their end.
         longest = max(each.before for each in latest)
         place = min((each.before for each in latest if each.before >= passes), default=longest)
@@ -236,9 +283,19 @@ class SharedCosts:
     def reach(self) -> float:
         if self._given is not None:
             return math.inf
-        if self._load.plain:
+        if self._load.plain or not (self._is_known or self._load.may_scout(self)):
             return 0
         return max(FIRST_REACH, 2 * self._longest) if self.timings else FIRST_REACH
+
+    @property
+    def _is_known(self) -> bool:
+        return not self._models or (len(self._passes) >= TIMINGS and self._load.drafted_s.count >= _SCOUTED)
+
+    @property
+    def catching_up_s(self) -> float:
+        if self._given is not None or self._lacks <= _CATCHING_UP:
+            return 0.0
+        return self._lacks * sum(map(self._load.read_s, self._models))
 
     def samples(self, n: int) -> float:  # noqa: ARG002
         return math.inf  # the others' rows see to it that widths differ
@@ -262,31 +319,33 @@ class SharedCosts:
         return plain * max(1.0, self._tokens / self._steps / self._load.stretch)
 
     def may_look(self, due: bool) -> bool:
-        return self._load.may_look(due)
+        return self._load.may_look(due) and (due or not self.catching_up_s)
 
     def observe(
         self,
         step: Step,
         caught_up: bool,  # noqa: ARG002
-        passes: int | None = None,  # noqa: ARG002
+        passes: int | None = None,
         rows: int | None = None,  # noqa: ARG002
     ) -> None:
         self._steps = _MEMORY * self._steps + 1.0
         self._tokens = _MEMORY * self._tokens + len(step.tokens)
         self._rows = step.verified
         self._longest = max(self._longest, step.verified - 1)
+        self._lacks = 0 if (step.gamma if passes is None else passes) else self._lacks + len(step.tokens)
+        self._load.goes_on(self)
 
     def to_dict(self) -> dict[str, Any]:
         seconds = self.verify_s(self._longest + 1)
         return costs_to_dict(self.draft_s if self.timings else None, dict(enumerate(seconds[1:], 1)))
 
 
-def share_costs(policy: DraftPolicy, load: Load, models: Sequence[object]) -> None:
+def share_costs(policy: DraftPolicy, load: Load, models: Sequence[object], prompt: int = 0) -> None:
     """Let a policy go by what passes cost a batch, if it reads costs at all.
 
     Args:
         policy: That of one request.
-        load, models: See ``SharedCosts``.
+        load, models, prompt: See ``SharedCosts``.
     """
     if isinstance(policy.learner, AutoLength):
-        policy.learner.go_by(lambda own: SharedCosts(load, models, own))
+        policy.learner.go_by(lambda own: SharedCosts(load, models, own, prompt))
