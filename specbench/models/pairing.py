@@ -44,7 +44,8 @@ def translation_of(target: LanguageModel, drafter: LanguageModel) -> Translation
             )
         return None
     vocabulary = target.tokenizer.get_vocab()
-    if vocabulary == drafter.tokenizer.get_vocab():
+    same = target.tokenizer_files is not None and target.tokenizer_files == drafter.tokenizer_files
+    if same or vocabulary == drafter.tokenizer.get_vocab():
         needed = max(vocabulary.values(), default=-1) + 1
         for model in (target, drafter):
             if model.vocab_size < needed:
