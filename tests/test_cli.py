@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import math
@@ -28,7 +29,7 @@ import specbench.generate
 import specbench.models.checkpoints
 import specbench.models.prepare
 from specbench.backends.torch.kernels import native
-from specbench.cli import run
+from specbench.cli import main, run
 from specbench.cli.options import complete_rules
 from specbench.cli.summary import show_summary
 from specbench.cli.watchers import WordWrap
@@ -1207,3 +1208,18 @@ def test_bit_exact_passes_are_refused_where_they_are_not(tiny: Cli, monkeypatch:
     tiny("--bit-exact", "-n", "3", "Hi").refused(
         2, "Bit-exact passes cannot be had here", "Leave --bit-exact out"
     )
+
+
+def test_a_process_that_ends_looks_through_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbench.cli.end_cleanly_on_sigterm", lambda: None)
+    before = gc.get_freeze_count()
+    try:
+        with pytest.raises(SystemExit) as left:
+            main(["--version"])
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("specbench ")
