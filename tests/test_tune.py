@@ -559,14 +559,14 @@ def test_what_engines_do_not_have_leaves_the_fastest_that_they_have(tmp_path: Pa
         "openvino",
     }
     for facts in exports_json(exported):
-        assert facts["config"] == "lookup@auto"
-        assert facts["share"]["speedup"] == pytest.approx(0.65, rel=0.02)
+        assert facts["config"] == "lookup@8"  # no engine has the rule, which is a little faster
+        assert facts["share"]["speedup"] == pytest.approx(0.6, rel=0.02)
     lines = exports_text(exported).splitlines()
     assert re.fullmatch(
-        r"  lookup auto: 1.\d+ × \[.*\] over plain decoding, 0\.6.* the speed of self:int8 auto", lines[1]
+        r"  lookup γ=8: 1.\d+ × \[.*\] over plain decoding; 0\.[56].* the speed of self:int8 auto", lines[1]
     )
     assert lines[-2:] == [
-        "Nothing that surely is faster than plain decoding: mlx-lm.",
+        "Nothing faster than plain decoding: mlx-lm.",
         "The fastest is deployed by `specbench serve`.",
     ]
 

@@ -422,7 +422,7 @@ class Exported:
 
 
 def exports(df: pd.DataFrame, folder: Path) -> list[Exported]:
-    """The fastest setting that each engine has, for those where it surely is faster than plain decoding.
+    """The fastest setting that each engine has, for those where it measured faster than plain decoding.
 
     Args:
         df: The rows of a run.
@@ -436,7 +436,7 @@ def exports(df: pd.DataFrame, folder: Path) -> list[Exported]:
         except UsageError:
             continue
         measured = setting.measured
-        if measured is not None and measured.speedup.low is not None and measured.speedup.low > 1.0:
+        if measured is not None and measured.speedup.value > 1.0:
             command = shlex.join(["specbench", "export", str(folder), "--to", name])
             found.append(Exported(name, command, setting, measured))
     return found
@@ -450,11 +450,13 @@ def exports_text(found: Sequence[Exported]) -> str:
     for config in dict.fromkeys(each.measured.config for each in found):
         same = [each for each in found if each.measured.config == config]
         beside = same[0].setting.beside
-        lines.append(f"  {same[0].measured}{'' if beside is None else f', {beside}'}")
+        low = same[0].measured.speedup.low
+        unsure = ", not surely faster than that" if low is None or low <= 1.0 else ""
+        lines.append(f"  {same[0].measured}{unsure}{'' if beside is None else f'; {beside}'}")
         lines += [f"    {each.command}" for each in same]
     without = [name for name in ENGINES if name not in {each.engine for each in found}]
     if without:
-        lines.append(f"Nothing that surely is faster than plain decoding: {', '.join(without)}.")
+        lines.append(f"Nothing faster than plain decoding: {', '.join(without)}.")
     if all(each.setting.beside is not None for each in found):
         lines.append("The fastest is deployed by `specbench serve`.")
     return "".join(f"{line}\n" for line in lines)

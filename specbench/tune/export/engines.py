@@ -62,6 +62,9 @@ def expresses(engine: Engine, drafter: DrafterSpec, head: str | None = None) -> 
 def export_fastest(engine: Engine, settings: Sequence[Setting], df: pd.DataFrame) -> tuple[Setting, Export]:
     """The fastest setting that an engine has, with the fastest of all beside it, and its export.
 
+    In place of the fastest of all, a setting whose rule the engine lacks is exported only where no fixed γ was measured
+    with its drafter: otherwise that is what the engine gets, and what figures have to be about.
+
     Args:
         engine: The engine.
         settings: Of a run, the fastest first.
@@ -70,7 +73,11 @@ def export_fastest(engine: Engine, settings: Sequence[Setting], df: pd.DataFrame
     Raises:
         UsageError: It has none of them.
     """
+    fixed = {setting.drafter for setting in settings if not setting.gamma_from}
     for setting in settings:
+        replaced = setting.gamma_from and setting.rule.word not in engine.rules
+        if replaced and setting.drafter in fixed and setting is not settings[0]:
+            continue
         try:
             made = export_setting(engine, setting)
         except UsageError:
