@@ -200,6 +200,8 @@ def test_the_best_of_what_an_engine_has_is_raced_though_it_is_far_behind() -> No
     kept = chosen(predicted, kept=[its, its | {"d@4", "d@auto"}, set()])
     assert kept.raced == ("d@auto", "d@4", "e@2")
     assert kept.left_out["e@auto"] == "predicted below 0.75 of the best"
+    # Blocks of plain decoding and two of these take 2.12 s.
+    assert chosen(predicted, kept=[its], seconds=8 * 2.2).raced == ("d@auto", "e@2")
     slower = predicted | {"e@2": 1.0, "e@8": 0.9}
     assert "e@2" not in chosen(slower, kept=[its]).raced
 

@@ -445,7 +445,7 @@ def exports(df: pd.DataFrame, folder: Path) -> list[Exported]:
 def exports_text(found: Sequence[Exported]) -> str:
     """How to deploy what was found, as lines: by setting, which commands export it, and by how much it is slower."""
     if not found:
-        return "No other engine has one of the faster settings. Deploy it with `specbench serve`.\n"
+        return "Nothing that other engines have was faster than plain decoding. Deploy it with `specbench serve`.\n"
     lines = ["Deploy it, or what comes nearest to it there:"]
     for config in dict.fromkeys(each.measured.config for each in found):
         same = [each for each in found if each.measured.config == config]

@@ -247,7 +247,8 @@ def choose(
         seconds: For the race.
         blocks: How many there should be time for.
         failed: Why drafters could not be tried, by name.
-        kept: Of each of these groups the best fixed length is raced too if it is predicted to pay, far behind or not.
+        kept: Of each of these groups the best fixed length is raced too if it is predicted to pay, far behind or not,
+            and before all but the best where there is little time.
     """
     left_out: dict[str, str] = {}
     ranked = sorted(predicted, key=lambda name: -predicted[name])
@@ -258,7 +259,7 @@ def choose(
     spared = {name for group in kept for name in [each for each in paying if each in group][:1]}
     raced: list[str] = []
     block_s = first_s + plain_s
-    for name in ranked:
+    for name in sorted(ranked, key=lambda name: (name != ranked[0], name not in spared)):
         config = by_id[name]
         took = first_s + plain_s / max(predicted[name], 1e-9)
         if config.gamma is not None and lengths.setdefault(config.drafter, name) != name:
@@ -274,4 +275,4 @@ def choose(
         if config.kind == "speculative" and config.id not in predicted and config.gamma in (None, PROBED):
             reason = failed.get(config.drafter)
             left_out[config.id] = f"failed: {reason}" if reason else "no time to try it"
-    return Chosen(tuple(raced), left_out)
+    return Chosen(tuple(sorted(raced, key=ranked.index)), left_out)
