@@ -43,7 +43,7 @@ def slow_disk(folder: Path, place: Path, seconds: float) -> None:
 
 
 def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -> None:
-    """A sweep with room for so many bytes more than its models take."""
+    """A sweep with room for so many bytes more than what a shorter one before it took."""
     import pandas  # noqa: F401 - with the limit there would be no room for its libraries
     import scipy.stats  # noqa: F401
 
@@ -59,16 +59,20 @@ def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -
 
     models = EngineOptions(parse_model(str(model)), (Lookup(),), models=ModelOptions("float32", "cpu"))
     engine = load_engine(models)
-    options = SweepOptions(
-        gammas=(2, 200), repeats=1, warmup=0, max_new_tokens=205, ignore_eos=True, transformers=False
-    )
-    sweep = Sweep(options, tuple(load_prompts([prompts])), tuple(build_configs(options, engine.specs)))
-    engine.encode(sweep.prompts[0], [])  # what is loaded at the first use is loaded now
-    described = describe_run(
-        sweep, target=engine.describe_target(), environment={}, sources={"target": "big"}
-    )
+
+    def swept(gammas: tuple[int, ...], into: Path) -> list[int]:
+        options = SweepOptions(
+            gammas=gammas, repeats=1, warmup=0, max_new_tokens=205, ignore_eos=True, transformers=False
+        )
+        sweep = Sweep(options, tuple(load_prompts([prompts])), tuple(build_configs(options, engine.specs)))
+        described = describe_run(
+            sweep, target=engine.describe_target(), environment={}, sources={"target": "big"}
+        )
+        with RunStore.create(into, described) as store:
+            result = run_sweep(sweep, store, engine)
+        return [result.measured, result.failed]
+
+    swept((2,), place / "first")  # threads, libraries and prepared weights, which differ between processors
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit({"RLIMIT_AS": pages * os.sysconf("SC_PAGE_SIZE") + spare})
-    with RunStore.create(folder, described) as store:
-        result = run_sweep(sweep, store, engine)
-    (place / "result").write_text(json.dumps([result.measured, result.failed]), encoding="utf-8")
+    (place / "result").write_text(json.dumps(swept((2, 200), folder)), encoding="utf-8")
