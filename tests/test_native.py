@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
 import torch
 import transformers as hf
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
 
 from specbench.backends.torch import passes as ways
 from specbench.backends.torch import trials
 from specbench.backends.torch.batch import BatchedModel
-from specbench.backends.torch.caches import CacheKind, PreallocatedKVCache, make_cache
+from specbench.backends.torch.caches import CacheKind, PreallocatedKVCache, PreallocatedLayer, make_cache
+from specbench.backends.torch.head_passes import HeadPass, NativeHeadPass, choose_head_pass
+from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import (
@@ -23,11 +27,18 @@ from specbench.backends.torch.kernels.linear import (
     can_pack,
     rounded_to_4_bits,
 )
-from specbench.backends.torch.kernels.surgery import int4_copy, int8_copy, pack_linears
+from specbench.backends.torch.kernels.surgery import (
+    int4_copy,
+    int8_copy,
+    pack_linears,
+    quantise_linears,
+    round_linears,
+)
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Pass
 from specbench.decoding.records import Generation
+from specbench.decoding.tree import tree_mask
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
@@ -744,3 +755,79 @@ def test_drafts_change_nothing_of_the_output(spec: str) -> None:
     plain = speculative_generate(CONTEXT, target, None, max_new_tokens=24)
     drafted = speculative_generate(CONTEXT, target, load_drafter(spec, target), gamma=4, max_new_tokens=24)
     assert drafted.token_ids == plain.token_ids
+
+
+# -- trained heads ---------------------------------------------------------------------------------
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {}, "of three layers": {"layers": 3}, "normed": {"norm_before_residual": True, "norm_output": True},
+    "biased": {"biases": frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"})},
+    "head norms": {"head_norms": True},
+}  # fmt: skip
+
+
+def head_of(bits: int, sizes: Mapping[str, Any] | None = None, **shape: Any) -> EagleHead:
+    """An EAGLE-3 head with few bits, of random weights."""
+    layer = LlamaConfig(**{key: SIZES[key] for key in SIZES if key != "num_hidden_layers"} | (sizes or {}))
+    hidden = layer.hidden_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        head = EagleHead(EagleShape(2, hidden, 90, layer, **shape))
+        for name, parameter in head.named_parameters():
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+    head.eval().requires_grad_(False)
+    (quantise_linears if bits == 8 else round_linears)(cast("Any", head))
+    return head
+
+
+@torch.inference_mode()
+def head_rows(way: HeadPass) -> list[torch.Tensor]:
+    """What comes of a context in two parts, a tree in two levels, a step back and a token."""
+    hidden, random_ = way.head.shape.layer.hidden_size, torch.Generator().manual_seed(5)
+    embedded, features = torch.randn(2, 60, hidden, generator=random_)
+    caches = [PreallocatedLayer() for _ in way.head.layers]
+    found: list[torch.Tensor] = []
+
+    def read(first: int, end: int, mask: torch.Tensor | None, wanted: int, at: int | None = None) -> None:
+        positions = torch.arange(first, end) if at is None else torch.full((end - first,), at)
+        rows = way(embedded[first:end], features[first:end], positions, mask, caches, wanted)
+        assert rows.features.shape == (end - first, hidden)
+        assert rows.logits.shape == (wanted, 90)
+        found.extend(rows)
+
+    read(0, 41, None, 1)
+    read(41, 46, None, 5)
+    parents = (-1, -1, 0, 0, 1)
+    for first, end, at in ((0, 2, 46), (2, 5, 47)):
+        mask = tree_mask(45, parents[:end], 46 + end, torch.device("cpu"))[..., 1 + first :, :]
+        read(46 + first, 46 + end, mask, end - first, at)
+    for cache in caches:
+        cache.keep(44)
+    read(44, 45, None, 1)
+    return found
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", HEADS)
+def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape: str, bits: int, level: int) -> None:
+    head = head_of(bits, **HEADS[shape])
+    way = choose_head_pass(head)
+    assert type(way) is NativeHeadPass
+    for found, expected in zip(head_rows(way), head_rows(HeadPass(head)), strict=True):
+        assert relative(found, expected) < 0.02  # another byte where a number lies between two
+
+
+def test_a_head_that_comes_out_differently_goes_through_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = native.Stack.__call__
+    monkeypatch.setattr(native.Stack, "__call__", lambda *arguments: (whole(*arguments)[0].roll(1, -1), None))
+    assert type(choose_head_pass(head_of(8))) is HeadPass
+
+
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 80}, {"head_dim": 8}])
+def test_heads_of_other_sizes_go_through_operators(sizes: dict[str, Any]) -> None:
+    assert type(choose_head_pass(head_of(8, sizes))) is HeadPass
+
+
+def test_a_head_in_numbers_goes_through_operators() -> None:
+    layer = LlamaConfig(**{key: SIZES[key] for key in SIZES if key != "num_hidden_layers"})
+    assert type(choose_head_pass(EagleHead(EagleShape(2, 48, 90, layer)))) is HeadPass

@@ -10,15 +10,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.caches import PreallocatedLayer
-from specbench.backends.torch.heads import (
-    Attend,
-    BlockHead,
-    MedusaHeads,
-    ParallelEagleHead,
-    RecurrentHead,
-    causal_attention,
-)
-from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
+from specbench.backends.torch.head_passes import HeadPass, HeadRows, choose_head_pass
+from specbench.backends.torch.heads import Attend, BlockHead, MedusaHeads, ParallelEagleHead, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
@@ -133,6 +126,7 @@ class EagleScorer(HeadScorer):
         head: The head.
         embed: The target's embeddings, unless it has its own.
         layers, fitted, context_limit: See ``HeadScorer``.
+        way: Through the head; ``None`` for the quickest.
     """
 
     def __init__(
@@ -142,21 +136,23 @@ class EagleScorer(HeadScorer):
         layers: Sequence[int],
         fitted: FittedLogits,
         context_limit: int | None,
+        way: HeadPass | None = None,
     ) -> None:
         config: Any = head.shape.layer
         weight = next(head.parameters())
         super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
         self.head, self._embed, self._dtype = head, head.embed_tokens or embed, weight.dtype
-        self._groups = config.num_attention_heads // config.num_key_value_heads
+        self._way = way or choose_head_pass(head)
         self._caches: list[Any] = [PreallocatedLayer() for _ in head.layers]
         self._states: list[torch.Tensor] = []  # that are known and not read
         self._read = 0  # tokens that were read with them
         self._last = torch.empty(0)  # states of the last of these
         self._features: list[torch.Tensor] = []  # behind the context, and behind each node of the draft
-        self._outputs: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []
 
     def twin(self) -> EagleScorer:
-        return EagleScorer(self.head, self._embed, self.layers, self.fitted.fresh(), self.context_limit)
+        limit, fitted = self.context_limit, self.fitted.fresh()
+        return type(self)(self.head, self._embed, self.layers, fitted, limit, self._way)
 
     @property
     def model(self) -> nn.Module:
@@ -171,7 +167,7 @@ class EagleScorer(HeadScorer):
         for cache in self._caches:
             cache.reset()
         self._read = 0
-        self._states, self._features, self._outputs = [], [], []
+        self._states, self._features, self._rows = [], [], []
 
     def take_states(self, length: int, states: torch.Tensor) -> None:
         fresh = length - self._known
@@ -188,22 +184,21 @@ class EagleScorer(HeadScorer):
     def _drop_drafts(self) -> None:
         for cache in self._caches:
             cache.keep(self._read)
-        self._features, self._outputs = self._features[:1], self._outputs[:1]
+        self._features, self._rows = self._features[:1], self._rows[:1]
 
     def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
         if self._read < len(asked.context) - 1:
             self._read_context(asked.context)
         parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
         self._read_draft(asked.tokens, parents, chain=asked.parents is None)
-        return self.head.logits(torch.stack(self._outputs[-rows:]))
+        return torch.stack(self._rows[-rows:])
 
     def _read_context(self, context: Sequence[int]) -> None:
         """Read what is new, each token with the target's state at the one before it."""
         past = self._read
         ids, features = self._news(context)
-        out = self._forward(ids, features, torch.arange(past, past + len(ids), device=self.device), None)
-        self._outputs = [out[-1]]
-        self._features = [self.head.recurring(out[-1])]
+        found = self._forward(ids, features, torch.arange(past, past + len(ids), device=self.device), None, 1)
+        self._features, self._rows = [found.features[-1]], [found.logits[0]]
 
     def _news(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """What is new as of now counts as read: its tokens, and the features that go with them, [tokens, hidden]."""
@@ -215,7 +210,7 @@ class EagleScorer(HeadScorer):
 
     def _read_draft(self, tokens: Sequence[int], parents: Sequence[int], *, chain: bool) -> None:
         """Read the nodes that were not read yet, those of one depth together."""
-        while (first := len(self._outputs) - 1) < len(tokens):
+        while (first := len(self._rows) - 1) < len(tokens):
             end = next((i for i in range(first, len(tokens)) if parents[i] >= first), len(tokens))
             nodes = tokens[first:end]
             ids = nodes.tensor if isinstance(nodes, DeviceTokens) else torch.tensor([*nodes])
@@ -223,44 +218,21 @@ class EagleScorer(HeadScorer):
             last = self._read - 1
             positions = tree_positions(last, parents[:end], self.device)[0, first + 1 :]
             mask = None if chain else tree_mask(last, parents[:end], self._read + end, self.device)
-            out = self._forward(
-                ids.to(self.device), features, positions, None if mask is None else mask[..., first + 1 :, :]
-            )
-            self._outputs += out
-            self._features += self.head.recurring(out)
+            if mask is not None:
+                mask = mask[..., first + 1 :, :]
+            found = self._forward(ids.to(self.device), features, positions, mask, end - first)
+            self._features += found.features
+            self._rows += found.logits
 
     def _forward(
-        self, ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The head's output, [tokens, hidden]; without a mask tokens attend to what comes before, and themselves."""
-        past, tokens = self._caches[0].used, len(ids)
-        whole = past == 0 and mask is None and tokens > 1
-        if mask is None and tokens > 1 and not whole:
-            mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=self.device).tril_(past)
-        attends = [self._behind(cache, mask, whole=whole) for cache in self._caches]
-        embedded = self._embed(ids)[None].to(self._dtype)
-        return self.head.read(embedded, features[None], positions[None], attends)[0]
-
-    def _behind(self, cache: Any, mask: torch.Tensor | None, *, whole: bool) -> Attend:
-        """Tokens attend to what a cache holds and to each other as a mask says; they stay in the cache.
-
-        Args:
-            cache: Of a layer.
-            mask: Bool [1, 1, tokens, held and tokens]; ``None`` for one token that sees everything.
-            whole: There is nothing before them, and they attend causally.
-        """
-
-        def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            keys, values = cache.update(key, value)
-            if whole:
-                return causal_attention(query, keys, values)
-            if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
-                folded = None if mask is None else fold_mask(mask, self._groups, query.dtype)
-                return attend(query, keys, values, folded, None)
-            out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-            return out.transpose(1, 2)
-
-        return attended
+        self,
+        ids: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        wanted: int,
+    ) -> HeadRows:
+        return self._way(self._embed(ids), features, positions, mask, self._caches, wanted)
 
 
 class ParallelScorer(EagleScorer):
@@ -269,7 +241,7 @@ class ParallelScorer(EagleScorer):
 
     Args:
         head: The head.
-        embed, layers, fitted, context_limit: See ``EagleScorer``.
+        embed, layers, fitted, context_limit, way: See ``EagleScorer``.
     """
 
     head: ParallelEagleHead
@@ -281,19 +253,16 @@ class ParallelScorer(EagleScorer):
         layers: Sequence[int],
         fitted: FittedLogits,
         context_limit: int | None,
+        way: HeadPass | None = None,
     ) -> None:
-        super().__init__(head, embed, layers, fitted, context_limit)
+        super().__init__(head, embed, layers, fitted, context_limit, way)
         self.longest = head.ahead
         self._masks = head.mask_features().detach()
-        self._rows = torch.empty(0)
-
-    def twin(self) -> ParallelScorer:
-        return ParallelScorer(self.head, self._embed, self.layers, self.fitted.fresh(), self.context_limit)
 
     def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
         if self._read < len(asked.context) - 1:
             self._read_context(asked.context)
-        return self._rows[_depths(asked)[-rows:]]
+        return torch.stack([self._rows[depth] for depth in _depths(asked)[-rows:]])
 
     def _read_context(self, context: Sequence[int]) -> None:
         """Read what is new, and masks behind it, which the next pass drops."""
@@ -301,8 +270,13 @@ class ParallelScorer(EagleScorer):
         ids, features = self._news(context)
         ids = torch.cat((ids, ids.new_full((len(self._masks),), self.head.mask)))
         positions = torch.arange(past, past + len(ids), device=self.device)
-        out = self._forward(ids, torch.cat((features, self._masks)), positions, None)
-        self._rows = self.head.logits(out[-self.head.ahead :])
+        features = torch.cat((features, self._masks))
+        self._rows = [*self._forward(ids, features, positions, None, self.head.ahead).logits]
+
+    def _drop_drafts(self) -> None:
+        """Rows are dropped with what they stand behind."""
+        for cache in self._caches:
+            cache.keep(self._read)
 
 
 class MedusaScorer(HeadScorer):

@@ -30,9 +30,18 @@ from specbench.backends.torch.pools import Joined, KVPool
 from specbench.decoding.protocols import Rows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Forward", "GraphPass", "NativePass", "OrdinaryPass", "RaggedPass", "ShortPass"]
+__all__ = [
+    "NATIVE_ENTRIES",
+    "Forward",
+    "GraphPass",
+    "NativePass",
+    "OrdinaryPass",
+    "RaggedPass",
+    "Rotations",
+    "ShortPass",
+]
 
 
 class Forward:
@@ -178,7 +187,7 @@ class ShortPass(Forward):
         return self._cache.model_arguments()["past_key_values"]
 
 
-_ENTRIES = (torch.float32, torch.bfloat16)
+NATIVE_ENTRIES = (torch.float32, torch.bfloat16)
 """What keys and values may be in a native pass."""
 
 _POSITIONS = 512
@@ -193,16 +202,17 @@ _AT_ONCE = 512
 """Rows of one request that are read in one call: more would take much memory beside the weights."""
 
 
-class _Rotations:
+class Rotations:
     """Cosines and sines of positions, [positions, head size], made once and kept for a context.
 
     Args:
-        model: Its rotation.
+        module: Makes them.
+        config: Of the model or head whose rotation it is.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._module = model.model.rotary_emb
-        self._kept = not rotates_by_length(model.config)
+    def __init__(self, module: Any, config: PretrainedConfig) -> None:
+        self._module = module
+        self._kept = not rotates_by_length(config)
         self._cosines = self._sines = torch.empty(0)
 
     def of(self, positions: torch.Tensor | range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,7 +242,7 @@ class _Stacked(NamedTuple):
 
     own: tuple[ShortLayer, ...]
     stack: Stack | None
-    rotations: _Rotations
+    rotations: Rotations
     empty: torch.Tensor
 
     def stack_for(self, rows: int, most: int) -> Stack | None:
@@ -252,7 +262,12 @@ class _Stacks:
         if self._last is None or self._last.own is not own:
             first = own[0]
             empty = torch.empty(1, first.heads // first.groups, 0, first.size, dtype=first.dtype)
-            self._last = _Stacked(own, native_stack(self._model, own), _Rotations(self._model), empty)
+            self._last = _Stacked(
+                own,
+                native_stack(self._model, own),
+                Rotations(self._model.model.rotary_emb, self._model.config),
+                empty,
+            )
         return self._last
 
 
@@ -290,7 +305,7 @@ class NativePass(ShortPass):
         if own is None or made is None or stack is None:
             return super().rows(ids, rows, layers, position_ids, attention_mask)
         past = held.get_seq_length()
-        entries = lengthened([held.layers[layer.place] for layer in own], tokens, _ENTRIES, made.empty)
+        entries = lengthened([held.layers[layer.place] for layer in own], tokens, NATIVE_ENTRIES, made.empty)
         if entries is None:
             return super().rows(ids, rows, layers, position_ids, attention_mask)
         x = self._model.model.embed_tokens(ids)[0].float()
@@ -370,7 +385,7 @@ class RaggedPass:
             return False
         stack = self._stacked(own).stack
         windows = any(store is not None and store.window is not None for store in pool.stores)
-        return stack is not None and stack.rounds_rows and own[0].dtype in _ENTRIES and not windows
+        return stack is not None and stack.rounds_rows and own[0].dtype in NATIVE_ENTRIES and not windows
 
     def __call__(
         self, ids: torch.Tensor, joined: Joined, wanted: torch.Tensor, layers: Sequence[int] = ()
@@ -417,7 +432,7 @@ class RaggedPass:
         stack = made.stack_for(ids.shape[1], _MOST_SHARED)
         if stack is None:
             return None
-        held = joined.lengthened([layer.place for layer in own], _ENTRIES, made.empty)
+        held = joined.lengthened([layer.place for layer in own], NATIVE_ENTRIES, made.empty)
         if held is None:
             return None
         entries, requests = held

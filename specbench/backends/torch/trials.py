@@ -40,7 +40,13 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["choose_pass", "trees_are_right", "why_not_ragged", "why_widths_differ"]
+__all__ = [
+    "are_close",
+    "choose_pass",
+    "trees_are_right",
+    "why_not_ragged",
+    "why_widths_differ",
+]
 
 _TOKENS = (1, 2, 3, 5, 8, 13)
 """What is read in trials of fixed shapes, of trees and of speed, as far as the vocabulary reaches."""
@@ -106,7 +112,7 @@ def _fixed_shapes_are_right(model: PreTrainedModel) -> bool:
         parts = [forward(part, part.shape[1]) for part in ids.split([4, 1, 1], dim=1)]
     except _NOT_POSSIBLE:
         return False
-    return _close(torch.cat(parts), expected)
+    return are_close(torch.cat(parts), expected)
 
 
 def _trial_ids(model: PreTrainedModel) -> torch.Tensor:
@@ -119,7 +125,7 @@ def _embeddings(model: PreTrainedModel) -> torch.Tensor:
     return cast("torch.Tensor", model.get_input_embeddings().weight)
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor, limit: float = _CLOSE) -> bool:
+def are_close(found: torch.Tensor, expected: torch.Tensor, limit: float = _CLOSE) -> bool:
     """Whether every row of logits is another's up to rounding."""
     known = expected.isfinite()
     found, expected = (each.float().where(known, 0.0) for each in (found, expected))
@@ -153,7 +159,7 @@ def _short_is_right(model: PreTrainedModel, cache: KVCache, way: type[ShortPass]
         cache.rollback(past)
     expected, found = passes
     limit = _CLOSE_SHORT.get(torch.int8 if rounds_to_int8(sample) else model.dtype, 0.0)
-    return _close(found, expected, limit)
+    return are_close(found, expected, limit)
 
 
 _TIMED_BYTES = 100_000_000
@@ -246,7 +252,7 @@ def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) ->
         return False
     finally:
         cache.reset()
-    return _close(found, torch.stack([apart[node] for node in range(len(parents))]))
+    return are_close(found, torch.stack([apart[node] for node in range(len(parents))]))
 
 
 def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel | None:
@@ -342,7 +348,7 @@ def _ragged_is_right(model: PreTrainedModel, kind: PoolKind, limit: float, way: 
         for branch in branches:
             behind = expected([*contexts[2], *(nodes[node] for node in branch)], len(branch))
             by_node.update(zip(branch, behind, strict=True))
-        return _close(
+        return are_close(
             found, torch.cat([*rows, torch.stack([by_node[node] for node in range(len(nodes))])]), limit
         )
     except _NOT_POSSIBLE:

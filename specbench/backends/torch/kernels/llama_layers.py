@@ -23,7 +23,15 @@ from specbench.backends.torch.kernels.attention import attend
 from specbench.backends.torch.kernels.linear import PackedLinear, QuantisedLinear
 from specbench.backends.torch.kernels.surgery import JoinedLinear
 
-__all__ = ["ShortLayer", "native_stack", "short_layers", "spread_rotation"]
+__all__ = [
+    "ShortLayer",
+    "joined_product",
+    "native_product",
+    "native_stack",
+    "short_layers",
+    "spread_rotation",
+    "stack_of",
+]
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Decoder layers of ``transformers`` that compute what ``ShortLayer`` computes."""
@@ -133,36 +141,17 @@ def native_stack(model: Any, layers: Sequence[ShortLayer]) -> native.Stack | Non
         ``None`` where its products are no native ones, or its sizes are none that these passes are written for.
     """
     final, first = model.model.norm, layers[0]
-    head = _native_product(model.lm_head)
-    made = [own for layer in layers if (own := _native_layer(layer)) is not None]
-    if head is None or len(made) < len(layers) or type(final) is not type(first.norms[0]):
-        return None
-    products = [head, *(product for own in made for product in own.products)]
+    head, made = native_product(model.lm_head), [_native_layer(layer) for layer in layers]
     norms = [final, *(norm for layer in layers for norm in (*layer.norms, *(layer.head_norms or ())))]
-    hidden, middle = head.panels.inputs, made[0].down.panels.inputs
-    sizes = {
-        (
-            layer.heads,
-            layer.groups,
-            layer.size,
-            layer.scaling,
-            own.output.panels.outputs,
-            own.down.panels.inputs,
-        )
-        for layer, own in zip(layers, made, strict=True)
-    }
     if (
-        sizes != {(first.heads, first.groups, first.size, first.scaling, hidden, middle)}
+        head is None
+        or type(final) is not type(first.norms[0])
+        or len({(layer.heads, layer.groups, layer.size, layer.scaling) for layer in layers}) > 1
         or len({norm.variance_epsilon for norm in norms}) > 1
-        or len({max(8, product.panels.bits) for product in products}) > 1
         or any("forward" in vars(module) for module in (model.lm_head, final))
-        or hidden % native.STEP
-        or first.size % native.STEP
-        or first.size > native.MOST_HEAD_SIZE
-        or any(middle % own.gates.panels.width for own in made)
     ):
         return None
-    return native.Stack(
+    return stack_of(
         made,
         final.weight,
         head,
@@ -174,8 +163,55 @@ def native_stack(model: Any, layers: Sequence[ShortLayer]) -> native.Stack | Non
     )
 
 
+def stack_of(
+    layers: Sequence[native.Layer | None],
+    norm: torch.Tensor,
+    head: native.Product,
+    *,
+    heads: int,
+    shared: int,
+    size: int,
+    epsilon: float,
+    scaling: float,
+    embedding_norm: torch.Tensor | None = None,
+    adds_to_normed: bool = False,
+) -> native.Stack | None:
+    """A native stack; for the arguments see ``native.Stack``.
+
+    Returns:
+        ``None`` where a layer is missing, they round otherwise, or their sizes are none that native passes are written
+        for.
+    """
+    made = [layer for layer in layers if layer is not None]
+    products = [head, *(product for layer in made for product in layer.products)]
+    hidden = head.panels.inputs
+    if (
+        len(made) < len(layers)
+        or {(own.output.panels.outputs, own.down.panels.inputs) for own in made}
+        != {(hidden, made[0].down.panels.inputs)}
+        or len({max(8, product.panels.bits) for product in products}) > 1
+        or hidden % native.STEP
+        or size % native.STEP
+        or size > native.MOST_HEAD_SIZE
+        or any(own.down.panels.inputs % own.gates.panels.width for own in made)
+    ):
+        return None
+    return native.Stack(
+        made,
+        norm,
+        head,
+        heads=heads,
+        shared=shared,
+        size=size,
+        epsilon=epsilon,
+        scaling=scaling,
+        embedding_norm=embedding_norm,
+        adds_to_normed=adds_to_normed,
+    )
+
+
 def _native_layer(layer: ShortLayer) -> native.Layer | None:
-    projections, output, gates, down = (_native_product(product) for product in layer.products)
+    projections, output, gates, down = (native_product(product) for product in layer.products)
     if projections is None or output is None or gates is None or down is None:
         return None
     attention_norm, mlp_norm = (norm.weight for norm in layer.norms)
@@ -186,7 +222,13 @@ def _native_layer(layer: ShortLayer) -> native.Layer | None:
     return native.Layer(projections, output, gates, down, *norms)
 
 
-def _native_product(layer: Any) -> native.Product | None:
+def joined_product(layers: Sequence[Any]) -> native.Product | None:
+    """Of linear layers that are joined, as one; ``None`` where they are not, or it is no native one."""
+    return native_product(layers[0].join.layer) if _joined(layers) else None
+
+
+def native_product(layer: Any) -> native.Product | None:
+    """Of a linear layer; ``None`` where it is no native one."""
     panels = layer.panels if isinstance(layer, PackedLinear | QuantisedLinear) else None
     return None if panels is None else native.Product(panels, layer.bias)
 
@@ -255,7 +297,7 @@ def _silu() -> Any:
     return ACT2FN["silu"]
 
 
-def _joined(layers: list[Any]) -> bool:
+def _joined(layers: Sequence[Any]) -> bool:
     return all(isinstance(layer, JoinedLinear) and layer.join is layers[0].join for layer in layers) and [
         layer.index for layer in layers
     ] == list(range(len(layers[0].join.sizes)))

@@ -29,7 +29,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 5,        /* of what Python hands over */
+    VERSION = 6,        /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 4 * PANEL + PANEL * GROUP / 2,
@@ -69,8 +69,11 @@ typedef struct {
     const Layer *layers;
     Matrix head;
     const float *norm;
+    const float *embedding_norm; /* of a head, whose first layer reads embeddings beside x; NULL for a model */
     int32_t count, hidden, heads, shared, size, middle;
     float epsilon, scaling;
+    int32_t adds_to_normed; /* whether the first layer of a head adds to x behind its norm */
+    int32_t unused;
 } Model;
 
 /* Rows of a pass, up to the first of the next, that belong to one request and attend to what it holds: `past` positions
@@ -86,7 +89,8 @@ typedef struct {
  * [shared, stride / size, size] in each layer, hold what requests have read and get what their rows bring. */
 typedef struct {
     const Model *model;
-    float *x;
+    float *x; /* in the end what the last layer puts out */
+    const float *embedded; /* [rows, hidden], for a head */
     const float *cosines, *sines; /* [rows, size] */
     void *const *keys, *const *values;
     const int64_t *strides; /* from one head to the next, for keys and values of each layer, in numbers */
@@ -494,14 +498,42 @@ static const Request *whose(const Pass *pass, int row) {
     return found;
 }
 
+/* What a product other than down takes; only a head's first projections and the output of attention may have other
+ * inputs than the hidden size. */
+static Given given_to(const Work *work, const Matrix *matrix) {
+    Given given = work->narrow;
+    given.inputs = matrix->inputs;
+    given.padded = padded_for(given.form, given.inputs);
+    return given;
+}
+
+/* A head's first layer reads embeddings and x, each behind its norm, side by side. */
+static void give_joined(const Work *work, const Layer *layer) {
+    const Pass *pass = work->pass;
+    const Model *model = pass->model;
+    const Given given = given_to(work, &layer->projections);
+    const int hidden = model->hidden;
+    for (int r = 0; r < pass->rows; r++) {
+        float *to = work->more + r * work->stride, *x = pass->x + (int64_t)r * hidden;
+        work->ways->norm(pass->embedded + (int64_t)r * hidden, model->embedding_norm, model->epsilon, hidden, to);
+        work->ways->norm(x, layer->attention_norm, model->epsilon, hidden, to + hidden);
+        if (model->adds_to_normed) memcpy(x, to + hidden, sizeof(float) * (size_t)hidden);
+        give(work->ways, to, &given, r);
+    }
+}
+
 static void begin(const Work *work, const Layer *layer, int piece) {
     (void)piece;
     tell_states(work, 0, work->pass->x, work->pass->model->hidden);
-    give_normed(work, layer->attention_norm);
+    if (work->pass->model->embedding_norm)
+        give_joined(work, layer);
+    else
+        give_normed(work, layer->attention_norm);
 }
 
 static void project(const Work *work, const Layer *layer, int piece) {
-    multiply(work, &layer->projections, &work->narrow, work->pass->rows, piece, work->row, work->stride);
+    const Given given = given_to(work, &layer->projections);
+    multiply(work, &layer->projections, &given, work->pass->rows, piece, work->row, work->stride);
 }
 
 /* Head norms, rotation, and keys and values to where they are kept. */
@@ -538,14 +570,6 @@ static void rotate(const Work *work, const Layer *layer, int piece) {
     }
 }
 
-/* The output's inputs are as many as all heads have, which may be more or fewer than the hidden size. */
-static Given to_output(const Work *work, const Layer *layer) {
-    Given given = work->narrow;
-    given.inputs = layer->output.inputs;
-    given.padded = padded_for(given.form, given.inputs);
-    return given;
-}
-
 /* What the query heads of a row that share a head of keys and values attend to; `query` and `out` are theirs. */
 static Attention attention_of(const Pass *pass, int place, int row, int head, const float *query, float *out) {
     const Model *model = pass->model;
@@ -575,19 +599,19 @@ static void attend(const Work *work, const Layer *layer, int piece) {
     const int place = (int)(layer - model->layers);
     const Attention attention = attention_of(pass, place, row, head, work->row + first, work->more + first);
     work->ways->attend(&attention);
-    const Given given = to_output(work, layer);
+    const Given given = given_to(work, &layer->output);
     if (given.form != IN_BYTES) put(work->ways, attention.out, &given, row, head * own, own);
 }
 
 static void attended(const Work *work, const Layer *layer, int piece) {
     (void)piece;
-    const Given given = to_output(work, layer);
+    const Given given = given_to(work, &layer->output);
     if (given.form != IN_BYTES) return;
     for (int r = 0; r < work->pass->rows; r++) give(work->ways, work->more + r * work->stride, &given, r);
 }
 
 static void put_out(const Work *work, const Layer *layer, int piece) {
-    const Given given = to_output(work, layer);
+    const Given given = given_to(work, &layer->output);
     multiply(work, &layer->output, &given, work->pass->rows, piece, work->row, work->stride);
 }
 
@@ -710,10 +734,11 @@ static void lay_out(Work *work, Arena *arena) {
     const Pass *pass = work->pass;
     const Model *model = pass->model;
     const int all = (model->heads + 2 * model->shared) * model->size, stages = 2 + STAGES_OF_LAYER * model->count;
-    work->stride = (larger(larger(all, 2 * model->middle), model->hidden) + PANEL - 1) / PANEL * PANEL;
+    const int most = model->layers->projections.inputs; /* of a head twice the hidden size */
+    work->stride = (larger(larger(all, 2 * model->middle), most) + PANEL - 1) / PANEL * PANEL;
     work->stages = some(arena, (size_t)stages * sizeof(Stage));
     const int form = form_of(model->head.bits, pass->level);
-    work->narrow = some_given(arena, pass->rows, larger(model->hidden, model->heads * model->size), form);
+    work->narrow = some_given(arena, pass->rows, larger(most, model->heads * model->size), form);
     work->narrow.inputs = model->hidden;
     work->narrow.padded = padded_for(form, model->hidden);
     work->wide = some_given(arena, pass->rows, model->middle, form);

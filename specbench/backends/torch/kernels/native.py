@@ -53,7 +53,7 @@ MOST_HEAD_SIZE = 256
 _ROUNDED_AT_ONCE = 128 * PANEL
 """Rows of a weight that are made float32 at once."""
 
-_VERSION = 5
+_VERSION = 6
 """Of what is handed over; the library's own has to be the same."""
 
 LAYOUT = 2
@@ -94,6 +94,7 @@ class _Model(Structure):
         ("layers", POINTER(_Layer)),
         ("head", _Matrix),
         ("norm", c_void_p),
+        ("embedding_norm", c_void_p),
         ("count", c_int32),
         ("hidden", c_int32),
         ("heads", c_int32),
@@ -102,6 +103,8 @@ class _Model(Structure):
         ("middle", c_int32),
         ("epsilon", c_float),
         ("scaling", c_float),
+        ("adds_to_normed", c_int32),
+        ("unused", c_int32),
     )
 
 
@@ -119,6 +122,7 @@ class _Pass(Structure):
     _fields_ = (
         ("model", POINTER(_Model)),
         ("x", c_void_p),
+        ("embedded", c_void_p),
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("keys", POINTER(c_void_p)),
@@ -513,6 +517,9 @@ class Stack:
         size: Of a head: a multiple of 16, at most ``MOST_HEAD_SIZE``.
         epsilon: Of all norms.
         scaling: What scores of attention are multiplied by.
+        embedding_norm: Of a trained head, whose first layer reads embeddings beside its features: the weight of their
+            norm, [hidden size].
+        adds_to_normed: Whether that layer adds to features behind their norm.
 
     Attributes:
         sizes: Of all that a pass is made of: what stacks of the same sizes share is how long their passes take.
@@ -530,6 +537,8 @@ class Stack:
         size: int,
         epsilon: float,
         scaling: float,
+        embedding_norm: torch.Tensor | None = None,
+        adds_to_normed: bool = False,
     ) -> None:
         self._held: list[torch.Tensor | Panels] = []  # what the structures point to
         self._own = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
@@ -538,6 +547,7 @@ class Stack:
             layers=self._own,
             head=self._matrix(head),
             norm=self._vector(norm),
+            embedding_norm=self._vector(embedding_norm),
             count=len(layers),
             hidden=hidden,
             heads=heads,
@@ -546,6 +556,7 @@ class Stack:
             middle=middle,
             epsilon=epsilon,
             scaling=scaling,
+            adds_to_normed=adds_to_normed,
         )
         self._strides = (c_int64 * (2 * len(layers)))()
         self._keys, self._values = (c_void_p * len(layers))(), (c_void_p * len(layers))()
@@ -593,11 +604,13 @@ class Stack:
         requests: Sequence[Request],
         wanted: Sequence[int],
         layers: Sequence[int] = (),
+        embedded: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Make a pass.
 
         Args:
-            x: Embeddings, [rows, hidden size], float32; overwritten.
+            x: Embeddings, or a head's features, [rows, hidden size], float32, without gaps; overwritten by what the
+                last layer puts out.
             rotation: Cosines and sines, [rows, head size], float32.
             held: Keys and values of each layer, [1, heads, positions, head size] in bfloat16 or float32, with room
                 for the rows' own.
@@ -605,11 +618,12 @@ class Stack:
             wanted: Of which rows logits are.
             layers: In front of which hidden states are wanted, of all rows; their number stands for those behind the
                 final norm.
+            embedded: Embeddings that a head reads beside them, in the same shape.
 
         Returns:
             Logits, [wanted, vocabulary], and hidden states, [rows, layers, hidden size], or ``None``; float32.
         """
-        native = _native()
+        native, embedded = _native(), _whole(embedded)
         cosines, sines = (each.contiguous() for each in rotation)
         asked = _Told(requests)
         which = (c_int32 * len(wanted))(*wanted)
@@ -627,6 +641,7 @@ class Stack:
                     _Pass(
                         model=ctypes.pointer(self._model),
                         x=x.data_ptr(),
+                        embedded=_address(embedded),
                         cosines=cosines.data_ptr(),
                         sines=sines.data_ptr(),
                         keys=self._keys,

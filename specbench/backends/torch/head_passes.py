@@ -1,0 +1,224 @@
+"""The ways through a head of decoder layers: in torch's operators, and in a single call.
+
+A head of two layers takes a few percent of a small target's pass, if nothing but its weights counted. In operators it
+takes an eighth: for every token that it drafts some forty are started.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from specbench.backends.torch.caches import PreallocatedLayer, lengthened
+from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead, causal_attention
+from specbench.backends.torch.kernels import native
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
+from specbench.backends.torch.kernels.llama_layers import joined_product, native_product, stack_of
+from specbench.backends.torch.passes import NATIVE_ENTRIES, Rotations
+from specbench.backends.torch.trials import are_close
+from specbench.decoding.tree import tree_mask, tree_positions
+
+__all__ = ["HeadPass", "HeadRows", "NativeHeadPass", "choose_head_pass"]
+
+
+class HeadRows(NamedTuple):
+    """What a head makes of tokens.
+
+    Attributes:
+        features: That go with the tokens behind them, [tokens, hidden].
+        logits: Of the last ones, [wanted, vocab].
+    """
+
+    features: torch.Tensor
+    logits: torch.Tensor
+
+
+class HeadPass:
+    """In operators.
+
+    Args:
+        head: The head.
+        dtype: Of all that lies between products; ``None`` for the head's own.
+    """
+
+    def __init__(self, head: RecurrentHead, dtype: torch.dtype | None = None) -> None:
+        self.head = head
+        config: Any = head.shape.layer
+        self._groups = config.num_attention_heads // config.num_key_value_heads
+        self._dtype = dtype or next(head.parameters()).dtype
+
+    def __call__(
+        self,
+        embedded: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        caches: Sequence[Any],
+        wanted: int,
+    ) -> HeadRows:
+        """Read tokens behind those in caches, which hold them afterwards.
+
+        Args:
+            embedded: Embeddings of the tokens, [tokens, hidden].
+            features: That go with them, [tokens, hidden].
+            positions: Theirs, [tokens].
+            mask: Bool [1, 1, tokens, held and tokens], true where a token attends; ``None`` for what comes before it,
+                and itself.
+            caches: ``PreallocatedLayer`` of each layer.
+            wanted: Of how many tokens logits are wanted, counted from the end.
+        """
+        past, tokens = caches[0].used, len(embedded)
+        whole = past == 0 and mask is None and tokens > 1
+        if mask is None and tokens > 1 and not whole:
+            mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=embedded.device).tril_(
+                past
+            )
+        attends = [self._behind(cache, mask, whole=whole) for cache in caches]
+        read = embedded[None].to(self._dtype), features[None].to(self._dtype), positions[None]
+        out = self.head.read(*read, attends)[0]
+        return HeadRows(self.head.recurring(out), self.head.logits(out[-wanted:]))
+
+    def _behind(self, cache: Any, mask: torch.Tensor | None, *, whole: bool) -> Attend:
+        """Tokens attend to what a cache holds and to each other as a mask says; they stay in the cache.
+
+        Args:
+            cache: Of a layer.
+            mask: Bool [1, 1, tokens, held and tokens]; ``None`` for one token that sees everything.
+            whole: There is nothing before them, and they attend causally.
+        """
+
+        def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            keys, values = cache.update(key, value)
+            if whole:
+                return causal_attention(query, keys, values)
+            if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
+                folded = None if mask is None else fold_mask(mask, self._groups, query.dtype)
+                return attend(query, keys, values, folded, None)
+            out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        return attended
+
+
+class NativeHeadPass(HeadPass):
+    """In one call, any number of tokens; between products everything is float32, and so are keys and values.
+
+    Args:
+        head: An EAGLE-3 head.
+        stack: Its layers.
+    """
+
+    head: EagleHead
+
+    def __init__(self, head: EagleHead, stack: native.Stack) -> None:
+        super().__init__(head)
+        config: Any = head.shape.layer
+        self._stack, self._rotations = stack, Rotations(head.rotary_emb, config)
+        self._layers = (len(head.layers),) if head.shape.norm_output else ()
+        self._empty = torch.empty(1, config.num_key_value_heads, 0, config.head_dim)
+
+    def __call__(
+        self,
+        embedded: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        caches: Sequence[Any],
+        wanted: int,
+    ) -> HeadRows:
+        past, tokens = caches[0].used, len(embedded)
+        entries = lengthened(caches, tokens, NATIVE_ENTRIES, self._empty)
+        if entries is None:
+            return super().__call__(embedded, features, positions, mask, caches, wanted)
+        x = features.to(torch.float32, copy=True).contiguous()
+        request = native.Request(tokens, past, None if mask is None else mask[0, 0])
+        logits, normed = self._stack(
+            x,
+            self._rotations.of(positions),
+            entries,
+            [request],
+            range(tokens - wanted, tokens),
+            self._layers,
+            embedded.float(),
+        )
+        return HeadRows(x if normed is None else normed[:, 0], logits)
+
+
+def choose_head_pass(head: RecurrentHead) -> HeadPass:
+    """The quickest way through a head that comes out right, tried on it as it will draft."""
+    stack = _stack(head) if isinstance(head, EagleHead) else None
+    if stack is None or not stack.rounds_rows or not isinstance(head, EagleHead):
+        return HeadPass(head)
+    quicker = NativeHeadPass(head, stack)
+    # With bfloat16 between products rows would be rounded to other bytes, and nobody could tell that from a mistake.
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Mismatch dtype between input and weight"
+        )  # of norms, which is meant
+        expected, found = (_tried(way) for way in (HeadPass(head, torch.float32), quicker))
+    same = all(are_close(*rows, _CLOSE) for rows in zip(found, expected, strict=True))
+    return quicker if same else HeadPass(head)
+
+
+def _stack(head: EagleHead) -> native.Stack | None:
+    """``None`` where its products are no native ones, or its sizes are none that these passes are written for."""
+    config: Any = head.shape.layer
+    layers: list[Any] = list(head.layers)
+    logits, made = native_product(head.lm_head), [_layer(layer) for layer in layers]
+    if logits is None or head.norm.eps is None:
+        return None
+    return stack_of(
+        made,
+        head.norm.weight,
+        logits,
+        heads=config.num_attention_heads,
+        shared=config.num_key_value_heads,
+        size=config.head_dim,
+        epsilon=head.norm.eps,
+        scaling=config.head_dim**-0.5,
+        embedding_norm=layers[0].input_layernorm.weight,
+        adds_to_normed=head.shape.norm_before_residual,
+    )
+
+
+def _layer(layer: Any) -> native.Layer | None:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = joined_product([attention.q_proj, attention.k_proj, attention.v_proj])
+    gates = joined_product([mlp.gate_proj, mlp.up_proj])
+    output, down = native_product(attention.o_proj), native_product(mlp.down_proj)
+    if projections is None or output is None or gates is None or down is None:
+        return None
+    before = layer.hidden_norm if hasattr(layer, "hidden_norm") else layer.input_layernorm
+    of_heads = [
+        norm.weight if isinstance(norm, nn.RMSNorm) else None for norm in (attention.q_norm, attention.k_norm)
+    ]
+    norms = (before.weight, layer.post_attention_layernorm.weight, *of_heads)
+    return native.Layer(projections, output, gates, down, *norms)
+
+
+_CLOSE = 0.01
+"""Largest distance of two rows that both ways may give, over their spread: mostly they have the same bits."""
+
+_TRIED = 5
+"""Tokens that are read first in a trial; then a tree of two behind them."""
+
+
+@torch.inference_mode()
+def _tried(way: HeadPass) -> HeadRows:
+    """What comes of some tokens."""
+    head, parents = way.head, (-1, -1, 1)
+    hidden: int = head.shape.layer.hidden_size
+    random = torch.Generator().manual_seed(0)
+    embedded, features = torch.randn(2, _TRIED + len(parents), hidden, generator=random)
+    caches = [PreallocatedLayer() for _ in head.layers]
+    first = way(embedded[:_TRIED], features[:_TRIED], torch.arange(_TRIED), None, caches, _TRIED)
+    cpu = torch.device("cpu")
+    positions = tree_positions(_TRIED - 1, parents, cpu)[0, 1:]
+    mask = tree_mask(_TRIED - 1, parents, _TRIED + len(parents), cpu)[..., 1:, :]
+    then = way(embedded[_TRIED:], features[_TRIED:], positions, mask, caches, len(parents))
+    return HeadRows(torch.cat((first.features, then.features)), torch.cat((first.logits, then.logits)))
