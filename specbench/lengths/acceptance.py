@@ -60,8 +60,16 @@ class OnlineLogistic:
 
     def hoped_for(self, x: float) -> float:
         """The chance at ``x`` if the curve lies a standard deviation higher than it is thought to."""
+        return self._off(x, 1.0)
+
+    def feared(self, x: float) -> float:
+        """The same if it lies as much lower."""
+        return self._off(x, -1.0)
+
+    def _off(self, x: float, deviations: float) -> float:
         variance = self._p00 + 2.0 * self._p01 * x + self._p11 * x * x
-        return 1.0 / (1.0 + math.exp(-(self.intercept + self.slope * x + math.sqrt(max(variance, 0.0)))))
+        mean = self.intercept + self.slope * x
+        return 1.0 / (1.0 + math.exp(-(mean + deviations * math.sqrt(max(variance, 0.0)))))
 
     def learn(self, x: float, outcome: bool) -> None:
         """Take in what became of a draft with ``x``."""

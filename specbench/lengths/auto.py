@@ -136,10 +136,16 @@ class AutoLength(Rule):
     def _pays(self, chance: float, room: int, draft_s: float) -> bool:
         """Whether a draft earns its time; those of all the output, where the drafter first has to catch up with it.
 
-        A step that gains g tokens gives at least 1 + g of them.
+        That is paid at once, and what it will bring is only believed: the gain has to be there as well if drafts are
+        accepted less often by a standard deviation of that belief. A step that gains g tokens gives at least 1 + g.
         """
-        gain = self._promise(0, chance, draft_s, chance, draft_s)
-        return gain > 0.0 and gain * room / (1.0 + gain) >= self._rate * self._costs.catching_up_s
+        if self._promise(0, chance, draft_s, chance, draft_s) <= 0.0:
+            return False
+        if not (catching_up_s := self._costs.catching_up_s):
+            return True
+        feared = self._upcoming.feared(self._last)
+        gain = self._promise(0, feared, draft_s, feared, draft_s)
+        return gain > 0.0 and gain * room / (1.0 + gain) >= self._rate * catching_up_s
 
     def _unsure(self, room: int) -> bool:
         """Whether the few steps that told the drafter's time may all have been disturbed, and another is due."""
