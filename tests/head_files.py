@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tiny import tiny_tokenizer
+from tiny import tiny_llama, tiny_tokenizer
+
+from specbench.models.prepare import Target, load_drafter
+from specbench.options import LoadOptions
 
 WIDTH, INNER, HEADS, SHARED, SIZE = 32, 48, 4, 2, 8
 VOCAB = len(tiny_tokenizer())
@@ -251,3 +254,29 @@ def medusa_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
         "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": WIDTH, "num_heads": 3,
         "num_hidden_layers": 1, "vocab_size": vocab, "truncated_vocab_size": vocab, **more,
     }  # fmt: skip
+
+
+def few_tokens() -> Any:
+    """A target of nine tokens, so that random drafts are right now and then."""
+    return tiny_llama(vocab_size=9, layers=3, seed=1)
+
+
+def few_head(folder: Path, kind: str, target: Target) -> Any:
+    """A drafter of such a target, made of a folder: of one of the kinds of heads."""
+    if kind == "pass":
+        settings = {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": 9}
+        files = write_head(folder, settings, {"ahead": few_tokens().get_input_embeddings().weight[:3]})
+        return load_drafter(str(files), target, LoadOptions(dtype="float32"))
+    if kind == "medusa":
+        files = write_head(folder, medusa_settings(9), medusa_tensors(vocab=9))
+    elif kind == "dflash":
+        files = write_head(folder, block_settings(9), block_tensors(vocab=9))
+    elif kind == "peagle":
+        tensors = parallel_tensors(vocab=9, drafted=6, layers=2)
+        files = write_head(folder, parallel_settings(9, 2, draft_vocab_size=6), tensors)
+    elif kind == "eagle-1":
+        files = write_head(folder, eagle_one_settings(9), eagle_one_tensors(vocab=9))
+    else:
+        tensors = eagle_tensors(2, vocab=9, drafted=6)
+        files = write_head(folder, speculators_settings((1, 2, 0), 9, draft_vocab_size=6), tensors)
+    return load_drafter(str(files), target, LoadOptions(dtype="float32"))

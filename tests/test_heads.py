@@ -28,6 +28,8 @@ from head_files import (
     eagle_one_tensors,
     eagle_settings,
     eagle_tensors,
+    few_head,
+    few_tokens,
     medusa_settings,
     medusa_tensors,
     midlayer,
@@ -38,7 +40,7 @@ from head_files import (
     write_head,
 )
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
-from tiny import save_tiny, tiny_language_model, tiny_llama
+from tiny import save_tiny, tiny_language_model
 from told import Result, refusal
 from transformers import LlamaConfig
 
@@ -761,31 +763,6 @@ def tokens_of(record: Prefill | Step) -> list[int]:
 
 
 @cache
-def few_tokens() -> Any:
-    """A target of nine tokens, so that random drafts are right now and then."""
-    return tiny_llama(vocab_size=9, layers=3, seed=1)
-
-
-def few_head(folder: Path, kind: str, target: Target) -> Any:
-    if kind == "pass":
-        settings = {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": 9}
-        files = write_head(folder, settings, {"ahead": few_tokens().get_input_embeddings().weight[:3]})
-        return load_drafter(str(files), target, PLAIN)
-    if kind == "medusa":
-        files = write_head(folder, medusa_settings(9), medusa_tensors(vocab=9))
-    elif kind == "dflash":
-        files = write_head(folder, block_settings(9), block_tensors(vocab=9))
-    elif kind == "peagle":
-        tensors = parallel_tensors(vocab=9, drafted=6, layers=2)
-        files = write_head(folder, parallel_settings(9, 2, draft_vocab_size=6), tensors)
-    elif kind == "eagle-1":
-        files = write_head(folder, eagle_one_settings(9), eagle_one_tensors(vocab=9))
-    else:
-        tensors = eagle_tensors(2, vocab=9, drafted=6)
-        files = write_head(folder, speculators_settings((1, 2, 0), 9, draft_vocab_size=6), tensors)
-    return drafter_of(files, target)
-
-
 def on_caches() -> Iterator[Any]:
     """A head that reads states and one that asks the target on every kind of cache; the others on two in turn."""
     for (row, kind), (column, kept) in itertools.product(

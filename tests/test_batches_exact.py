@@ -1,0 +1,102 @@
+"""Greedy outputs in batches of every size are the target's alone, for every kind of drafter and pool."""
+
+from __future__ import annotations
+
+import random as standard_random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_files import few_head, few_tokens
+from tiny import tiny_llama
+
+from specbench import load_drafter, wrap_target
+from specbench.backends.torch.pools import PoolKind
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Drafter
+from specbench.decoding.records import Generation
+from specbench.decoding.request import DraftPolicy
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.drafters.several import SeveralDrafters
+from specbench.generate import GenerationRun
+from specbench.generate_many import GenerationRuns
+from specbench.lengths import FixedLength, build_policy
+from specbench.lengths.trees import StaticTree
+from specbench.models.prepare import Target
+
+HEADS = ("eagle", "eagle-1", "peagle", "dflash", "medusa", "pass")
+OTHERS = ("lookup", "ngram:top-k=2", "suffix", "recycle", "self:int8", "self:layers=1", "self:skip=1",
+          "lookup+self:int8", "lookup|self:layers=1")  # fmt: skip
+RULES = ("auto", "auto-tree", "dynamic-tree:nodes=5", "fixed:gamma=3,siblings=2")
+TREE = StaticTree.shaped((-1, -1, 0, 0, 1))
+PROMPTS = 48
+NEW = 16
+
+Cell = tuple[str, Drafter | None, DraftPolicy]
+
+
+def prompts() -> list[list[int]]:
+    """Most of them with something to copy; some begin alike."""
+    choice = standard_random.Random(4)
+    beginning = [choice.randrange(9) for _ in range(40)]
+    made = []
+    for number in range(PROMPTS):
+        part = [choice.randrange(9) for _ in range(choice.randint(1, 12))]
+        made.append((beginning[: 20 * (number % 3)] if number % 4 else []) + part * choice.randint(1, 4))
+    return made
+
+
+def cells(folder: Path, target: Target) -> list[Cell]:
+    """Drafters of every kind, with fixed and measured lengths, as chains and as trees."""
+    chain, tree = DraftPolicy(FixedLength(3)), DraftPolicy(FixedLength(3), tree=TREE)
+    found: list[Cell] = [("none", None, chain)]
+    model = ModelDrafter(Scorer(tiny_llama(vocab_size=9, layers=1, seed=2)), "model")
+    for name, drafter in [("model", model), *((spec, load_drafter(spec, target)) for spec in OTHERS)]:
+        found.append((name, drafter, chain))
+        found += [] if "|" in name else [(f"{name} {RULES[0]}", drafter, build_policy(RULES[0]))]
+    found += [(f"model {rule}", model, build_policy(rule)) for rule in RULES[1:]]
+    for kind in HEADS:
+        head = few_head(folder / kind, kind, target)
+        found += [
+            (kind, head, chain),
+            (f"{kind} tree", head, tree),
+            (f"{kind} auto", head, build_policy("auto")),
+        ]
+        found.append((f"lookup+{kind}", CascadeDrafter(LookupDrafter(), head), chain))
+    found.append(("lookup|eagle", SeveralDrafters([LookupDrafter(), found[-4][1]]), chain))  # type: ignore[list-item]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["slotted", "paged"])
+def test_outputs_of_every_drafter_in_every_batch_are_the_targets(tmp_path: Path, pool: PoolKind) -> None:
+    """In each batch every request has another drafter, and over the batches each prompt has them in turn."""
+    with torch.random.fork_rng(devices=[]):
+        target = wrap_target(few_tokens(), pack=False)
+        every = cells(tmp_path, target)
+    asked, accepted = prompts(), 0
+    expected: list[list[int]] = []
+    for prompt in asked:
+        plain = GenerationRun(prompt, target, max_new_tokens=NEW)
+        assert all(True for _ in plain)
+        expected.append(plain.result().token_ids)
+    for batch in range(1, 17):
+        runs: list[Any] = []
+        for number, prompt in enumerate(asked):
+            _, drafter, policy = every[(number + 3 * batch) % len(every)]
+            runs.append(GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=NEW))
+        room = None if batch % 2 else 64 * batch  # too small for all now and then
+        many = GenerationRuns(
+            runs, max_batch=batch, max_tokens_per_pass=8 + 5 * batch, pool_tokens=room, pool=pool
+        )
+        for number, made in enumerate(many.results()):
+            name = every[(number + 3 * batch) % len(every)][0]
+            assert isinstance(made, Generation), (name, made)
+            assert made.token_ids == expected[number], (batch, name)
+            accepted += sum(step.accepted for step in made.steps)
+        assert many.seats is not None
+        assert many.seats.use is None or many.seats.use.used == 0
+    assert accepted > 1000
