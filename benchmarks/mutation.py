@@ -512,9 +512,16 @@ MUTANTS = (
     Mutant(
         "the preallocated cache keeps one position more",
         "backends/torch/caches.py",
-        "self.used = min(self.used, max(length, 0))",
-        "self.used = min(self.used, max(length, 0) + 1)",
+        "            self.used = max(length, 0)\n",
+        "            self.used = max(length, 0) + 1\n",
         CACHES,
+    ),
+    Mutant(
+        "native passes write where keys and values were",
+        "backends/torch/caches.py",
+        "if layer.used != length or layer.keys is not keys:",
+        "if layer.used != length:",
+        ("tests/test_native.py", "-k", "in_between"),
     ),
     Mutant(
         "the prompt and drafts of a first pass go in together",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from specbench.backends.torch.kernels.linear import (
     rounded_to_4_bits,
 )
 from specbench.backends.torch.kernels.surgery import (
+    first_layers,
     int4_copy,
     int8_copy,
     pack_linears,
@@ -281,6 +284,11 @@ def passes(scorer: Scorer) -> list[torch.Tensor]:
         found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
         scorer.keep(len(CONTEXT))
     return found
+
+
+def layers_of(scorer: Scorer) -> list[Any]:
+    """Of what its cache holds."""
+    return list(scorer.cache.model_arguments()["past_key_values"].layers)
 
 
 def deviation(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -655,13 +663,64 @@ def test_what_it_keeps_is_what_torch_keeps(kind: str, dtype: torch.dtype, level:
         for token in (5, 6, 7):
             scorer.logits([*CONTEXT, token], CONTEXT[:3])
             scorer.keep(len(CONTEXT) + 1)
-        layers = scorer.cache.model_arguments()["past_key_values"].layers
+        layers = layers_of(scorer)
         assert {layer.keys.dtype for layer in layers} == {dtype}
-        held.append([torch.cat((layer.keys, layer.values)) for layer in layers])
-    assert held[0][0].shape[-2] == len(CONTEXT) + 1
+        assert {layer.get_seq_length() for layer in layers} == {len(CONTEXT) + 1}
+        held.append([torch.cat((layer.keys, layer.values))[:, :, : len(CONTEXT) + 1] for layer in layers])
     # The first layer reads the same embeddings; those above it round to other bytes now and then.
     assert relative(held[1][0], held[0][0]) < (1e-4 if dtype == torch.float32 else 0.02)
     assert deviation(held[1], held[0]) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dynamic_cache_grows_in_steps(dtype: torch.dtype) -> None:
+    copy = int8_copy(build("Llama", dtype))
+    scorer, alone = scorer_of(copy, ways.NativePass), scorer_of(copy, ways.NativePass)
+    text, places = CONTEXT * 3, []
+    scorer.begin()
+    for end in range(10, len(text), 10):
+        found = scorer.logits(text[:end], text[end : end + 5])
+        alone.begin()
+        assert torch.equal(found, alone.logits(text[:end], text[end : end + 5]))
+        scorer.keep(end + end % 3)
+        assert {layer.get_seq_length() for layer in layers_of(scorer)} == {end + end % 3}
+        places.append([(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers_of(scorer)])
+    assert sum(one != other for one, other in itertools.pairwise(places)) == 1
+    assert all(layer.keys.shape[-2] < 2 * len(text) for layer in layers_of(scorer))
+
+
+def test_passes_of_other_kinds_in_between_find_and_leave_the_same() -> None:
+    copy = int8_copy(build("Llama"))
+    scorer, mixed = scorer_of(copy, ways.NativePass), scorer_of(copy, ways.NativePass)
+    usual = ways.OrdinaryPass(copy, mixed.cache)
+    half = Scorer(first_layers(copy, 2), mixed.cache)
+    for each in (scorer, mixed):
+        each.begin()
+        each.logits(CONTEXT[:40], rows=1)
+    for end in range(41, 147, 4):
+        half.logits(CONTEXT[:end], [7] * (300 if end == 61 else 2))
+        half.keep(end - 1)
+        expected = scorer.logits(CONTEXT[:end], CONTEXT[end : end + 3])
+        if end % 3:
+            found = mixed.logits(CONTEXT[:end], CONTEXT[end : end + 3])
+        else:
+            fed = CONTEXT[mixed.cache.length : end + 3]
+            with torch.inference_mode():
+                found = usual(torch.tensor([fed]), 4)
+        assert relative(found, expected) < 0.1
+        scorer.keep(end + 3)
+        mixed.keep(end + 3)
+        assert {layer.get_seq_length() for layer in layers_of(mixed)} == {end + 3}
+
+
+def test_a_context_that_has_ended_takes_no_memory() -> None:
+    scorer = scorer_of(int8_copy(build("Llama")), ways.NativePass)
+    scorer.begin()
+    scorer.logits(CONTEXT, CONTEXT[:3])
+    keys = [ref(layer.keys) for layer in layers_of(scorer)]
+    assert all(each() is not None for each in keys)
+    scorer.begin()
+    assert all(each() is None for each in keys)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = [
     "CACHE_KINDS",
     "CacheKind",
+    "Held",
     "KVCache",
     "change_of_rotation",
-    "lengthened",
     "make_cache",
     "prune_legacy",
     "rotates_by_length",
@@ -43,8 +43,8 @@ CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none
 """Those that hold on every device."""
 
 _FIRST_CAPACITY = 256
-_ROOM = 256
-"""Positions for which room is made beyond those of a pass."""
+_ROOM, _MORE_ROOM = 256, 4
+"""Positions for which a step makes room beyond those of a pass: so many, or this part of them where that is more."""
 
 _SLIDING_SLACK = 256
 """Tokens a sliding-window layer keeps beyond its window, so that as many can be rolled back: the longest draft."""
@@ -180,6 +180,8 @@ class NoKVCache:
 class DynamicKVCache:
     """``transformers``' DynamicCache with the layer kinds the model's configuration asks for.
 
+    Native passes make ``SteppedLayer`` of its full-attention layers (``Held``).
+
     Layers that forget (sliding windows, convolution states) can be rolled back only if they record the past: recording
     is switched on after the first pass, so that a long prompt is not kept whole, and from then on every rollback crops
     every such layer, also when nothing is removed (that trims it to its window).
@@ -202,7 +204,8 @@ class DynamicKVCache:
 
     @property
     def takes_trees(self) -> bool:
-        return all(type(layer) in (DynamicLayer, DummyLayer) for layer in self._cache.layers)
+        kinds = (DynamicLayer, SteppedLayer, DummyLayer)
+        return all(type(layer) in kinds for layer in self._cache.layers)
 
     def keys(self, tokens: int) -> int:
         return self.length + tokens
@@ -225,12 +228,15 @@ class DynamicKVCache:
         self._recording = True
 
     def rollback(self, length: int) -> None:
-        if length <= 0 or self.length == 0:
+        held = self.length
+        if length <= 0 or held == 0:
             self.reset()
             return
-        surplus = max(self.length - length, 0)
+        surplus = max(held - length, 0)
         for layer in self._cache.layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
+            if isinstance(layer, SteppedLayer):
+                layer.keep(length)
+            elif isinstance(layer, LinearAttentionCacheLayerMixin):
                 self._rollback_convolution(layer, surplus)
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 self._rollback_sliding(layer, length)
@@ -267,63 +273,6 @@ def _gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None
                 entries[:, :, start:end] = entries[:, :, positions]
 
 
-Entries = tuple[torch.Tensor, torch.Tensor]
-
-
-def lengthened(
-    layers: Sequence[Any], tokens: int, dtypes: Sequence[torch.dtype], empty: torch.Tensor | None = None
-) -> list[Entries] | None:
-    """Keys and values of layers that hold so many positions more from now on, which the caller writes.
-
-    Args:
-        layers: Of a cache; those that hold every position as it is, and all as many.
-        tokens: How many positions there will be more.
-        dtypes: What keys and values may be; those of all layers are alike.
-        empty: Keys or values of no position, [1, heads, 0, head size], like those of which layers that hold none will
-            make their buffers; ``None`` where such layers are others.
-
-    Returns:
-        Of each layer, [1, heads, positions, head size], in memory where positions of a head stand one behind the
-        other. ``None``, and nothing has changed, where the layers are others.
-    """
-    length = layers[0].get_seq_length()
-    if not all(
-        type(layer) in (DynamicLayer, PreallocatedLayer) and layer.get_seq_length() == length
-        for layer in layers
-    ):
-        return None
-    if length == 0:
-        if empty is None or empty.dtype not in dtypes:
-            return None
-        for layer in layers:
-            layer.update(empty, empty)
-    held = {entries.dtype for layer in layers for entries in (layer.keys, layer.values)}
-    if len(held) > 1 or not held.issubset(dtypes):
-        return None
-    return [_lengthened(layer, length + tokens) for layer in layers]
-
-
-def _lengthened(layer: Any, length: int) -> Entries:
-    if isinstance(layer, PreallocatedLayer):
-        layer.extend(length - layer.used)
-    else:
-        layer.keys, layer.values = (_longer(entries, length) for entries in (layer.keys, layer.values))
-    return layer.keys, layer.values
-
-
-def _longer(entries: torch.Tensor, length: int) -> torch.Tensor:
-    """The same up to its own length, where there is room behind it in its memory, otherwise with new memory."""
-    _, heads, used, size = entries.shape
-    apart, offset = entries.stride(1), entries.storage_offset()
-    numbers = entries.untyped_storage().nbytes() // entries.element_size()
-    if entries.stride()[2:] != (size, 1) or apart < length * size or offset + heads * apart > numbers:
-        apart, offset = (length + _ROOM) * size, 0
-        room = entries.new_empty(1, heads, length + _ROOM, size)
-        room[:, :, :used] = entries
-        entries = room
-    return entries.as_strided((1, heads, length, size), (heads * apart, apart, size, 1), offset)
-
-
 def _forgets(layer: object) -> bool:
     return isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
 
@@ -358,12 +307,16 @@ class PreallocatedLayer(CacheLayerMixin):
         """Make room for ``capacity`` positions, keeping the used ones."""
         if capacity <= self.keys.shape[-2]:
             return
-        capacity = max(-(-capacity // self.block) * self.block, 2 * self.keys.shape[-2])
+        capacity = self._larger(capacity)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = _buffer_like(old, capacity)
             new[:, :, : self.used] = old[:, :, : self.used]
             setattr(self, name, new)
+
+    def _larger(self, capacity: int) -> int:
+        """The capacity of new buffers, where those there are do not hold so many positions."""
+        return max(-(-capacity // self.block) * self.block, int(2 * self.keys.shape[-2]))
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if not self.is_initialized:
@@ -407,12 +360,31 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def keep(self, length: int) -> None:
         """Keep at most the first ``length`` positions."""
-        self.used = min(self.used, max(length, 0))
+        if self.used > length:
+            self.used = max(length, 0)
 
     def reset(self) -> None:
         if self.block > 1 and self.written:  # of others nothing is handed out behind the used positions
             _clean(self, self.written)
         self.used = self.written = 0
+
+
+class SteppedLayer(PreallocatedLayer):
+    """What a native pass makes of a ``DynamicLayer``: buffers that grow in steps, for they may hold long contexts.
+
+    Args:
+        layer: What it takes the place of, with all that this holds.
+    """
+
+    def __init__(self, layer: DynamicLayer) -> None:
+        super().__init__()
+        if layer.is_initialized and layer.get_seq_length():
+            self.dtype, self.device = layer.dtype, layer.device
+            self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
+            self.used = self.written = layer.get_seq_length()
+
+    def _larger(self, capacity: int) -> int:
+        return capacity + max(_ROOM, capacity // _MORE_ROOM)
 
 
 class PreallocatedSlidingLayer(PreallocatedLayer):
@@ -467,6 +439,80 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
     def reset(self) -> None:
         super().reset()
         self.dropped = 0
+
+
+class Held:
+    """Layers of a cache that native passes lengthen together.
+
+    Attributes:
+        entries: Keys and values of each, [1, heads, positions, head size], in memory where positions of a head stand
+            one behind the other.
+    """
+
+    def __init__(self, layers: Sequence[PreallocatedLayer]) -> None:
+        self._layers = layers
+        self._keys = [layer.keys for layer in layers]
+        self._capacity = min(keys.shape[-2] for keys in self._keys)
+        self.entries: list[tuple[torch.Tensor, torch.Tensor]] = [
+            (layer.keys, layer.values) for layer in layers
+        ]
+
+    @classmethod
+    def of(
+        cls,
+        layers: list[Any],
+        places: Sequence[int],
+        tokens: int,
+        dtypes: Sequence[torch.dtype],
+        empty: torch.Tensor,
+    ) -> Held | None:
+        """Those that hold so many positions more from now on, which the caller writes.
+
+        Args:
+            layers: Of a cache; in the places of those of ``transformers`` that hold every position as it is there are
+                others afterwards.
+            places: Which of them.
+            tokens: How many positions there will be more.
+            dtypes: What keys and values may be; those of all layers are alike.
+            empty: Keys or values of no position, [1, heads, 0, head size], like those of which layers that hold none
+                will make their buffers.
+
+        Returns:
+            ``None``, and nothing holds more, where some are of other kinds, are not equally long or hold other dtypes.
+        """
+        for place in places:
+            if type(layers[place]) is DynamicLayer:
+                layers[place] = SteppedLayer(layers[place])
+        own = [layers[place] for place in places]
+        length = own[0].get_seq_length()
+        if not all(
+            type(layer) in (SteppedLayer, PreallocatedLayer) and layer.used == length for layer in own
+        ):
+            return None
+        for layer in own:
+            if not layer.is_initialized:
+                layer.lazy_initialization(empty, empty)
+        kinds = {entries.dtype for layer in own for entries in (layer.keys, layer.values)}
+        if len(kinds) > 1 or not kinds.issubset(dtypes):
+            return None
+        for layer in own:
+            layer.extend(tokens)
+        return cls(own)
+
+    def lengthen(self, tokens: int) -> bool:
+        """Hold so many positions more; ``False``, and nothing has changed, where that needs other buffers."""
+        length = self._layers[0].used
+        end = length + tokens
+        if end > self._capacity:
+            return False
+        for layer, keys in zip(self._layers, self._keys, strict=True):
+            if layer.used != length or layer.keys is not keys:
+                return False
+        for layer in self._layers:
+            layer.used = end
+            if layer.written < end:
+                layer.written = end
+        return True
 
 
 @torch.inference_mode()

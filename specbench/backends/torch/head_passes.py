@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbench.backends.torch.caches import PreallocatedLayer, lengthened
+from specbench.backends.torch.caches import Held, PreallocatedLayer
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead, causal_attention
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
@@ -132,15 +132,15 @@ class NativeHeadPass(HeadPass):
         wanted: int,
     ) -> HeadRows:
         past, tokens = caches[0].used, len(embedded)
-        entries = lengthened(caches, tokens, NATIVE_ENTRIES, self._empty)
-        if entries is None:
+        held = Held.of([*caches], range(len(caches)), tokens, NATIVE_ENTRIES, self._empty)
+        if held is None:
             return super().__call__(embedded, features, positions, mask, caches, wanted)
         x = features.to(torch.float32, copy=True).contiguous()
         request = native.Request(tokens, past, None if mask is None else mask[0, 0])
         logits, normed = self._stack(
             x,
-            self._rotations.of(positions),
-            entries,
+            *self._rotations.of(positions),
+            native.Entries(held.entries),
             [request],
             range(tokens - wanted, tokens),
             self._layers,

@@ -11,11 +11,11 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 
-from specbench.backends.torch.caches import KVCache, StaticKVCache, lengthened, rotates_by_length
+from specbench.backends.torch.caches import Held, KVCache, StaticKVCache, rotates_by_length
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
 from specbench.backends.torch.kernels.graphs import WIDEST_GRAPH, Capture
 from specbench.backends.torch.kernels.llama_layers import (
@@ -24,7 +24,7 @@ from specbench.backends.torch.kernels.llama_layers import (
     short_layers,
     spread_rotation,
 )
-from specbench.backends.torch.kernels.native import Request, Stack
+from specbench.backends.torch.kernels.native import Entries, Request, Stack
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import Joined, KVPool
 from specbench.decoding.protocols import Rows
@@ -285,6 +285,7 @@ class NativePass(ShortPass):
     def __init__(self, model: Any, cache: KVCache) -> None:
         super().__init__(model, cache)
         self._stacked = _Stacks(model)
+        self._told: WeakKeyDictionary[Any, _Told] = WeakKeyDictionary()  # lets go of a cache with its context
 
     def is_open(self) -> bool:
         """Whether the model is one that is known, of native products, and has no hooks now."""
@@ -305,7 +306,7 @@ class NativePass(ShortPass):
         if own is None or made is None or stack is None:
             return super().rows(ids, rows, layers, position_ids, attention_mask)
         past = held.get_seq_length()
-        entries = lengthened([held.layers[layer.place] for layer in own], tokens, NATIVE_ENTRIES, made.empty)
+        entries = self._lengthened(held, own, tokens, made.empty)
         if entries is None:
             return super().rows(ids, rows, layers, position_ids, attention_mask)
         x = self._model.model.embed_tokens(ids)[0].float()
@@ -318,14 +319,39 @@ class NativePass(ShortPass):
             mask = None if attention_mask is None else attention_mask[0, 0, part]
             request = Request(part.stop - first, past + first, mask)
             wanted = range(max(0, tokens - rows - first), part.stop - first)
-            parts.append(stack(x[part], (cosines[part], sines[part]), entries, [request], wanted, layers))
+            own_rows = (x, cosines, sines) if tokens <= _AT_ONCE else (x[part], cosines[part], sines[part])
+            parts.append(stack(*own_rows, entries, [request], wanted, layers))
         self._cache.after_pass()
         return _together(parts, own[0].dtype)
+
+    def _lengthened(
+        self, held: Any, own: Sequence[ShortLayer], tokens: int, empty: torch.Tensor
+    ) -> Entries | None:
+        """Keys and values with room for so many tokens, told anew where they are others than in the last pass."""
+        told = self._told.get(held)
+        if told is None or not told.held.lengthen(tokens):
+            found = Held.of(held.layers, [layer.place for layer in own], tokens, NATIVE_ENTRIES, empty)
+            if found is None:
+                return None
+            told = self._told[held] = _Told(found, Entries(found.entries))
+        return told.entries
 
     def stack(self) -> Stack | None:
         """What makes its passes now; ``None`` where they cannot be made in one call."""
         own = self._layers(self._held())
         return None if own is None else self._stacked(own).stack
+
+
+class _Told(NamedTuple):
+    """What native.c was last told of a cache.
+
+    Attributes:
+        held: Which layers.
+        entries: Where they are.
+    """
+
+    held: Held
+    entries: Entries
 
 
 def _together(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]], dtype: torch.dtype) -> Rows:
@@ -438,7 +464,7 @@ class RaggedPass:
         entries, requests = held
         x = self._model.model.embed_tokens(ids)[0].float()
         rotation = made.rotations.of(joined.position_ids[0])
-        found = stack(x, rotation, entries, requests, wanted.tolist(), layers)
+        found = stack(x, *rotation, Entries(entries), requests, wanted.tolist(), layers)
         return _together([found], own[0].dtype)
 
 

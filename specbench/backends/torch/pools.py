@@ -24,7 +24,6 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from specbench.backends.torch.caches import Entries
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, Ragged, Span
 from specbench.backends.torch.kernels.native import Request, attends
 from specbench.errors import UsageError
@@ -595,8 +594,8 @@ class Joined:
 
     def lengthened(
         self, layers: Sequence[int], dtypes: Sequence[torch.dtype], empty: torch.Tensor
-    ) -> tuple[list[Entries], list[Request]] | None:
-        """Hold the rows from now on, whose keys and values the caller writes; compare ``caches.lengthened``.
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Request]] | None:
+        """Hold the rows from now on, whose keys and values the caller writes; compare ``caches.Held``.
 
         Args:
             layers: In which they are held.

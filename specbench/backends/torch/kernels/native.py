@@ -28,6 +28,7 @@ __all__ = [
     "MOST_HEAD_SIZE",
     "STEP",
     "Attention",
+    "Entries",
     "Layer",
     "Panels",
     "Parts",
@@ -506,6 +507,22 @@ class Request(NamedTuple):
     places: torch.Tensor | None = None
 
 
+class Entries:
+    """Keys and values of layers as native.c knows them; they hold as long as this does.
+
+    Args:
+        held: Of each layer, [1, heads, positions, head size], all in bfloat16 or all in float32, in memory where the
+            positions of a head stand one behind the other.
+    """
+
+    def __init__(self, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._held = held
+        self.keys = (c_void_p * len(held))(*(keys.data_ptr() for keys, _ in held))
+        self.values = (c_void_p * len(held))(*(values.data_ptr() for _, values in held))
+        self.strides = (c_int64 * (2 * len(held)))(*(each.stride(1) for entries in held for each in entries))
+        self.is_bfloat16 = held[0][0].dtype == torch.bfloat16
+
+
 class Stack:
     """Decoder layers with their final norm and head, for passes of few rows.
 
@@ -558,8 +575,6 @@ class Stack:
             scaling=scaling,
             adds_to_normed=adds_to_normed,
         )
-        self._strides = (c_int64 * (2 * len(layers)))()
-        self._keys, self._values = (c_void_p * len(layers))(), (c_void_p * len(layers))()
         self._vocabulary = head.panels.outputs
         self._nbytes = [sum(product.panels.nbytes for product in layer.products) for layer in layers]
         self._head_nbytes = head.panels.nbytes
@@ -599,8 +614,9 @@ class Stack:
     def __call__(
         self,
         x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        held: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        entries: Entries,
         requests: Sequence[Request],
         wanted: Sequence[int],
         layers: Sequence[int] = (),
@@ -611,9 +627,8 @@ class Stack:
         Args:
             x: Embeddings, or a head's features, [rows, hidden size], float32, without gaps; overwritten by what the
                 last layer puts out.
-            rotation: Cosines and sines, [rows, head size], float32.
-            held: Keys and values of each layer, [1, heads, positions, head size] in bfloat16 or float32, with room
-                for the rows' own.
+            cosines, sines: Of the rows' positions, [rows, head size], float32.
+            entries: Keys and values of each layer, with room for the rows' own.
             requests: Whose the rows are, one behind the other.
             wanted: Of which rows logits are.
             layers: In front of which hidden states are wanted, of all rows; their number stands for those behind the
@@ -624,15 +639,12 @@ class Stack:
             Logits, [wanted, vocabulary], and hidden states, [rows, layers, hidden size], or ``None``; float32.
         """
         native, embedded = _native(), _whole(embedded)
-        cosines, sines = (each.contiguous() for each in rotation)
+        cosines, sines = cosines.contiguous(), sines.contiguous()
         asked = _Told(requests)
         which = (c_int32 * len(wanted))(*wanted)
-        for place, (keys, values) in enumerate(held):
-            self._keys[place], self._values[place] = keys.data_ptr(), values.data_ptr()
-            self._strides[2 * place], self._strides[2 * place + 1] = keys.stride(1), values.stride(1)
         logits = torch.empty(len(wanted), self._vocabulary)
         states = torch.empty(len(x), len(layers), x.shape[1])
-        told = (c_void_p * (len(held) + 1))()
+        told = (c_void_p * (self._model.count + 1))()
         for place, layer in enumerate(layers):
             told[layer] = states[:, place].data_ptr()
         _check(
@@ -644,9 +656,9 @@ class Stack:
                         embedded=_address(embedded),
                         cosines=cosines.data_ptr(),
                         sines=sines.data_ptr(),
-                        keys=self._keys,
-                        values=self._values,
-                        strides=self._strides,
+                        keys=entries.keys,
+                        values=entries.values,
+                        strides=entries.strides,
                         requests=asked.given,
                         which=ctypes.addressof(which),
                         logits=logits.data_ptr(),
@@ -655,7 +667,7 @@ class Stack:
                         rows=len(x),
                         wanted=len(wanted),
                         count=len(requests),
-                        is_bfloat16=held[0][0].dtype == torch.bfloat16,
+                        is_bfloat16=entries.is_bfloat16,
                         parallel=native.parallel,
                         threads=torch.get_num_threads(),
                         level=native.level,
@@ -675,18 +687,13 @@ class _Told:
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._kept = [
-            request._replace(mask=_whole(request.mask), places=_whole(request.places)) for request in requests
-        ]
-        self.given, self.rows = (_Request * len(self._kept))(), 0
-        for place, request in enumerate(self._kept):
-            self.given[place] = _Request(
-                _address(request.places),
-                _address(request.mask),
-                0 if request.mask is None else request.mask.stride(0),
-                self.rows,
-                request.past,
-            )
+        self._kept: list[torch.Tensor | None] = []
+        self.given, self.rows = (_Request * len(requests))(), 0
+        for place, request in enumerate(requests):
+            mask, places = _whole(request.mask), _whole(request.places)
+            self._kept += [mask, places]
+            stride = 0 if mask is None else mask.stride(0)
+            self.given[place] = _Request(_address(places), _address(mask), stride, self.rows, request.past)
             self.rows += request.rows
 
 
