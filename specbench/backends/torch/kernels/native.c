@@ -417,18 +417,24 @@ struct Work {
     int64_t stride;
 };
 
-/* Take part in a stage until all its pieces, and what is to be done behind them, are done. */
-static void take_part(Stage *stage, int pieces, const Work *work, const Layer *layer, Step step, Step behind) {
+/* Take pieces of a stage until there are no more, and do what is to be done behind them if the last one done is one's own.
+ * Whether it was. */
+static int take_pieces(Stage *stage, int pieces, const Work *work, const Layer *layer, Step step, Step behind) {
     int piece;
     while ((piece = atomic_fetch_add_explicit(&stage->next, 1, memory_order_relaxed)) < pieces) {
         step(work, layer, piece);
         if (atomic_fetch_add_explicit(&stage->done, 1, memory_order_acq_rel) + 1 == pieces) {
             if (behind) behind(work, layer, 0);
             finish(stage, pieces + 1);
-            return;
+            return 1;
         }
     }
-    wait_for(stage, pieces + 1);
+    return 0;
+}
+
+/* Take part in a stage until all its pieces, and what is to be done behind them, are done. */
+static void take_part(Stage *stage, int pieces, const Work *work, const Layer *layer, Step step, Step behind) {
+    if (!take_pieces(stage, pieces, work, layer, step, behind)) wait_for(stage, pieces + 1);
 }
 
 INLINE int panels_at_once(const Matrix *matrix) {
@@ -695,7 +701,7 @@ static void run(void *given) {
         take_part(stage++, (half + some - 1) / some, work, layer, gate, gated);
         take_part(stage++, pieces_of(&layer->down), work, layer, bring_down, after_layer);
     }
-    take_part(stage++, pieces_of(&model->head), work, NULL, tell, NULL);
+    take_pieces(stage, pieces_of(&model->head), work, NULL, tell, NULL); /* who lent the threads waits for all of them */
 }
 
 /* ---- memory ---- */
