@@ -4,6 +4,7 @@
     python benchmarks/limits.py --model FOLDER --model SMALL --form bfloat16 --form drafter-int8
     python benchmarks/limits.py --model FOLDER --beside bfloat16 --assistant SMALL --setting SMALL@auto \\
         --peer xllamacpp=FILE.gguf --peer xllamacpp:lookup=FILE.gguf --peer-python xllamacpp=PATH
+    python benchmarks/limits.py --busy                                                  # beside a busy process too
     ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/limits.py        # as on an older processor
 
 A pass reads every weight of its linear layers once, and the keys and values of its context. For every model and form:
@@ -14,6 +15,9 @@ what lies between them).
 
 Forms: float32, bfloat16, float16, int8 and int4 are what --dtype makes of a target, drafter-int8 what a drafter is on a
 CPU (where there are native products, the same as int8).
+With --busy passes are also timed beside a process that keeps one core busy, in blocks with quiet ones in turn, native
+ones and those in operators: what a pass takes then, in the mean, over what it takes in the mean otherwise. Two threads
+that share two cores fairly with one other process get three quarters of them; goal: at most 2.3 times as long.
 With --beside DTYPE the model decodes prompts in that dtype beside `transformers` and --peer, plain and with drafts, as
 vs_transformers.py does, and the outputs are compared; what is not installed is left out with a reason. Ends with one
 line of JSON.
@@ -42,8 +46,10 @@ import vs_transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
+from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import quantise_linears
+from specbench.backends.torch.passes import Forward, NativePass, ShortPass
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.environment import describe_environment
 from specbench.bench.passes import time_in_turn
@@ -58,7 +64,13 @@ FORMS = ("float32", "bfloat16", "float16", "int8", "int4", DRAFTER)
 VERIFIED = 5
 PROFILED = 10
 SHOWN = 5
-LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "OMP_NUM_THREADS")
+BUSY_GOAL = 2.3
+BUSY_BLOCK = 10
+"""Rounds of passes that follow each other beside a busy process, and without."""
+LIMITS = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "OMP_NUM_THREADS", "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+)  # fmt: skip
 
 
 def load_form(name: str, form: str) -> PreTrainedModel:
@@ -91,9 +103,8 @@ def operators(action: Callable[[], object]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: -each["ms"])
 
 
-def measure(name: str, form: str, context: int, rounds: int) -> dict[str, Any]:
+def measure(name: str, form: str, model: PreTrainedModel, context: int, rounds: int) -> dict[str, Any]:
     """Time a form's passes and readers of memory in turn."""
-    model = load_form(name, form)
     scorer = Scorer(model)
     text = torch.randint(
         0, scorer.embeddings, (context + 1,), generator=torch.Generator().manual_seed(0)
@@ -133,10 +144,86 @@ def measure(name: str, form: str, context: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def beside_busy(
+    name: str, form: str, model: PreTrainedModel, context: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Time a form's passes while nothing else runs and beside a process that keeps a core busy, in blocks in turn."""
+    usual = Scorer(model).way
+    ways = (usual, ShortPass) if usual is NativePass else (usual,)
+    behind = {way: _behind(way, model, context) for way in ways}
+    jobs: dict[tuple[str, int], Callable[[], float]] = {
+        (way.__name__, tokens): lambda seconds=seconds, tokens=tokens: seconds(tokens)  # type: ignore[misc]
+        for way, seconds in behind.items()
+        for tokens in (1, VERIFIED)
+    }
+    quiet: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
+    shared: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
+    for block in range(max(1, rounds // BUSY_BLOCK)):
+        for times in (quiet, shared):
+            with parts.busy_core(times is shared):
+                for job, found in time_in_turn(jobs, min(rounds, BUSY_BLOCK), Random(block)).items():
+                    times[job] += found
+    return [
+        {
+            "model": Path(name).name,
+            "form": form,
+            "way": way,
+            "tokens": tokens,
+            "quiet_ms": round(1e3 * statistics.fmean(quiet[way, tokens]), 3),
+            "busy_ms": round(1e3 * statistics.fmean(shared[way, tokens]), 3),
+            "ratio": round(statistics.fmean(shared[way, tokens]) / statistics.fmean(quiet[way, tokens]), 3),
+            "ratio_of_medians": round(
+                statistics.median(shared[way, tokens]) / statistics.median(quiet[way, tokens]), 3
+            ),
+        }
+        for way, tokens in jobs
+    ]
+
+
+def _behind(way: type[Any], model: PreTrainedModel, context: int) -> Callable[[int], float]:
+    """Times a way's passes over so many tokens behind a context."""
+    cache = make_cache("dynamic", model.config)
+    forward: Forward = way(model, cache)
+    embeddings: Any = model.get_input_embeddings()
+    random = torch.Generator().manual_seed(0)
+    text = torch.randint(0, embeddings.num_embeddings, (1, context + VERIFIED), generator=random)
+
+    @torch.inference_mode()
+    def seconds(tokens: int) -> float:
+        cache.rollback(context)
+        ids = text[:, context : context + tokens]
+        return passes.seconds(lambda: forward(ids, tokens))
+
+    with torch.inference_mode():
+        forward(text[:, :context], 1)
+    return seconds
+
+
+def show_busy(rows: Sequence[dict[str, Any]]) -> None:
+    """How much longer passes take beside a busy process."""
+    width = max(len(row["model"]) for row in rows)
+    heads = f"{'form':12} {'way':12} {'tokens':>6} {'quiet ms':>9} {'busy ms':>9} {'ratio':>6}"
+    print(f"\n{'':{width}} {heads}  of medians (beside a busy process; goal {BUSY_GOAL})")
+    for row in rows:
+        print(
+            f"{row['model']:{width}} {row['form']:12} {row['way']:12} {row['tokens']:6} {row['quiet_ms']:9.2f}"
+            f" {row['busy_ms']:9.2f} {row['ratio']:6.2f}  {row['ratio_of_medians']:.2f}"
+        )
+
+
+def compare_with_float32(rows: Sequence[dict[str, Any]]) -> None:
+    """Tell how many times as fast as in float32 a pass is in every form, where float32 was measured."""
+    exact = {row["model"]: row["pass_ms"] for row in rows if row["form"] == "float32" and "reason" not in row}
+    for row in rows:
+        if "reason" not in row and row["model"] in exact:
+            row["over_float32"] = round(exact[row["model"]] / row["pass_ms"], 3)
+
+
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """The table, and what takes the time of a pass."""
     width = max(len(row["model"]) for row in rows)
     heads = f"{'form':12} {'MB':>8} {'GB/s':>6} {'at least ms':>11} {'a pass ms':>9} {'of 5':>7} {'share':>6}"
+    heads += f" {'× float32':>9}"
     print(f"\n{'':{width}} {heads}")
     for row in rows:
         if "reason" in row:
@@ -145,7 +232,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         print(
             f"{row['model']:{width}} {row['form']:12} {row['weight_mb'] + row['cache_mb']:8.1f}"
             f" {row['bandwidth_gb_s']:6.1f} {row['least_ms']:11.2f} {row['pass_ms']:9.2f} {row['verified_ms']:7.2f}"
-            f" {row['share']:6.2f}"
+            f" {row['share']:6.2f} " + (f"{row['over_float32']:9.2f}" if "over_float32" in row else "")
         )
     for row in rows:
         if "reason" not in row:
@@ -186,6 +273,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--form", action="append", choices=FORMS, help="repeatable; all but float16")
     parser.add_argument("--context", type=int, default=256, help="tokens that were read before")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--busy", action="store_true", help="time passes beside a busy process too")
     parser.add_argument("--beside", action="append", default=[], choices=FORMS[:-1], metavar="DTYPE",
                         help="decode beside others in this dtype, repeatable")  # fmt: skip
     parser.add_argument("--assistant", help="a small model, for transformers' assisted generation")
@@ -203,18 +291,31 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
+def measured(name: str, form: str, given: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A form's passes by themselves, and beside a busy process; without passes where it cannot be loaded."""
+    try:
+        model = load_form(name, form)
+        alone = measure(name, form, model, given.context, given.rounds)
+        return alone, beside_busy(name, form, model, given.context, given.rounds) if given.busy else []
+    except SpecbenchError as error:
+        return {"model": Path(name).name, "form": form, "reason": str(error)}, []
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code."""
     given = parse(arguments)
     rows: list[dict[str, Any]] = []
+    busy: list[dict[str, Any]] = []
     for name in given.model:
         for form in given.form:
-            try:
-                rows.append(measure(name, form, given.context, given.rounds))
-            except SpecbenchError as error:
-                rows.append({"model": Path(name).name, "form": form, "reason": str(error)})
+            alone, shared = measured(name, form, given)
+            rows.append(alone)
+            busy += shared
             gc.collect()
+    compare_with_float32(rows)
     show(rows)
+    if busy:
+        show_busy(busy)
     compared = [beside(given, dtype) for dtype in given.beside]
     environment = describe_environment()
     print(
@@ -226,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 **{name: metadata.version(name) for name in ("torch", "transformers")},
                 "context": given.context,
                 "rows": rows,
+                "busy": busy,
                 "beside": compared,
             }
         )

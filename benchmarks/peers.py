@@ -4,10 +4,11 @@
     python benchmarks/vs_transformers.py --peer xllamacpp=model.gguf --peer-python xllamacpp=~/peers/bin/python
 
 Each is installed with pip, where `--peer-python` says, or beside specbench. `ctranslate2` (tried: 4.8.5) and
-`onnxruntime-genai` (0.18.0, with `onnx` and `onnx-ir` for the conversion) convert a model of `transformers` themselves;
-on a CPU neither computes in bfloat16, so they get the weights in float32, or, when asked for, quantised in their own
-way: then it is another model, and its tokens differ. `openvino-genai` (2026.4.1) takes an exported folder (what exports
-for it, `optimum-intel`, wants an older `transformers`), or a GGUF file. `xllamacpp` is llama.cpp, and takes GGUF files.
+`onnxruntime-genai` (0.18.0; its conversion needs `onnx`, `onnx-ir`, `torch` and `transformers` beside it) convert a
+model of `transformers` themselves; on a CPU neither computes in bfloat16, so they get the weights in float32, or, when
+asked for, quantised in their own way: then it is another model, and its tokens differ. `openvino-genai` (2026.4.1)
+takes an exported folder (what exports for it, `optimum-intel`, wants an older `transformers`), or a GGUF file.
+`xllamacpp` is llama.cpp, and takes GGUF files.
 
 This file is also what runs there, with nothing of specbench: it reads a line of JSON for every prompt, and answers.
 """
@@ -58,6 +59,9 @@ PEERS = (
 )  # fmt: skip
 """What ``load_peer`` takes: a package, a precision or a way to draft, and the files or folders it needs."""
 
+PEER_NAMES = tuple(dict.fromkeys(peer.partition("=")[0] for peer in PEERS))
+"""The same without files and folders: what rows are called."""
+
 Decode = Callable[[list[int], int], Taken]
 """Decodes a prompt: token ids, and how many tokens to add."""
 
@@ -82,7 +86,7 @@ def check_python(text: str) -> tuple[str, str]:
         ValueError: It is something else.
     """
     name, _, path = text.partition("=")
-    if name not in {peer.partition("=")[0].partition(":")[0] for peer in PEERS} or not Path(path).is_file():
+    if name not in {peer.partition(":")[0] for peer in PEER_NAMES} or not Path(path).is_file():
         raise ValueError(text)
     return name, path
 
@@ -192,7 +196,11 @@ def _onnxruntime(asked: Mapping[str, Any]) -> Decode:
         asked["way"] or "fp32",
     ]
     places = ["-i", asked["source"], "-o", str(folder), "-c", str(folder.parent / "cache")]
-    subprocess.run([*builder, *places], check=True, capture_output=True)
+    built = subprocess.run([*builder, *places], capture_output=True, text=True)
+    if built.returncode:
+        raise RuntimeError(
+            f"the conversion failed: {(built.stderr.splitlines() or ['nobody knows why'])[-1]}"
+        )
     config = genai.Config(str(folder))
     options = {"session_options": {"intra_op_num_threads": asked["threads"]}}
     config.overlay(json.dumps({"model": {"decoder": options}}))

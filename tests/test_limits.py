@@ -41,6 +41,10 @@ def test_every_form_is_measured_against_memory(models, capsys, monkeypatch):
     printed, result = last_json(capsys)
     rows = {row["form"]: row for row in result["rows"]}
     assert list(rows) == ["float32", "int8", limits.DRAFTER]
+    assert rows["float32"]["over_float32"] == 1
+    assert rows["int8"]["over_float32"] == pytest.approx(
+        rows["float32"]["pass_ms"] / rows["int8"]["pass_ms"], abs=0.01
+    )
     assert rows["float32"]["weight_mb"] == pytest.approx(4 * rows["int8"]["weight_mb"], abs=0.02)
     for row in rows.values():
         assert row["model"] == "target"
@@ -50,7 +54,19 @@ def test_every_form_is_measured_against_memory(models, capsys, monkeypatch):
         spent = sum(each["ms"] for each in row["operators"]) + row["other_operators_ms"]
         assert row["outside_ms"] == pytest.approx(max(0.0, row["pass_ms"] - spent), abs=0.01)
         assert f"target {row['form']}, ms of a pass" in printed
-    assert result["beside"] == []
+    assert result["beside"] == result["busy"] == []
+
+
+def test_passes_beside_a_busy_process(models, capsys, monkeypatch):
+    monkeypatch.setattr(passes, "BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(limits, "PROFILED", 1)
+    sizes = ["--context", "8", "--rounds", "2", "--form", "float32"]
+    assert limits.main(["--model", str(models / "target"), *sizes, "--busy"]) == 0
+    printed, result = last_json(capsys)
+    assert {row["tokens"] for row in result["busy"]} == {1, limits.VERIFIED}
+    for row in result["busy"]:
+        assert row["ratio"] == pytest.approx(row["busy_ms"] / row["quiet_ms"], rel=0.05)
+        assert f"{row['form']:12} {row['way']:12}" in printed
 
 
 def test_a_model_that_cannot_be_loaded_is_left_out_with_its_reason(models, capsys, monkeypatch):
@@ -193,6 +209,22 @@ def test_others_stand_in_the_table(models, gguf, python, capsys):
     assert rows["xllamacpp"]["differs"] == 1
     assert "ctranslate2" not in rows
     assert "ctranslate2 is left out: ModuleNotFoundError" in printed.err
+    peer = rows["xllamacpp"]["over_best_peer"][0]
+    assert peer == 1
+    plain = rows["specbench plain"]
+    over = plain["tokens_per_second"][0] / rows["xllamacpp"]["tokens_per_second"][0]
+    assert plain["over_best_peer"][0] == pytest.approx(over, rel=0.01)
+
+
+def test_outputs_of_a_rounded_target_are_compared_with_its_plain_ones(models, capsys):
+    arguments = ["--target", str(models / "target"), "--dtype", "int8", "--limit", "2", "--tokens", "12"]
+    assert vs_transformers.main([*arguments, "--setting", "lookup@3"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]}
+    assert rows["specbench plain"]["identical"] == 2
+    assert rows["specbench lookup@3"]["differs"] == 0
+    assert rows["generate"]["over_best_peer"] is None
+    with pytest.raises(SystemExit):
+        vs_transformers.parse([*arguments, "--without", "specbench plain"])
 
 
 # -- quality ------------------------------------------------------------------------------------------
