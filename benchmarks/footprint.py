@@ -1,0 +1,128 @@
+"""What the memory of this process consists of, so that a leak can be told from what libraries keep on purpose."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import psutil
+import torch
+
+from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of a process.
+
+    Attributes:
+        resident: Bytes in memory.
+        objects: That Python's collector knows.
+        tensors: Bytes of the tensors among them.
+        allocated: Bytes that malloc has handed out, tensors' among them; 0 where it does not tell (glibc's does).
+        unused: Bytes that it has been given back and keeps.
+        compiled: Bytes of code that was made while it ran: oneDNN's, of up to 1,024 shapes of passes
+            (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``); 0 where the system does not tell (Linux does).
+    """
+
+    resident: int
+    objects: int
+    tensors: int
+    allocated: int
+    unused: int
+    compiled: int
+
+    @classmethod
+    def now(cls) -> Footprint:
+        """As it is."""
+        objects = gc.get_objects()
+        told = _told_by_malloc()
+        return cls(
+            resident=psutil.Process().memory_info().rss,
+            objects=len(objects),
+            tensors=_bytes_of_tensors(objects),
+            allocated=told.in_blocks + told.in_maps,
+            unused=told.free,
+            compiled=_compiled(),
+        )
+
+    def told(self) -> str:
+        """In a line."""
+        parts = {name: round(value / 2**20) for name, value in asdict(self).items() if name != "objects"}
+        listed = ", ".join(f"{name} {value}" for name, value in parts.items() if name != "resident")
+        return f"{parts['resident']} MB ({listed}), {self.objects} objects"
+
+
+def growth(behind: Sequence[Footprint]) -> dict[str, float]:
+    """By name, the median of the last third over that of the first; nothing if there are too few."""
+    third = len(behind) // 3
+    if not third:
+        return {}
+    first, last = (
+        {name: statistics.median(asdict(each)[name] for each in part) for name in asdict(behind[0])}
+        for part in (behind[:third], behind[-third:])
+    )
+    return {name: round(last[name] / value, 4) for name, value in first.items() if value}
+
+
+def given_back() -> int:
+    """Bytes that malloc gives back to the system when it is told to."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    give_back_free_memory()
+    return int(before - process.memory_info().rss)
+
+
+class _Malloc(ctypes.Structure):
+    """``struct mallinfo2`` (mallinfo(3))."""
+
+    _fields_ = (
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("in_maps", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("in_blocks", ctypes.c_size_t),
+        ("free", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    )
+    in_maps: int
+    in_blocks: int
+    free: int
+
+
+def _told_by_malloc() -> _Malloc:
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError, TypeError):  # another C library
+        return _Malloc()
+    ask.restype = _Malloc
+    told: _Malloc = ask()
+    return told
+
+
+def _bytes_of_tensors(objects: Sequence[object]) -> int:
+    found: dict[int, int] = {}
+    for each in objects:
+        if issubclass(type(each), torch.Tensor):
+            assert isinstance(each, torch.Tensor)
+            if each.layout is torch.strided and each.device.type == "cpu":
+                storage = each.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _compiled() -> int:
+    if sys.platform != "linux":
+        return 0
+    maps = psutil.Process().memory_maps(grouped=False)
+    made = [
+        each for each in maps if "x" in each.perms and each.path.startswith(("[anon", "[heap", "/memfd:"))
+    ]
+    return sum(int(each.rss) for each in made)
