@@ -962,8 +962,8 @@ MUTANTS = (
     Mutant(
         "a head goes on from keys of its own drafts",
         "backends/torch/head_scorers.py",
-        "        self._cache.keep(self._read)\n",
-        "        pass\n",
+        "            cache.keep(self._read)\n        self._features",
+        "            pass\n        self._features",
         HEADS,
     ),
     Mutant(

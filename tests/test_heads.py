@@ -48,6 +48,7 @@ from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.head_scorers import (
     BlockScorer,
     EagleScorer,
+    HeadBatch,
     HeadScorer,
     MedusaScorer,
     ParallelScorer,
@@ -70,7 +71,7 @@ from specbench.decoding.clocks import WallClock
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking, Drafter, Pass, answered
-from specbench.decoding.records import Generation, Prefill, Step
+from specbench.decoding.records import Generation, Prefill, SharedPass, Step
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
@@ -807,7 +808,8 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any
             GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=20) for prompt in prompts
         ]
     # Prompts are read in parts, and there is no room for all: somebody is put back, and read again.
-    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=6, pool_tokens=112)
+    made: list[SharedPass] = []
+    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=6, pool_tokens=112, watch=made.append)
     for each, found in zip(runs, many.results(), strict=True):
         alone = GenerationRun(each.prompt, target, each.drafter, policy=each.policy, max_new_tokens=20)
         assert all(True for _ in alone)
@@ -815,6 +817,46 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any
         assert found.token_ids == alone.result().token_ids
         assert [step.drafted for step in found.steps] == [step.drafted for step in alone.result().steps]
     assert sum(step.accepted for each in runs for step in each.result().steps) > 20
+    drafting = [each for each in made if not each.target]
+    shared = kept == "dynamic"
+    assert ({each.model for each in drafting} == {head.scorer}) == shared
+    assert any(len(each.requests) > 1 for each in drafting) == shared
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "medusa"])
+def test_what_several_requests_want_of_a_head_is_made_in_one(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = few_head(tmp_path / "head", kind, wrap_target(few_tokens(), pack=False)).scorer
+    contexts = [[number % 9, *range(9), 4, 7, 1][: 4 + 3 * number] for number in range(4)]
+    beside, alone = ([loaded.twin() for _ in contexts] for _ in range(2))
+    for context, *scorers in zip(contexts, beside, alone, strict=True):
+        with torch.inference_mode():
+            output = few_tokens()(input_ids=torch.tensor([context[:-1]]), output_hidden_states=True)
+        for scorer in scorers:
+            scorer.begin()
+            states = [output.hidden_states[layer][0] for layer in loaded.layers]
+            scorer.take_states(len(context) - 1, torch.stack(states, dim=1))
+    made, calls = loaded.made, []
+    monkeypatch.setattr(loaded, "made", lambda wanted: calls.append(len(wanted)) or made(wanted))
+    drafts: list[tuple[list[int], list[int] | None]] = [
+        ([], None),
+        ([3], None),
+        ([1, 2], [-1, -1]),
+        ([5], [-1]),
+    ]
+    for drafted in ([([], None)] * 4, drafts):
+        asked = [
+            [
+                Pass(scorer, *parts)
+                for scorer, *parts in zip(scorers, contexts, *zip(*drafted, strict=True), strict=True)
+            ]
+            for scorers in (beside, alone)
+        ]
+        found = HeadBatch(loaded).score(asked[0])
+        for rows, each in zip(found, asked[1], strict=True):
+            torch.testing.assert_close(rows.logits, each.scorer.score(each).logits, atol=1e-4, rtol=1e-4)
+    assert calls == ([4] if kind in ("peagle", "dflash") else [4, 3])
 
 
 @pytest.mark.parametrize(("drafter", "tree"), [("head", False), ("head", True), ("cascade", False)])

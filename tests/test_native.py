@@ -18,7 +18,7 @@ from specbench.backends.torch import passes as ways
 from specbench.backends.torch import trials
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.caches import CacheKind, PreallocatedKVCache, PreallocatedLayer, make_cache
-from specbench.backends.torch.head_passes import HeadPass, NativeHeadPass, choose_head_pass
+from specbench.backends.torch.head_passes import HeadPass, NativeHeadPass, Reading, choose_head_pass
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.attention import fold_attention
@@ -849,7 +849,7 @@ def head_rows(way: HeadPass) -> list[torch.Tensor]:
 
     def read(first: int, end: int, mask: torch.Tensor | None, wanted: int, at: int | None = None) -> None:
         positions = torch.arange(first, end) if at is None else torch.full((end - first,), at)
-        rows = way(embedded[first:end], features[first:end], positions, mask, caches, wanted)
+        (rows,) = way([Reading(embedded[first:end], features[first:end], positions, mask, caches, wanted)])
         assert rows.features.shape == (end - first, hidden)
         assert rows.logits.shape == (wanted, 90)
         found.extend(rows)
@@ -874,6 +874,30 @@ def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape: str, bits: i
     assert type(way) is NativeHeadPass
     for found, expected in zip(head_rows(way), head_rows(HeadPass(head)), strict=True):
         assert relative(found, expected) < 0.02  # another byte where a number lies between two
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.inference_mode()
+def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits: int, level: int) -> None:
+    way = choose_head_pass(head_of(bits, layers=2, norm_output=True))
+    assert type(way) is NativeHeadPass
+    hidden, random_ = way.head.shape.layer.hidden_size, torch.Generator().manual_seed(6)
+    beside, alone = ([[PreallocatedLayer() for _ in range(2)] for _ in range(3)] for _ in range(2))
+    for lengths in ((7, 40, 1), (1, 1, 2), (3, 1, 4)):
+        readings = []
+        for caches, length in zip(beside, lengths, strict=True):
+            past = caches[0].used
+            mask = torch.ones(1, 1, length, past + length, dtype=torch.bool).tril(past)
+            mask[..., -1, past : past + length - 1] = False
+            embedded, features = torch.randn(2, length, hidden, generator=random_)
+            positions = torch.arange(past, past + length)
+            readings.append(
+                Reading(embedded, features, positions, mask if length < 5 else None, caches, min(2, length))
+            )
+        for found, reading, caches in zip(way(readings), readings, alone, strict=True):
+            (expected,) = way([reading._replace(caches=caches)])
+            assert torch.equal(found.features, expected.features)
+            assert torch.equal(found.logits, expected.logits)
 
 
 def test_a_head_that_comes_out_differently_goes_through_operators(monkeypatch: pytest.MonkeyPatch) -> None:

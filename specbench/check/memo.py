@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from specbench.backends.torch.caches import KVCache, NoKVCache
-from specbench.backends.torch.head_scorers import HeadScorer
+from specbench.backends.torch.head_scorers import AnyHeadScorer
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.observe import DecodingSetup
 from specbench.decoding.protocols import Drafter, Pass, Rows
@@ -278,7 +278,7 @@ class MemoScorer:
         return torch.stack([row for row in found if row is not None])
 
 
-class MemoHead(HeadScorer):
+class MemoHead(AnyHeadScorer):
     """Stands in for a trained head: what it has read of a context and a draft, and with whose states, tells its rows.
 
     Args:
@@ -286,7 +286,7 @@ class MemoHead(HeadScorer):
         rows: What is remembered.
     """
 
-    def __init__(self, inner: HeadScorer, rows: _Rows) -> None:
+    def __init__(self, inner: AnyHeadScorer, rows: _Rows) -> None:
         super().__init__(inner.layers, inner.device, inner.fitted, inner.context_limit, inner.embeddings)
         self.inner, self.longest, self._remembered = inner, inner.longest, rows
         self.passes = 0

@@ -10,7 +10,7 @@ from specbench.drafters.model import ModelDrafter
 if TYPE_CHECKING:
     import torch
 
-    from specbench.backends.torch.head_scorers import HeadScorer
+    from specbench.backends.torch.head_scorers import AnyHeadScorer
     from specbench.decoding.clocks import Clock
 
 __all__ = ["HeadDrafter"]
@@ -25,9 +25,9 @@ class HeadDrafter(ModelDrafter):
         clock: See ``ModelDrafter``.
     """
 
-    scorer: HeadScorer  # type: ignore[assignment]
+    scorer: AnyHeadScorer  # type: ignore[assignment]
 
-    def __init__(self, scorer: HeadScorer, name: str, clock: Clock | None = None) -> None:
+    def __init__(self, scorer: AnyHeadScorer, name: str, clock: Clock | None = None) -> None:
         super().__init__(scorer, name, clock)  # type: ignore[arg-type]
 
     @property

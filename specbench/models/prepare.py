@@ -13,9 +13,9 @@ import torch
 
 from specbench.backends.torch.caches import CacheKind, make_cache
 from specbench.backends.torch.head_scorers import (
+    AnyHeadScorer,
     BlockScorer,
     EagleScorer,
-    HeadScorer,
     MedusaScorer,
     ParallelScorer,
 )
@@ -478,7 +478,7 @@ def wrap_head(
         pack_linears(module)
     layers = head.files.layers(config)
     fitted = FittedLogits(target.vocab_size, None if head.places is None else head.places.to(device))
-    scorer: HeadScorer
+    scorer: AnyHeadScorer
     if medusa:
         scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
     else:

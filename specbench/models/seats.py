@@ -8,7 +8,7 @@ import torch
 
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.caches import CacheKind, KVCache, NoKVCache, PreallocatedKVCache, make_cache
-from specbench.backends.torch.head_scorers import HeadScorer
+from specbench.backends.torch.head_scorers import AnyHeadScorer, HeadBatch, HeadScorer
 from specbench.backends.torch.pools import KVPool, PoolKind, PoolUse, fits_pools
 from specbench.backends.torch.scorer import Scorer
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Seats"]
 
-_AnyScorer = TypeVar("_AnyScorer", Scorer, HeadScorer)
+_AnyScorer = TypeVar("_AnyScorer", Scorer, AnyHeadScorer)
 
 
 class Seats:
@@ -40,6 +40,7 @@ class Seats:
         scorer = self._target = target.scorer
         self._requests, self._kind = requests, kind
         self._models: dict[Scorer, BatchedModel] = {}
+        self._heads: dict[AnyHeadScorer, HeadBatch] = {}
         self._pool: KVPool | None = None  # of the target, and of those that share its keys and values
         kept = isinstance(scorer.cache, PreallocatedKVCache)
         own = isinstance(scorer.cache, NoKVCache) or (kept and scorer.rounding != torch.int8)
@@ -58,7 +59,7 @@ class Seats:
 
         def scorer_like(loaded: _AnyScorer) -> _AnyScorer:
             if isinstance(loaded, HeadScorer):
-                return loaded.twin()
+                return self._opened_head(loaded)
             shares = loaded.cache is self._target.cache
             return self._opened(loaded, scorer.cache if shares else None)
 
@@ -86,6 +87,11 @@ class Seats:
         if batched is not None:
             return batched.open(shared)
         return loaded.twin(shared or _cache_like(loaded), shares=shared is not None)
+
+    def _opened_head(self, loaded: AnyHeadScorer) -> AnyHeadScorer:
+        return loaded.twin(
+            None if self._tokens is None else self._heads.setdefault(loaded, HeadBatch(loaded))
+        )
 
     def _batched(self, loaded: Scorer) -> BatchedModel | None:
         if self._tokens is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,28 @@ from specbench.backends.torch.passes import NATIVE_ENTRIES, Rotations
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
 
-__all__ = ["HeadPass", "HeadRows", "NativeHeadPass", "choose_head_pass"]
+__all__ = ["HeadPass", "HeadRows", "NativeHeadPass", "Reading", "choose_head_pass", "joined"]
+
+
+class Reading(NamedTuple):
+    """Tokens that a head reads behind those in caches of one request, which hold them afterwards.
+
+    Attributes:
+        embedded: Embeddings of the tokens, [tokens, hidden].
+        features: That go with them, [tokens, hidden].
+        positions: Theirs, [tokens].
+        mask: Bool [1, 1, tokens, held and tokens], true where a token attends; ``None`` for what comes before it, and
+            itself.
+        caches: ``PreallocatedLayer`` of each layer.
+        wanted: Of how many tokens logits are wanted, counted from the end.
+    """
+
+    embedded: torch.Tensor
+    features: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor | None
+    caches: Sequence[Any]
+    wanted: int
 
 
 class HeadRows(NamedTuple):
@@ -52,61 +74,79 @@ class HeadPass:
         self._groups = config.num_attention_heads // config.num_key_value_heads
         self._dtype = dtype or next(head.parameters()).dtype
 
-    def __call__(
-        self,
-        embedded: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        caches: Sequence[Any],
-        wanted: int,
-    ) -> HeadRows:
-        """Read tokens behind those in caches, which hold them afterwards.
+    def __call__(self, readings: Sequence[Reading]) -> list[HeadRows]:
+        """Read what several requests bring: every weight is read once for all of them, and each attends by itself."""
+        tokens, spans = [len(each.embedded) for each in readings], [_span(each) for each in readings]
+        embedded, features = (
+            joined([*parts])[None].to(self._dtype)
+            for parts in zip(*((each.embedded, each.features) for each in readings), strict=True)
+        )
+        positions = joined([each.positions for each in readings])[None]
+        attends = [self._by_request(layer, readings, spans) for layer in range(len(self.head.layers))]
+        out = self.head.read(embedded, features, positions, attends)[0]
+        parts = zip(readings, out.split(tokens), strict=True)
+        logits = self.head.logits(joined([part[-each.wanted :] for each, part in parts]))
+        rows = self.head.recurring(out).split(tokens), logits.split([each.wanted for each in readings])
+        return [HeadRows(*each) for each in zip(*rows, strict=True)]
 
-        Args:
-            embedded: Embeddings of the tokens, [tokens, hidden].
-            features: That go with them, [tokens, hidden].
-            positions: Theirs, [tokens].
-            mask: Bool [1, 1, tokens, held and tokens], true where a token attends; ``None`` for what comes before it,
-                and itself.
-            caches: ``PreallocatedLayer`` of each layer.
-            wanted: Of how many tokens logits are wanted, counted from the end.
-        """
-        past, tokens = caches[0].used, len(embedded)
-        whole = past == 0 and mask is None and tokens > 1
-        if mask is None and tokens > 1 and not whole:
-            mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=embedded.device).tril_(
-                past
-            )
-        attends = [self._behind(cache, mask, whole=whole) for cache in caches]
-        read = embedded[None].to(self._dtype), features[None].to(self._dtype), positions[None]
-        out = self.head.read(*read, attends)[0]
-        return HeadRows(self.head.recurring(out), self.head.logits(out[-wanted:]))
-
-    def _behind(self, cache: Any, mask: torch.Tensor | None, *, whole: bool) -> Attend:
-        """Tokens attend to what a cache holds and to each other as a mask says; they stay in the cache.
-
-        Args:
-            cache: Of a layer.
-            mask: Bool [1, 1, tokens, held and tokens]; ``None`` for one token that sees everything.
-            whole: There is nothing before them, and they attend causally.
-        """
+    def _by_request(self, layer: int, readings: Sequence[Reading], spans: Sequence[_Span]) -> Attend:
+        """Tokens of each request attend to what its cache of a layer holds and to each other; they stay in it."""
+        tokens = [len(each.embedded) for each in readings]
 
         def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            keys, values = cache.update(key, value)
-            if whole:
-                return causal_attention(query, keys, values)
-            if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
-                folded = None if mask is None else fold_mask(mask, self._groups, query.dtype)
-                return attend(query, keys, values, folded, None)
-            out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-            return out.transpose(1, 2)
+            parts = zip(*(each.split(tokens, dim=2) for each in (query, key, value)), strict=True)
+            return joined(
+                [
+                    self._attended(span, each.caches[layer], *part)
+                    for span, each, part in zip(spans, readings, parts, strict=True)
+                ],
+                dim=1,
+            )
 
         return attended
 
+    def _attended(
+        self, span: _Span, cache: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        keys, values = cache.update(key, value)
+        mask = span.mask
+        if span.whole:
+            return causal_attention(query, keys, values)
+        if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
+            folded = None if mask is None else fold_mask(mask, self._groups, query.dtype)
+            return attend(query, keys, values, folded, None)
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+class _Span(NamedTuple):
+    """How tokens of a request attend.
+
+    Attributes:
+        mask: Bool [1, 1, tokens, held and tokens]; ``None`` for one token that sees everything.
+        whole: There is nothing before them, and they attend causally.
+    """
+
+    mask: torch.Tensor | None
+    whole: bool
+
+
+def _span(reading: Reading) -> _Span:
+    past, tokens, mask = reading.caches[0].used, len(reading.embedded), reading.mask
+    whole = past == 0 and mask is None and tokens > 1
+    if mask is None and tokens > 1 and not whole:
+        device = reading.embedded.device
+        mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=device).tril_(past)
+    return _Span(mask, whole)
+
+
+def joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """One behind the other; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)
+
 
 class NativeHeadPass(HeadPass):
-    """In one call, any number of tokens; between products everything is float32, and so are keys and values.
+    """In one call, any number of requests; between products everything is float32, and so are keys and values.
 
     Args:
         head: An EAGLE-3 head.
@@ -122,31 +162,37 @@ class NativeHeadPass(HeadPass):
         self._layers = (len(head.layers),) if head.shape.norm_output else ()
         self._empty = torch.empty(1, config.num_key_value_heads, 0, config.head_dim)
 
-    def __call__(
-        self,
-        embedded: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        caches: Sequence[Any],
-        wanted: int,
-    ) -> HeadRows:
-        past, tokens = caches[0].used, len(embedded)
-        held = Held.of([*caches], range(len(caches)), tokens, NATIVE_ENTRIES, self._empty)
-        if held is None:
-            return super().__call__(embedded, features, positions, mask, caches, wanted)
-        x = features.to(torch.float32, copy=True).contiguous()
-        request = native.Request(tokens, past, None if mask is None else mask[0, 0])
+    def __call__(self, readings: Sequence[Reading]) -> list[HeadRows]:
+        requests: list[native.Request] = []
+        for each in readings:
+            past, tokens = each.caches[0].used, len(each.embedded)
+            held = Held.of([*each.caches], range(len(each.caches)), tokens, NATIVE_ENTRIES, self._empty)
+            if held is None:
+                for request, before in zip(requests, readings, strict=False):
+                    for cache in before.caches:
+                        cache.keep(request.past)
+                return super().__call__(readings)
+            mask = None if each.mask is None else each.mask[0, 0]
+            requests.append(native.Request(tokens, past, mask, entries=native.Entries(held.entries)))
+        entries = requests[0].entries
+        assert entries is not None
+        x = torch.cat([each.features for each in readings]).float()  # not those that others hold
+        ends = accumulate(request.rows for request in requests)
+        wanted = [
+            row for each, end in zip(readings, ends, strict=True) for row in range(end - each.wanted, end)
+        ]
         logits, normed = self._stack(
             x,
-            *self._rotations.of(positions),
-            native.Entries(held.entries),
-            [request],
-            range(tokens - wanted, tokens),
+            *self._rotations.of(joined([each.positions for each in readings])),
+            entries,
+            requests,
+            wanted,
             self._layers,
-            embedded.float(),
+            joined([each.embedded for each in readings]).float(),
         )
-        return HeadRows(x if normed is None else normed[:, 0], logits)
+        features = (x if normed is None else normed[:, 0]).split([request.rows for request in requests])
+        rows = logits.split([each.wanted for each in readings])
+        return [HeadRows(*each) for each in zip(features, rows, strict=True)]
 
 
 def choose_head_pass(head: RecurrentHead) -> HeadPass:
@@ -216,9 +262,10 @@ def _tried(way: HeadPass) -> HeadRows:
     random = torch.Generator().manual_seed(0)
     embedded, features = torch.randn(2, _TRIED + len(parents), hidden, generator=random)
     caches = [PreallocatedLayer() for _ in head.layers]
-    first = way(embedded[:_TRIED], features[:_TRIED], torch.arange(_TRIED), None, caches, _TRIED)
+    beginning = Reading(embedded[:_TRIED], features[:_TRIED], torch.arange(_TRIED), None, caches, _TRIED)
+    (first,) = way([beginning])
     cpu = torch.device("cpu")
     positions = tree_positions(_TRIED - 1, parents, cpu)[0, 1:]
     mask = tree_mask(_TRIED - 1, parents, _TRIED + len(parents), cpu)[..., 1:, :]
-    then = way(embedded[_TRIED:], features[_TRIED:], positions, mask, caches, len(parents))
+    (then,) = way([Reading(embedded[_TRIED:], features[_TRIED:], positions, mask, caches, len(parents))])
     return HeadRows(torch.cat((first.features, then.features)), torch.cat((first.logits, then.logits)))

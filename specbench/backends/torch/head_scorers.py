@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.caches import PreallocatedLayer
-from specbench.backends.torch.head_passes import HeadPass, HeadRows, choose_head_pass
+from specbench.backends.torch.head_passes import HeadPass, HeadRows, Reading, choose_head_pass, joined
 from specbench.backends.torch.heads import Attend, BlockHead, MedusaHeads, ParallelEagleHead, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
-from specbench.decoding.protocols import Pass, Rows
+from specbench.decoding.protocols import Batch, Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 
-__all__ = ["BlockScorer", "EagleScorer", "HeadScorer", "MedusaScorer", "ParallelScorer"]
+__all__ = [
+    "AnyHeadScorer",
+    "BlockScorer",
+    "EagleScorer",
+    "HeadBatch",
+    "HeadScorer",
+    "MedusaScorer",
+    "ParallelScorer",
+]
+
+Wanted = TypeVar("Wanted")
+Given = TypeVar("Given")
+
+Reads: TypeAlias = Generator[Wanted, Given, torch.Tensor]
+"""A pass under way: it asks for what the head is to do, and returns the last rows, [rows, vocab]."""
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 """From token ids to their embeddings."""
 
 
-class HeadScorer:
+class HeadScorer(Generic[Wanted, Given]):
     """Gives a head's rows as if it were a model that reads the context.
+
+    A pass asks for what it wants of the head piece by piece, so that pieces of several requests can be made in one.
 
     Args:
         layers: Of which of the target's layers it takes the hidden states, see ``Pass``.
@@ -34,12 +50,13 @@ class HeadScorer:
 
     Attributes:
         epoch: Contexts begun so far.
+        batch: See ``decoding.protocols.Scorer``.
         longest: The most tokens of a branch of its drafts; ``None`` for any number.
     """
 
     gives_hidden = False
     takes_trees = reads_trees = True
-    batch = None
+    batch: Batch | None = None
     reads_in_parts = False
     longest: int | None = None
 
@@ -72,8 +89,13 @@ class HeadScorer:
         """There is always room."""
         return True
 
-    def twin(self) -> HeadScorer:
-        """The same head for another request."""
+    def twin(self, batch: Batch | None = None) -> HeadScorer[Wanted, Given]:
+        """The same head for another request, whose passes are made with those of others where there is a batch."""
+        made = self._twin()
+        made.batch = batch
+        return made
+
+    def _twin(self) -> HeadScorer[Wanted, Given]:
         raise NotImplementedError
 
     def begin(self) -> None:
@@ -101,14 +123,16 @@ class HeadScorer:
         short = self.longest is None or len(drafted) < self.longest
         return within and short and 1 < len(context) == self._known + 1
 
-    @torch.inference_mode()
     def score(self, asked: Pass) -> Rows:
         """The rows behind the context and a draft, of whose first nodes some may have been read before."""
-        rows = len(asked.tokens) + 1 if asked.rows is None else asked.rows
-        return Rows(self.fitted(self._logits(asked, rows)))
+        return HeadBatch(self).score([asked])[0]
 
-    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
-        """The last rows over the tokens that it drafts, [rows, vocab]."""
+    def reads(self, asked: Pass, rows: int) -> Reads[Wanted, Given]:
+        """A pass: the last rows over the tokens that it drafts, [rows, vocab]."""
+        raise NotImplementedError
+
+    def made(self, wanted: Sequence[Wanted]) -> Sequence[Given]:
+        """What passes of this head ask for, made in one."""
         raise NotImplementedError
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
@@ -116,7 +140,46 @@ class HeadScorer:
         self.fitted.release()
 
 
-class EagleScorer(HeadScorer):
+AnyHeadScorer: TypeAlias = HeadScorer[Any, Any]
+
+
+class HeadBatch:
+    """Makes passes of a head for several requests: what they want of it at a time is made in one.
+
+    Args:
+        loaded: The head.
+    """
+
+    def __init__(self, loaded: AnyHeadScorer) -> None:
+        self._loaded = loaded
+
+    @property
+    def loaded(self) -> AnyHeadScorer:
+        return self._loaded
+
+    @torch.inference_mode()
+    def score(self, asked: Sequence[Pass]) -> list[Rows]:
+        """See ``decoding.protocols.Batch``."""
+        scorers = [cast("AnyHeadScorer", each.scorer) for each in asked]
+        under_way = {
+            i: scorer.reads(each, len(each.tokens) + 1 if each.rows is None else each.rows)
+            for i, (scorer, each) in enumerate(zip(scorers, asked, strict=True))
+        }
+        given: dict[int, Any] = {}
+        logits: dict[int, torch.Tensor] = {}
+        while under_way:
+            wanted: dict[int, Any] = {}
+            for i, reads in under_way.items():
+                try:
+                    wanted[i] = reads.send(given.get(i))
+                except StopIteration as end:
+                    logits[i] = end.value
+            under_way = {i: under_way[i] for i in wanted}
+            given = dict(zip(wanted, self._loaded.made([*wanted.values()]) if wanted else (), strict=True))
+        return [Rows(scorer.fitted(logits[i])) for i, scorer in enumerate(scorers)]
+
+
+class EagleScorer(HeadScorer[Reading, HeadRows]):
     """An EAGLE head with keys and values of its own.
 
     It holds an entry for every token of the context but the first one: token t + 1 with the target's state at t. Drafts
@@ -150,7 +213,7 @@ class EagleScorer(HeadScorer):
         self._features: list[torch.Tensor] = []  # behind the context, and behind each node of the draft
         self._rows: list[torch.Tensor] = []
 
-    def twin(self) -> EagleScorer:
+    def _twin(self) -> EagleScorer:
         limit, fitted = self.context_limit, self.fitted.fresh()
         return type(self)(self.head, self._embed, self.layers, fitted, limit, self._way)
 
@@ -186,18 +249,22 @@ class EagleScorer(HeadScorer):
             cache.keep(self._read)
         self._features, self._rows = self._features[:1], self._rows[:1]
 
-    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
+    def reads(self, asked: Pass, rows: int) -> Reads[Reading, HeadRows]:
         if self._read < len(asked.context) - 1:
-            self._read_context(asked.context)
+            yield from self._read_context(asked.context)
         parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
-        self._read_draft(asked.tokens, parents, chain=asked.parents is None)
+        yield from self._read_draft(asked.tokens, parents, chain=asked.parents is None)
         return torch.stack(self._rows[-rows:])
 
-    def _read_context(self, context: Sequence[int]) -> None:
+    def made(self, wanted: Sequence[Reading]) -> list[HeadRows]:
+        return self._way(wanted)
+
+    def _read_context(self, context: Sequence[int]) -> Generator[Reading, HeadRows]:
         """Read what is new, each token with the target's state at the one before it."""
         past = self._read
         ids, features = self._news(context)
-        found = self._forward(ids, features, torch.arange(past, past + len(ids), device=self.device), None, 1)
+        positions = torch.arange(past, past + len(ids), device=self.device)
+        found = yield self._reading(ids, features, positions, None, 1)
         self._features, self._rows = [found.features[-1]], [found.logits[0]]
 
     def _news(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +275,9 @@ class EagleScorer(HeadScorer):
         past, self._read = self._read, len(context) - 1
         return torch.tensor(context[past + 1 :], device=self.device), self.head.fuse(states)
 
-    def _read_draft(self, tokens: Sequence[int], parents: Sequence[int], *, chain: bool) -> None:
+    def _read_draft(
+        self, tokens: Sequence[int], parents: Sequence[int], *, chain: bool
+    ) -> Generator[Reading, HeadRows]:
         """Read the nodes that were not read yet, those of one depth together."""
         while (first := len(self._rows) - 1) < len(tokens):
             end = next((i for i in range(first, len(tokens)) if parents[i] >= first), len(tokens))
@@ -220,19 +289,19 @@ class EagleScorer(HeadScorer):
             mask = None if chain else tree_mask(last, parents[:end], self._read + end, self.device)
             if mask is not None:
                 mask = mask[..., first + 1 :, :]
-            found = self._forward(ids.to(self.device), features, positions, mask, end - first)
+            found = yield self._reading(ids.to(self.device), features, positions, mask, end - first)
             self._features += found.features
             self._rows += found.logits
 
-    def _forward(
+    def _reading(
         self,
         ids: torch.Tensor,
         features: torch.Tensor,
         positions: torch.Tensor,
         mask: torch.Tensor | None,
         wanted: int,
-    ) -> HeadRows:
-        return self._way(self._embed(ids), features, positions, mask, self._caches, wanted)
+    ) -> Reading:
+        return Reading(self._embed(ids), features, positions, mask, self._caches, wanted)
 
 
 class ParallelScorer(EagleScorer):
@@ -259,19 +328,20 @@ class ParallelScorer(EagleScorer):
         self.longest = head.ahead
         self._masks = head.mask_features().detach()
 
-    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
+    def reads(self, asked: Pass, rows: int) -> Reads[Reading, HeadRows]:
         if self._read < len(asked.context) - 1:
-            self._read_context(asked.context)
+            yield from self._read_context(asked.context)
         return torch.stack([self._rows[depth] for depth in _depths(asked)[-rows:]])
 
-    def _read_context(self, context: Sequence[int]) -> None:
+    def _read_context(self, context: Sequence[int]) -> Generator[Reading, HeadRows]:
         """Read what is new, and masks behind it, which the next pass drops."""
         past = self._read
         ids, features = self._news(context)
         ids = torch.cat((ids, ids.new_full((len(self._masks),), self.head.mask)))
         positions = torch.arange(past, past + len(ids), device=self.device)
         features = torch.cat((features, self._masks))
-        self._rows = [*self._forward(ids, features, positions, None, self.head.ahead).logits]
+        found = yield self._reading(ids, features, positions, None, self.head.ahead)
+        self._rows = [*found.logits]
 
     def _drop_drafts(self) -> None:
         """Rows are dropped with what they stand behind."""
@@ -279,7 +349,19 @@ class ParallelScorer(EagleScorer):
             cache.keep(self._read)
 
 
-class MedusaScorer(HeadScorer):
+class Guess(NamedTuple):
+    """What a Medusa head is to guess.
+
+    Attributes:
+        state: From the target's last hidden state, [1, width].
+        head: Which one.
+    """
+
+    state: torch.Tensor
+    head: int
+
+
+class MedusaScorer(HeadScorer[Guess, torch.Tensor]):
     """Medusa heads: of a draft they see how long it is.
 
     Args:
@@ -303,7 +385,7 @@ class MedusaScorer(HeadScorer):
         self._state: torch.Tensor | None = None
         self._rows: list[torch.Tensor] = []
 
-    def twin(self) -> MedusaScorer:
+    def _twin(self) -> MedusaScorer:
         fitted = self.fitted.fresh()
         return MedusaScorer(self.heads, self.layers[0], self._dtype, self.device, fitted, self.embeddings)
 
@@ -327,12 +409,20 @@ class MedusaScorer(HeadScorer):
         super().keep(length, path)
         self._rows = []
 
-    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
+    def reads(self, asked: Pass, rows: int) -> Reads[Guess, torch.Tensor]:
         depths = _depths(asked)[-rows:]
         assert self._state is not None
         while len(self._rows) <= max(depths):
-            self._rows.append(self.heads.logits(self._state, len(self._rows)))
+            self._rows.append((yield Guess(self._state, len(self._rows))))
         return torch.cat([self._rows[depth] for depth in depths])
+
+    def made(self, wanted: Sequence[Guess]) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for head in {each.head for each in wanted}:
+            places = [i for i, each in enumerate(wanted) if each.head == head]
+            logits = self.heads.logits(joined([wanted[i].state for i in places]), head)
+            found |= zip(places, logits.split(1), strict=True)
+        return [found[i] for i in range(len(wanted))]
 
 
 def _depths(asked: Pass) -> list[int]:
@@ -343,7 +433,21 @@ def _depths(asked: Pass) -> list[int]:
     return depths
 
 
-class BlockScorer(HeadScorer):
+class Block(NamedTuple):
+    """What DFlash is to guess.
+
+    Attributes:
+        last: The context's last token.
+        place: Its position.
+        caches: What the context is known by, of each layer.
+    """
+
+    last: int
+    place: int
+    caches: Sequence[Any]
+
+
+class BlockScorer(HeadScorer[Block, torch.Tensor]):
     """DFlash with keys and values of the context: of a draft it sees how long it is.
 
     Args:
@@ -368,7 +472,7 @@ class BlockScorer(HeadScorer):
         self._caches: list[Any] = [PreallocatedLayer() for _ in head.layers]
         self._rows: torch.Tensor | None = None
 
-    def twin(self) -> BlockScorer:
+    def _twin(self) -> BlockScorer:
         return BlockScorer(self.head, self._embed, self.layers, self.fitted.fresh(), self.context_limit)
 
     @property
@@ -399,22 +503,32 @@ class BlockScorer(HeadScorer):
         super().keep(length, path)
         self._rows = None
 
-    def _logits(self, asked: Pass, rows: int) -> torch.Tensor:
+    def reads(self, asked: Pass, rows: int) -> Reads[Block, torch.Tensor]:
         if self._rows is None:
-            block = self.head.block
-            ids = torch.tensor([asked.context[-1], *[self.head.mask] * (block - 1)], device=self.device)
-            positions = torch.arange(self._known, self._known + block, device=self.device)
-            attends = [_beside(cache) for cache in self._caches]
-            self._rows = self.head.guess(self._embed(ids)[None].to(self._dtype), positions[None], attends)[0]
+            self._rows = yield Block(asked.context[-1], self._known, self._caches)
         return self._rows[_depths(asked)[-rows:]]
 
+    def made(self, wanted: Sequence[Block]) -> list[torch.Tensor]:
+        block, masks = self.head.block, [self.head.mask] * (self.head.block - 1)
+        ids = torch.tensor([[each.last, *masks] for each in wanted], device=self.device)
+        positions = torch.tensor(
+            [[*range(each.place, each.place + block)] for each in wanted], device=self.device
+        )
+        attends = [_beside([each.caches[layer] for each in wanted]) for layer in range(len(self.head.layers))]
+        return [*self.head.guess(self._embed(ids).to(self._dtype), positions, attends)]
 
-def _beside(cache: Any) -> Attend:
-    """All tokens attend to what a cache holds and to each other."""
+
+def _beside(caches: Sequence[Any]) -> Attend:
+    """All tokens of a row attend to what its cache holds and to each other."""
 
     def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        keys = torch.cat((cache.keys[:, :, : cache.used], key), dim=2)
-        values = torch.cat((cache.values[:, :, : cache.used], value), dim=2)
-        return scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(1, 2)
+        rows = zip(caches, *(each.split(1) for each in (query, key, value)), strict=True)
+        return joined([_with(cache, *row) for cache, *row in rows])
 
     return attended
+
+
+def _with(cache: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    keys = torch.cat((cache.keys[:, :, : cache.used], key), dim=2)
+    values = torch.cat((cache.values[:, :, : cache.used], value), dim=2)
+    return scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(1, 2)

@@ -29,7 +29,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 6,        /* of what Python hands over */
+    VERSION = 7,        /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 4 * PANEL + PANEL * GROUP / 2,
@@ -83,6 +83,8 @@ typedef struct {
     const uint8_t *mask;    /* [its rows, mask_stride], 0 where a row does not attend; NULL for all up to itself */
     int64_t mask_stride;
     int32_t first, past;
+    void *const *keys, *const *values; /* of its own, in each layer; NULL for those of the pass */
+    const int64_t *strides;            /* of these */
 } Request;
 
 /* A pass: rows of x [rows, hidden] become logits [wanted, outputs of the head], of those wanted. Keys and values,
@@ -542,16 +544,32 @@ static void project(const Work *work, const Layer *layer, int piece) {
     multiply(work, &layer->projections, &given, work->pass->rows, piece, work->row, work->stride);
 }
 
+/* Keys and values of a layer. */
+typedef struct {
+    char *keys, *values;
+    int64_t keys_stride, values_stride; /* from one head to the next, in numbers */
+} Kept;
+
+static Kept kept_for(const Pass *pass, const Request *request, int place) {
+    const int64_t *strides = (request->keys ? request->strides : pass->strides) + 2 * place;
+    return (Kept){
+        .keys = (request->keys ? request->keys : pass->keys)[place],
+        .values = (request->keys ? request->values : pass->values)[place],
+        .keys_stride = strides[0],
+        .values_stride = strides[1],
+    };
+}
+
 /* Head norms, rotation, and keys and values to where they are kept. */
 static void rotate(const Work *work, const Layer *layer, int piece) {
     (void)piece;
     const Pass *pass = work->pass;
     const Model *model = pass->model;
     const int size = model->size, place = (int)(layer - model->layers);
-    const int64_t keys_stride = pass->strides[2 * place], values_stride = pass->strides[2 * place + 1];
     for (int r = 0; r < pass->rows; r++) {
         const float *cosines = pass->cosines + (int64_t)r * size, *sines = pass->sines + (int64_t)r * size;
         const Request *request = whose(pass, r);
+        const Kept kept = kept_for(pass, request, place);
         const int64_t at = place_of(request->places, request->past + r - request->first) * size;
         float *row = work->row + r * work->stride;
         for (int head = 0; head < model->heads + model->shared; head++) {
@@ -564,13 +582,13 @@ static void rotate(const Work *work, const Layer *layer, int piece) {
             const float *key = row + (int64_t)(model->heads + head) * size;
             const float *value = key + (int64_t)model->shared * size;
             if (pass->is_bfloat16) {
-                uint16_t *keys = (uint16_t *)pass->keys[place] + head * keys_stride + at;
-                uint16_t *values = (uint16_t *)pass->values[place] + head * values_stride + at;
+                uint16_t *keys = (uint16_t *)kept.keys + head * kept.keys_stride + at;
+                uint16_t *values = (uint16_t *)kept.values + head * kept.values_stride + at;
                 for (int i = 0; i < size; i++) keys[i] = to_bfloat16(key[i]);
                 for (int i = 0; i < size; i++) values[i] = to_bfloat16(value[i]);
             } else {
-                memcpy((float *)pass->keys[place] + head * keys_stride + at, key, sizeof(float) * (size_t)size);
-                memcpy((float *)pass->values[place] + head * values_stride + at, value, sizeof(float) * (size_t)size);
+                memcpy((float *)kept.keys + head * kept.keys_stride + at, key, sizeof(float) * (size_t)size);
+                memcpy((float *)kept.values + head * kept.values_stride + at, value, sizeof(float) * (size_t)size);
             }
         }
     }
@@ -581,11 +599,12 @@ static Attention attention_of(const Pass *pass, int place, int row, int head, co
     const Model *model = pass->model;
     const size_t number = pass->is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
     const Request *request = whose(pass, row);
+    const Kept kept = kept_for(pass, request, place);
     const int own = row - request->first, after = request + 1 < pass->requests + pass->count ? request[1].first : pass->rows;
     return (Attention){
         .query = query,
-        .keys = (const char *)pass->keys[place] + (size_t)(head * pass->strides[2 * place]) * number,
-        .values = (const char *)pass->values[place] + (size_t)(head * pass->strides[2 * place + 1]) * number,
+        .keys = kept.keys + (size_t)(head * kept.keys_stride) * number,
+        .values = kept.values + (size_t)(head * kept.values_stride) * number,
         .places = request->places,
         .mask = request->mask ? request->mask + own * request->mask_stride : NULL,
         .out = out,

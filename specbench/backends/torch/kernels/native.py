@@ -54,7 +54,7 @@ MOST_HEAD_SIZE = 256
 _ROUNDED_AT_ONCE = 128 * PANEL
 """Rows of a weight that are made float32 at once."""
 
-_VERSION = 6
+_VERSION = 7
 """Of what is handed over; the library's own has to be the same."""
 
 LAYOUT = 2
@@ -116,6 +116,9 @@ class _Request(Structure):
         ("mask_stride", c_int64),
         ("first", c_int32),
         ("past", c_int32),
+        ("keys", POINTER(c_void_p)),
+        ("values", POINTER(c_void_p)),
+        ("strides", POINTER(c_int64)),
     )
 
 
@@ -499,12 +502,14 @@ class Request(NamedTuple):
             itself.
         places: int32 [past + rows], where the positions are among keys and values; ``None`` for one behind the other,
             from the first on.
+        entries: Its own keys and values of each layer, of the dtype of all; ``None`` for those of the pass.
     """
 
     rows: int
     past: int
     mask: torch.Tensor | None = None
     places: torch.Tensor | None = None
+    entries: Entries | None = None
 
 
 class Entries:
@@ -687,13 +692,20 @@ class _Told:
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._kept: list[torch.Tensor | None] = []
+        self._kept: list[torch.Tensor | Entries | None] = []
         self.given, self.rows = (_Request * len(requests))(), 0
         for place, request in enumerate(requests):
             mask, places = _whole(request.mask), _whole(request.places)
-            self._kept += [mask, places]
-            stride = 0 if mask is None else mask.stride(0)
-            self.given[place] = _Request(_address(places), _address(mask), stride, self.rows, request.past)
+            self._kept += [mask, places, request.entries]
+            stride, own = 0 if mask is None else mask.stride(0), request.entries
+            self.given[place] = _Request(
+                _address(places),
+                _address(mask),
+                stride,
+                self.rows,
+                request.past,
+                *(() if own is None else (own.keys, own.values, own.strides)),
+            )
             self.rows += request.rows
 
 
