@@ -809,7 +809,7 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any
         ]
     # Prompts are read in parts, and there is no room for all: somebody is put back, and read again.
     made: list[SharedPass] = []
-    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=6, pool_tokens=112, watch=made.append)
+    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=14, pool_tokens=112, watch=made.append)
     for each, found in zip(runs, many.results(), strict=True):
         alone = GenerationRun(each.prompt, target, each.drafter, policy=each.policy, max_new_tokens=20)
         assert all(True for _ in alone)
