@@ -24,8 +24,10 @@ from specbench.cli import run
 from specbench.decoding.protocols import Pass
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.prepare import Target, load_drafter, wrap_target
 from specbench.options import LoadOptions
+from specbench.specs.models import parse_model
 from specbench.train import learner as learner_module
 from specbench.train import texts as texts_module
 from specbench.train.learner import Learner
@@ -471,6 +473,49 @@ def test_wide_targets_have_heads_that_learn_at_a_lower_rate() -> None:
     assert medusa.rate(32) == medusa.rate(4096)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_goes_on_from_a_head(easy: Target, tmp_path: Path, kind: str) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    settings = replace(QUICK, kind=kind, vocab=None, learning_rate=None if kind == "pass" else 5e-3)
+    best = training(easy, first, settings).run()
+    start = head_in(first)
+    settings = replace(settings, start=start.fingerprint, learning_rate=1e-9)
+    training(easy, second, settings, start=start).run()
+    told = story(second)
+    assert told["measured"][0]["tokens_per_step"] == best.tokens_per_step
+    assert told["start"]["training"]["steps"] == story(first)["steps"]
+    assert "started from the head first" in told["derived"]
+    assert (head_in(second).places is None) == (start.places is None)
+    if start.places is not None:
+        assert torch.equal(head_in(second).places, start.places)  # type: ignore[arg-type]
+
+
+def head_in(folder: Path) -> TrainedHead:
+    files = find_head(parse_model(str(folder)))
+    assert files is not None
+    return load_head(files)
+
+
+def test_what_cannot_be_gone_on_from_is_refused(
+    model: Any, target: Target, easy: Target, tmp_path: Path
+) -> None:
+    teacher = Teacher(model, DRAFTED)
+    for kind in ("eagle", "medusa"):
+        student = make_student(kind, model, teacher.head, DEPTH, 0)
+        write_head(tmp_path / kind, student, target, teacher.head, DRAFTED, compact=False)
+    eagle, medusa = head_in(tmp_path / "eagle"), head_in(tmp_path / "medusa")
+    assert "is of the kind medusa" in refusal(
+        training, target, tmp_path / "x", replace(QUICK, vocab=None), start=medusa, kind=UsageError
+    )
+    other = replace(QUICK, kind="medusa", vocab=None, depth=DEPTH + 1, start=medusa.fingerprint)
+    assert "is none that is trained here with these options" in refusal(
+        training(target, tmp_path / "x", other, start=medusa).run, kind=UsageError
+    )
+    assert "was trained for" in refusal(
+        training, easy, tmp_path / "y", replace(QUICK, vocab=None), start=eagle, kind=UsageError
+    )
+
+
 def test_it_ends_when_nothing_is_gained(target: Target, tmp_path: Path) -> None:
     out = tmp_path / "head"
     training(target, out, replace(QUICK, learning_rate=1e-9, measures=9, patience=2, epochs=9)).run()
@@ -524,6 +569,10 @@ REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
     "layers of Medusa": (
         lambda _target, _out: replace(QUICK, kind="medusa", layers=1),
         "A head of the kind medusa has no layers.",
+    ),
+    "layers of a head": (
+        lambda _target, _out: replace(QUICK, start="a head", layers=1),
+        "Leave --layers and --vocab out.",
     ),
     "both": (lambda _target, _out: replace(QUICK, minutes=3), "is said twice"),
     "neither": (lambda _target, _out: replace(QUICK, tokens=None), "is not said"),
@@ -620,6 +669,9 @@ def test_train_on_the_command_line(cli: Any, tmp_path: Path) -> None:
     cli(*short, "--out", out, "--resume").refused(2, "has ended")
     best = cli(*short, "--kind", "medusa", "--out", tmp_path / "medusa", "--json", "--quiet").json()
     assert best["best"]["tokens_per_step"] >= 1
+    again = cli(*short, "--start", out, "--out", tmp_path / "again", "--json", "--quiet").json()
+    assert again["best"]["tokens_per_step"] >= 1
+    cli(*short, "--start", tmp_path / "tiny", "--out", tmp_path / "x").refused(2, "is no trained head")
     cli("--out", tmp_path / "x").refused(2, "Give either --tokens or --minutes")
     for dtype in ("int8", "int4"):
         cli(*short, "--out", tmp_path / "x", "--dtype", dtype).refused(2, f"not trained on an {dtype} target")

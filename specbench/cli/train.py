@@ -16,6 +16,7 @@ from specbench.cli import options as opt
 from specbench.options import MODELS, PROMPT, ModelOptions, quantised
 
 if TYPE_CHECKING:
+    from specbench.models.heads import TrainedHead
     from specbench.train.settings import Measured
 
 __all__ = ["train"]
@@ -98,6 +99,14 @@ def train(
         float | None,
         _training("--learning-rate", metavar="X", help="At its highest. Default: what suits the kind."),
     ] = None,
+    start: Annotated[
+        str | None,
+        _training(
+            "--start",
+            metavar="HEAD",
+            help="Go on from a head that was trained for this target, with its draft vocabulary: a folder or hub id.",
+        ),
+    ] = None,
     held_out: Annotated[
         int,
         _training(
@@ -140,6 +149,7 @@ def train(
     from specbench.train.prompts import training_prompts
     from specbench.train.settings import TrainingSettings
 
+    begun = _head(start, allow_pickle=models.allow_pickle)
     settings = TrainingSettings(
         kind=kind,
         tokens=tokens,
@@ -153,6 +163,7 @@ def train(
         held_out=held_out,
         seed=seed,
         compact=compact,
+        start=None if begun is None else begun.fingerprint,
     )
     if quantised(models.dtype) is not None:
         raise UsageError(
@@ -184,6 +195,7 @@ def train(
         out,
         source=", ".join(Path(source).name for source in sources),
         resume=resume,
+        start=begun,
         model=model,
         group=group,
         watch=display,
@@ -192,6 +204,20 @@ def train(
         best = training.run()
     if group.is_main_process:
         _tell(best, out, as_json=json_output)
+
+
+def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
+    """The head to go on from."""
+    if named is None:
+        return None
+    from specbench.errors import UsageError
+    from specbench.models.heads import find_head, load_head
+    from specbench.specs.models import parse_model
+
+    files = find_head(parse_model(named))
+    if files is None:
+        raise UsageError(f"{named!r} is no trained head.", "Name a head's folder or hub id with --start.")
+    return load_head(files, allow_pickle=allow_pickle)
 
 
 def _tell(best: Measured, out: Path, *, as_json: bool) -> None:

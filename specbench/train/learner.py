@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from specbench.errors import UsageError
 from specbench.models.checkpoints import text_config
 from specbench.models.counts import TokenCounts
 from specbench.train.lessons import Reading, Teacher, batches, padded
 from specbench.train.state import restore_optimizer, stored_optimizer
-from specbench.train.students import make_student
+from specbench.train.students import Student, make_student
 from specbench.tune.vocabulary import ranked_tokens
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
+    from specbench.models.heads import TrainedHead
     from specbench.models.prepare import Target
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text
@@ -70,6 +72,7 @@ class Learner:
         texts: What it learns from.
         settings: How.
         group: The processes.
+        start: A head to go on from; ``None`` to begin anew.
 
     Attributes:
         student: The head.
@@ -77,6 +80,9 @@ class Learner:
         drafted: The tokens of these rows, ascending; ``None`` for all.
         epoch_steps: Steps in which each text is seen once.
         turns: How often a text is learnt from before others are read.
+
+    Raises:
+        UsageError: The head to go on from is none that is trained here.
     """
 
     def __init__(
@@ -86,15 +92,21 @@ class Learner:
         texts: Sequence[Text],
         settings: TrainingSettings,
         group: Accelerator,
+        start: TrainedHead | None = None,
     ) -> None:
         self._texts, self._settings, self._group = texts, settings, group
-        self.drafted = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
+        if start is None:
+            self.drafted = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
+            layers = settings.head_layers(text_config(model.config).num_hidden_layers)
+        else:
+            self.drafted, layers = start.places, start.files.number("num_hidden_layers", 1)
         self._teacher = Teacher(model, self.drafted)
         self.head = self._teacher.head
-        layers = settings.head_layers(text_config(model.config).num_hidden_layers)
         self.student: Any = make_student(
             settings.kind, model, self.head, settings.depth, settings.seed, layers
         )
+        if start is not None:
+            _begin_with(self.student, start, model.config)
         self._names: Mapping[str, nn.Parameter] = dict(self.student.named_parameters())
         self._rate = settings.rate(self.head.shape[1])
         self._optimizer = torch.optim.AdamW(
@@ -214,6 +226,22 @@ def _course(number: int, steps: int) -> float:
     """The learning rate of a step, of its highest: it rises in a line, and falls along a cosine."""
     rise = min(1.0, (number + 1) / max(1.0, _WARM_UP * steps))
     return rise * (_LOWEST + (1 - _LOWEST) * 0.5 * (1 + math.cos(math.pi * number / steps)))
+
+
+def _begin_with(student: Student, start: TrainedHead, target: PreTrainedConfig) -> None:
+    """Give a student the weights of a head."""
+    own = student.tensors()
+    rest = {name for name in start.tensors if name not in own and not name.startswith("lm_head")}
+    found = {name: start.tensors[name] for name in own if name in start.tensors}
+    same = all(found[name].shape == tensor.shape for name, tensor in own.items() if name in found)
+    if rest or len(found) < len(own) or not same or start.files.layers(target) != student.layers:
+        raise UsageError(
+            f"The head {start.name} is none that is trained here with these options.",
+            "Name one that specbench train wrote with the same --kind and --depth, or leave --start out.",
+        )
+    for name, tensor in own.items():
+        tensor.copy_(found[name])
+    student.started_from = f"the head {start.name}"
 
 
 def _draft_vocabulary(target: Target, texts: Sequence[Text], number: int) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ from specbench.files import explained, try_lock, write_text
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
-from specbench.models.heads import find_head, load_head
+from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.prepare import require_states, wrap_head
 from specbench.models.stories import TRAINING_FILE
 from specbench.specs.models import parse_model
@@ -38,6 +38,7 @@ from specbench.train.prompts import held_out_prompts
 from specbench.train.result import write_head, write_story
 from specbench.train.settings import Measured, TrainingSettings, Watch
 from specbench.train.state import read_state, write_state
+from specbench.train.students import KINDS
 from specbench.train.texts import Text, TextStore, store_for, write_texts
 
 if TYPE_CHECKING:
@@ -101,6 +102,25 @@ def processes(*, cpu: bool) -> Accelerator:
     return Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
 
 
+def _check_start(start: TrainedHead, settings: TrainingSettings, target: Target) -> None:
+    """Refuse a head to go on from that is of another kind, or another target's."""
+    kind = "eagle" if start.files.kind == "eagle3" else start.files.kind
+    if kind != settings.kind:
+        raise UsageError(
+            f"The head {start.name} is of the kind {kind}, and what is trained is of the kind {settings.kind}.",
+            f"Give --kind {kind}." if kind in KINDS else "Name another one with --start.",
+        )
+    start.files.check(target.language_model.model.config, target.name)
+    if (
+        start.files.settings.get("target_fingerprint", target.language_model.identity)
+        != target.language_model.identity
+    ):
+        raise UsageError(
+            f"The head {start.name} was trained for other weights than those of {target.name}.",
+            "Name another one with --start.",
+        )
+
+
 class _Silent:
     """A watch that nobody looks at."""
 
@@ -124,6 +144,7 @@ class Training:
         out: The folder of the result. The best head so far is always there.
         source: What the prompts are called in the result.
         resume: Go on with a training that was cut off.
+        start: A head to go on from, that ``settings.start`` is of.
         model: What gradients go through for PaSS: the target in ordinary layers. ``None`` for the target's own.
         group: The processes it is trained in.
         watch: Told how far it has come.
@@ -143,6 +164,7 @@ class Training:
         *,
         source: str = "",
         resume: bool = False,
+        start: TrainedHead | None = None,
         model: PreTrainedModel | None = None,
         group: Accelerator | None = None,
         watch: Watch | None = None,
@@ -159,6 +181,9 @@ class Training:
             )
         check_folder(out, resume=resume)
         settings.draft_vocab(target.vocab_size)
+        if start is not None:
+            _check_start(start, settings, target)
+        self._start = start
         self._target, self._settings, self._out, self._source = target, settings, out, source
         self._model = model or target.language_model.model
         self._group = group or processes(cpu=target.scorer.device.type == "cpu")
@@ -203,7 +228,9 @@ class Training:
         with self._only_one():
             self._begin()
             self._texts = self._written()
-            best = self._learn(Learner(self._target, self._model, self._texts, self._settings, self._group))
+            best = self._learn(
+                Learner(self._target, self._model, self._texts, self._settings, self._group, self._start)
+            )
         if self._main:
             shutil.rmtree(self._out / _STATE, ignore_errors=True)
         return best
@@ -507,6 +534,7 @@ class Training:
             },
             "derived": f"{words}: the target's licence applies to it, and asks for attribution where it does so.",
             "settings": settings.facts(),
+            "start": None if self._start is None else _earlier(self._start),
             "data": {
                 "prompts": self._source,
                 "trained_on": len({text.prompt for text in self._texts}),
@@ -519,6 +547,14 @@ class Training:
             "loss": stand.curve,
             "measured": stand.measures,
         }
+
+
+def _earlier(start: TrainedHead) -> dict[str, Any]:
+    """What is known of a head that a training went on from: the story of its own, too, where it was trained here."""
+    path = start.files.folder / TRAINING_FILE
+    with explained(f"The file {str(path)!r} cannot be read"):
+        story = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return {"name": start.name, "fingerprint": start.fingerprint, "training": story}
 
 
 @dataclass

@@ -40,6 +40,7 @@ class TrainingSettings:
         patience: After how many measures in a row without a gain it ends.
         seed: Of all that is random.
         compact: See ``write_head``.
+        start: Fingerprint of the head that it goes on from; ``None`` to begin anew.
 
     Raises:
         UsageError: Tokens and minutes are both given, or neither, or one of them is too small; layers are given for a
@@ -62,6 +63,7 @@ class TrainingSettings:
     patience: int = 6
     seed: int = 0
     compact: bool = False
+    start: str | None = None
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.minutes is None):
@@ -76,6 +78,11 @@ class TrainingSettings:
 
         if self.layers is not None and self.kind != "eagle":
             raise UsageError(f"A head of the kind {self.kind} has no layers.", "Leave --layers out.")
+        if self.start is not None and (self.layers, self.vocab) != (None, None):
+            raise UsageError(
+                "A head that is gone on from has its layers and its draft vocabulary.",
+                "Leave --layers and --vocab out.",
+            )
 
     def rate(self, width: int) -> float:
         """The learning rate at its highest, on hidden states of a width."""
