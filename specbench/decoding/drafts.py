@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -70,6 +71,16 @@ class Draft:
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Candidate]] | None = None
     chance: Callable[[int], float] | None = None
+    _log_sums: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def log_sum(self, i: int) -> float:
+        """log Σ exp of the logits that token i was drawn by: what they exceed a token's log-probability by."""
+        if i not in self._log_sums:
+            assert self.logits is not None
+            logits = self.logits[i].float()
+            largest = float(logits.max())
+            self._log_sums[i] = largest + math.log(float((logits - largest).exp_().sum()))
+        return self._log_sums[i]
 
     def behind(self, node: int) -> Sequence[Candidate]:
         """What may stand behind a node, -1 for the context."""

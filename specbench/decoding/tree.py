@@ -82,18 +82,27 @@ def choose_siblings(draft: Draft, most: int, price: float) -> tuple[tuple[int, i
     for place, (token, logits) in enumerate(zip(draft.tokens, draft.logits, strict=True)):
         if survival < price:
             break
-        row = logits.float()
-        best = row.topk(min(_BESIDE_ONE + 1, len(row)))
-        total = float(row.logsumexp(dim=-1))
-        chances = [math.exp(value - total) for value in best.values.tolist()]
-        own = 0.0
-        for chance, other in zip(chances, best.indices.tolist(), strict=True):
-            if other == token:
-                own = chance
-            elif survival * chance >= price:
-                found.append((survival * chance, (place, other)))
-        survival *= own
+        log_sum = draft.log_sum(place)
+        least = log_sum + math.log(price / survival) if price > 0 else -math.inf
+        for value, other in _largest(logits.float(), least):
+            chance = survival * math.exp(value - log_sum)
+            if other != token and chance >= price:
+                found.append((chance, (place, other)))
+        survival *= math.exp(float(logits[token]) - log_sum)
     return tuple(sibling for _, sibling in heapq.nlargest(most, found))
+
+
+def _largest(row: torch.Tensor, least: float) -> list[tuple[float, int]]:
+    """The largest values of a row from about ``least`` on, and their places: those of a token and what is beside it.
+
+    They are few among many thousands, and to sort these takes ten times as long as to compare them.
+    """
+    places = (row >= least - 1e-3).nonzero()[:, 0]
+    values = row[places]
+    if len(places) > _BESIDE_ONE + 1:
+        values, order = values.topk(_BESIDE_ONE + 1)
+        places = places[order]
+    return list(zip(values.tolist(), places.tolist(), strict=True))
 
 
 def tree_positions(past: int, parents: Sequence[int], device: torch.device) -> torch.Tensor:

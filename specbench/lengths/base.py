@@ -130,8 +130,7 @@ def confidence(draft: Draft, i: int) -> float:
         in ``evidence``, or 1 if it offers nothing.
     """
     if draft.logits is not None and not is_free(draft, i):
-        logits = draft.logits[i].float()
-        return float((logits[draft.tokens[i]] - logits.logsumexp(dim=-1)).exp())
+        return math.exp(float(draft.logits[i][draft.tokens[i]]) - draft.log_sum(i))
     return draft.evidence[i] if draft.evidence is not None else 1.0
 
 
