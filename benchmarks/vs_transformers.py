@@ -38,7 +38,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 from specbench.backends.torch.parity import find_difference
 from specbench.bench.environment import describe_environment
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.cli.options import DEFAULT_DRAFTER, DEFAULT_TARGET
+from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Greedy
 from specbench.generate import GenerationRun, encode_prompt
@@ -59,7 +59,7 @@ CONSTANT_5 = {
     "num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0,
 }  # fmt: skip
 OURS = "specbench"
-PLAIN, DEFAULT = f"{OURS} plain", f"{DEFAULT_DRAFTER}@auto"
+PLAIN = f"{OURS} plain"
 RATIOS = ("over_generate", "decode_over_generate", "over_best_assisted", "over_best_peer")
 WARMUP_TOKENS = 12
 
@@ -186,8 +186,8 @@ def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], 
             ways[f"{ASSISTED_5}, {name}"] = transformers_way(model.model, pad, assistant, CONSTANT_5)
     ways[LOOKUP] = transformers_way(model.model, pad, prompt_lookup_num_tokens=10)
     _, ways[PLAIN] = specbench_way(target, "none", "1", options)
-    drafter_options = LoadOptions(dtype=given.drafter_dtype, device="cpu")
-    for setting in dict.fromkeys([DEFAULT, *given.setting]):
+    drafter_options = LoadOptions(dtype=given.drafter_dtype)  # a head goes where its target is
+    for setting in dict.fromkeys([f"{default_drafter(given.target)}@auto", *given.setting]):
         drafter, _, rule = setting.rpartition("@")
         name, way = specbench_way(target, drafter, rule, drafter_options)
         ways[name] = way

@@ -29,9 +29,11 @@ from specbench.models.prepare import (
     prepare,
     prepare_drafters,
 )
+from specbench.models.stories import is_packaged
 from specbench.options import quantised
 from specbench.results import stats
-from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm
+from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, parse_drafter
+from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
 from specbench.tune.export.engines import ENGINES, expresses
 
@@ -90,7 +92,7 @@ def load_candidates(
         UsageError: What cannot be, such as a given drafter that does not fit the target.
         RunError: The target could not be loaded.
     """
-    own = _own_forms(models)
+    own, given = _own_forms(models), [*given, *_packaged(target)]
     fitting, notes = _fitting(target, list(dict.fromkeys([*given, *own])), models, sweep, progress)
     ready, _ = prepare(target, (), models, cache=cache, progress=progress)
     rounded = ready.rounded is not None
@@ -120,6 +122,15 @@ def load_candidates(
         model_defaults=model_defaults,
     )
     return Loaded(engine, kind, tuple(notes))
+
+
+def _packaged(target: ModelSpec) -> list[DrafterSpec]:
+    """The head that comes with specbench for a target, if one does."""
+    return [
+        parse_drafter(alias)
+        for alias, model in PACKAGED_HEADS.items()
+        if parse_model(model) == target and is_packaged(alias)
+    ]
 
 
 def configurations(options: SweepOptions, engine: ModelEngine) -> list[Config]:
