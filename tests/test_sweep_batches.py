@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,7 +32,7 @@ from specbench.bench.grid import (
 from specbench.bench.manifest import changes
 from specbench.bench.passes import SharedTimes, time_shared_passes
 from specbench.bench.prompts import Prompt
-from specbench.bench.runner import run_sweep
+from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, run_sweep
 from specbench.bench.serving import Asked, Load, Served, SkippingClock, serve
 from specbench.cli import run
 from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, prompt_readings
@@ -437,7 +438,29 @@ def test_the_prediction_from_shared_passes_is_what_was_measured(falls: Path) -> 
         assert row["predicted_speedup_iid"] == pytest.approx(row["predicted_speedup"])
     lines = [json.loads(line) for line in (falls / "costs.jsonl").read_text().splitlines()]
     assert {each["kind"] for each in lines} == {"shared-target", "shared-drafter"}
-    assert len(lines) == 4 * 4 * (3 + 1)  # times, batches, widths and the drafter
+    times = Counter(each["requests"] for each in lines if each["kind"] == "shared-target")
+    assert times == {1: 8 * 3, 2: 8 * 3, 4: 8 * 3, 8: 4 * 3}, "of three widths, at most once for each block"
+
+
+def test_shared_passes_are_timed_beside_generations_of_as_many_requests(tmp_path: Path) -> None:
+    sweep = batched(16, batches=(1, 4), repeats=2, warmup=0)
+    events: list[Event] = []
+    engine = ScriptedEngine()
+    with new_store(tmp_path, sweep) as store:
+        run_sweep(sweep, store, engine, on_event=events.append)
+    batches = {config.id: config.batch for config in sweep.configs}
+    calls = iter(engine.shared_calls)
+    places: dict[int | None, list[int]] = {1: [], 4: []}
+    done = Counter[int | None]()
+    for event, following in pairwise(events):
+        if isinstance(event, CostsDone):
+            assert isinstance(following, CellStarted)
+            batch = batches[following.cell.config]
+            assert next(calls)[0] == batch
+            places[batch].append(done[batch])
+        elif isinstance(event, CellDone):
+            done[batches[event.cell.config]] += 1
+    assert places == {1: [*range(0, 64, 8)], 4: [*range(0, 16, 2)]}
 
 
 def test_passes_of_a_drafter_go_on_as_long_as_somebody_drafts() -> None:

@@ -47,8 +47,8 @@ __all__ = [
 COST_ROUNDS = 12
 """How often single passes are timed in a sweep, spread over it."""
 
-SHARED_COST_ROUNDS = 4
-"""How often passes that several requests share are, which take longer."""
+SHARED_COST_ROUNDS = 8
+"""How often passes that several requests share are, which take longer, spread over the generations of as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +217,19 @@ def run_sweep(
     for cell in cells:
         if cell.warmup:
             run(cell, found)
-    rounds, most = 0, SHARED_COST_ROUNDS if sweep.options.batches else COST_ROUNDS
+    # A machine may be in one state for half a minute and in another for the next: passes are timed beside what they are
+    # held against.
+    of_batch = Counter(runner.configs[cell.config].batch for cell in left)
+    seen, timed = Counter[int | None](), Counter[int | None]()
     for number, cell in enumerate(left):
+        batch = runner.configs[cell.config].batch
+        rounds = COST_ROUNDS if batch is None else SHARED_COST_ROUNDS
         # Only between the blocks, for in a block configurations run back to back.
-        if cell.order == 0 and rounds * len(left) <= most * number and runner.costs_work:
-            tell(runner.measure_costs())
-            rounds += 1
+        if cell.order == 0 and timed[batch] * of_batch[batch] <= rounds * seen[batch] and runner.costs_work:
+            tell(runner.measure_costs(batch))
+            timed[batch] += 1
         run(cell, found + number + 1)
+        seen[batch] += 1
     return SweepResult(len(left), failed, found, finish_run(sweep, store, engine))
 
 
@@ -359,31 +365,25 @@ class CellRunner(Generic[Encoded]):
             ],
         }
 
-    def measure_costs(self) -> CostsDone:
-        """Time single passes, or those that requests share, unless that fails: the sweep can do without."""
-        batches = self._sweep.options.batches
+    def measure_costs(self, batch: int | None = None) -> CostsDone:
+        """Time single passes, or those that so many requests share, unless that fails: the sweep can do without."""
+        gammas, trees = self._sweep.options.gammas, self._nodes
         try:
             prompt = self._engine.encode(self._sweep.prompts[0], [])
-            costs = self._shared_costs(prompt) if batches else self._single_costs(prompt)
+            costs = (
+                self._engine.measure_costs(prompt, cost_widths(gammas, trees), ABREAST if trees else ())
+                if batch is None
+                else self._engine.measure_shared_costs(prompt, batch, shared_widths(gammas, trees))
+            )
         except Exception as error:
             self.costs_work = False
             return CostsDone(None, _message(error))
         self._store.append_costs(costs.rows())
-        if batches:
-            self._store.update(shared_costs=SharedTimes.of_rows(self._store.costs()).medians().to_json())
-        else:
+        if batch is None:
             self._store.update(costs=PassTimes.of_rows(self._store.costs()).medians().to_json())
+        else:
+            self._store.update(shared_costs=SharedTimes.of_rows(self._store.costs()).medians().to_json())
         return CostsDone(costs)
-
-    def _single_costs(self, prompt: Encoded) -> PassTimes:
-        gammas, trees = self._sweep.options.gammas, self._nodes
-        return self._engine.measure_costs(prompt, cost_widths(gammas, trees), ABREAST if trees else ())
-
-    def _shared_costs(self, prompt: Encoded) -> SharedTimes:
-        options = self._sweep.options
-        widths = shared_widths(options.gammas, self._nodes)
-        times = [self._engine.measure_shared_costs(prompt, batch, widths) for batch in options.batches]
-        return SharedTimes.of_rows(row for each in times for row in each.rows())
 
     @property
     def _nodes(self) -> list[int]:
