@@ -509,8 +509,9 @@ def test_what_cannot_be_gone_on_from_is_refused(
     )
     other = replace(QUICK, kind="medusa", vocab=None, depth=DEPTH + 1, start=medusa.fingerprint)
     assert "is none that is trained here with these options" in refusal(
-        training(target, tmp_path / "x", other, start=medusa).run, kind=UsageError
+        training, target, tmp_path / "x", other, start=medusa, kind=UsageError
     )
+    assert not (tmp_path / "x").exists()
     assert "was trained for" in refusal(
         training, easy, tmp_path / "y", replace(QUICK, vocab=None), start=eagle, kind=UsageError
     )

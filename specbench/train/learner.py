@@ -20,14 +20,14 @@ from specbench.tune.vocabulary import ranked_tokens
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from specbench.models.heads import TrainedHead
     from specbench.models.prepare import Target
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text
 
-__all__ = ["Learner", "Learnt"]
+__all__ = ["Learner", "Learnt", "check_start"]
 
 _DECAY = 0.8
 """Weight of a draft at each place beside the one before it; a place weighs what share of drafts gets there."""
@@ -98,15 +98,15 @@ class Learner:
         if start is None:
             self.drafted = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
             layers = settings.head_layers(text_config(model.config).num_hidden_layers)
+            self._teacher = Teacher(model, self.drafted)
+            self.student: Any = make_student(
+                settings.kind, model, self._teacher.head, settings.depth, settings.seed, layers
+            )
         else:
-            self.drafted, layers = start.places, start.files.number("num_hidden_layers", 1)
-        self._teacher = Teacher(model, self.drafted)
+            self.drafted = start.places
+            self._teacher = Teacher(model, self.drafted)
+            self.student = _student_like(start, model, self._teacher.head, settings)
         self.head = self._teacher.head
-        self.student: Any = make_student(
-            settings.kind, model, self.head, settings.depth, settings.seed, layers
-        )
-        if start is not None:
-            _begin_with(self.student, start, model.config)
         self._names: Mapping[str, nn.Parameter] = dict(self.student.named_parameters())
         self._rate = settings.rate(self.head.shape[1])
         self._optimizer = torch.optim.AdamW(
@@ -228,13 +228,26 @@ def _course(number: int, steps: int) -> float:
     return rise * (_LOWEST + (1 - _LOWEST) * 0.5 * (1 + math.cos(math.pi * number / steps)))
 
 
-def _begin_with(student: Student, start: TrainedHead, target: PreTrainedConfig) -> None:
-    """Give a student the weights of a head."""
+def check_start(start: TrainedHead, model: PreTrainedModel, settings: TrainingSettings) -> None:
+    """Refuse a head to go on from whose tensors are not those of one that is trained here, before anything is written.
+
+    Raises:
+        UsageError: They are not.
+    """
+    _student_like(start, model, Teacher(model, start.places).head, settings)
+
+
+def _student_like(
+    start: TrainedHead, model: PreTrainedModel, head: torch.Tensor, settings: TrainingSettings
+) -> Student:
+    """A student with the weights of a head."""
+    layers = start.files.number("num_hidden_layers", 1)
+    student: Student = make_student(settings.kind, model, head, settings.depth, settings.seed, layers)
     own = student.tensors()
     rest = {name for name in start.tensors if name not in own and not name.startswith("lm_head")}
     found = {name: start.tensors[name] for name in own if name in start.tensors}
     same = all(found[name].shape == tensor.shape for name, tensor in own.items() if name in found)
-    if rest or len(found) < len(own) or not same or start.files.layers(target) != student.layers:
+    if rest or len(found) < len(own) or not same or start.files.layers(model.config) != student.layers:
         raise UsageError(
             f"The head {start.name} is none that is trained here with these options.",
             "Name one that specbench train wrote with the same --kind and --depth, or leave --start out.",
@@ -242,6 +255,7 @@ def _begin_with(student: Student, start: TrainedHead, target: PreTrainedConfig) 
     for name, tensor in own.items():
         tensor.copy_(found[name])
     student.started_from = f"the head {start.name}"
+    return student
 
 
 def _draft_vocabulary(target: Target, texts: Sequence[Text], number: int) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.prepare import require_states, wrap_head
 from specbench.models.stories import TRAINING_FILE
 from specbench.specs.models import parse_model
-from specbench.train.learner import Learner, Learnt
+from specbench.train.learner import Learner, Learnt, check_start
 from specbench.train.lessons import fitting
 from specbench.train.prompts import held_out_prompts
 from specbench.train.result import write_head, write_story
@@ -191,6 +191,8 @@ class Training:
         layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
         settings.head_layers(layers)
         require_states(target, (layers,))
+        if start is not None:
+            check_start(start, self._model, settings)
         trained, held = held_out_prompts(prompts, settings.held_out)
         self._prompts = encode_turns(target, trained)
         self._held = list(zip(held, encode_turns(target, held), strict=True))
