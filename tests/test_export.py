@@ -17,6 +17,7 @@ import torch
 import transformers
 import yaml
 from exact_runs import write_exact
+from head_files import eagle_tensors, speculators_settings, write_head
 from synthetic_runs import Drafter, write_run
 from test_builtin import write_gguf
 from tiny import save_tiny
@@ -467,17 +468,49 @@ def test_a_trained_head_is_no_model(tmp_path: Path) -> None:
     drafters = (Drafter("head", 0.8, 0.1),)
     write_run(tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1)
     file = tmp_path / "run" / "run.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"heads": {"head": story}}))
-    found = setting_of_run(load_results(tmp_path / "run"))
-    assert found.head == "eagle"
-    options = export_setting(ENGINES["vllm"], found).options["--speculative-config"]
-    assert (options["method"], options["model"]) == ("eagle3", "head")
+    facts = json.loads(file.read_text())
+
+    def told(story: Any) -> Setting:
+        file.write_text(json.dumps(facts | {"heads": {"head": story}}))
+        return setting_of_run(load_results(tmp_path / "run"))
+
+    found = told(story)
+    for kind, method in (
+        ("eagle", "eagle3"),
+        ("eagle3", "eagle3"),
+        ("eagle-1", "eagle"),
+        ("dflash", "dflash"),
+    ):
+        options = export_setting(ENGINES["vllm"], told({"kind": kind})).options["--speculative-config"]
+        assert (options["method"], options["model"]) == (method, "head")
     for name, engine in ENGINES.items():
-        assert expresses(engine, found.drafter, "eagle") == (name == "vllm")
-        assert not expresses(engine, found.drafter, "pass")
+        assert expresses(engine, found.drafter, story) == (name == "vllm")
+        assert not expresses(engine, found.drafter, {"kind": "pass"})
+        assert not expresses(engine, found.drafter, {**story, "compact": True})
         if name != "vllm":
             message = refusal(export_setting, engine, found, kind=UsageError)
             assert "cannot express the drafter head, which is a trained head" in message
+    message = refusal(export_setting, ENGINES["vllm"], told({**story, "compact": True}), kind=UsageError)
+    assert "vLLM cannot read the head in head, which is compact" in message
+
+
+def test_the_head_that_comes_with_specbench_is_for_it_alone(cli: Cli) -> None:
+    named = ("--setting", "smollm2-135m-head (int8) auto")
+    cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", *named).refused(2, "which is compact", "serve")
+    found = cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", "--json").json()
+    assert found["setting"]["drafter"] == "lookup"
+
+
+def test_a_configuration_tells_of_a_head_that_is_here(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
+    file = tmp_path / "specbench.toml"
+    file.write_text('version = 1\ntarget = "org/big"\ndrafter = "head"\nlength-policy = "fixed:gamma=3"\n')
+    options = cli("export", file, "--to", "vllm", "--json").json()["options"]["--speculative-config"]
+    assert (options["method"], options["num_speculative_tokens"]) == ("eagle3", 3)
+    cli("export", file, "--to", "sglang").refused(2, "which is a trained head", "`specbench serve` serves it")
 
 
 # -- the command -------------------------------------------------------------------------------------

@@ -124,6 +124,9 @@ def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path: Path) -> None:
     whole = {**STORY, "data": {"tokens": 400_000, "texts": 3}, "settings": {}}
     file.write_text(json.dumps({name: value for name, value in whole.items() if name != "tokens"}))
     assert story_of(tmp_path) == STORY
+    file.write_text(json.dumps({**whole, "settings": {"compact": True}}))
+    assert story_of(tmp_path) == {**STORY, "compact": True}
+    file.write_text(json.dumps(whole))
     assert misfit(story_of(tmp_path), STORY_SHAPE) is None
     for damaged in ("{", "[]", json.dumps({**whole, "measured": [{"tokens": "many"}]}), '{"seconds": NaN}'):
         file.write_text(damaged)

@@ -45,7 +45,7 @@ from specbench.models.checkpoints import (
     weight_files,
 )
 from specbench.models.hub import HubModel
-from specbench.models.stories import check_weights, packaged_folder
+from specbench.models.stories import check_weights, packaged_folder, story_of
 from specbench.progress import Progress
 from specbench.specs.models import ModelSpec
 from specbench.textsafe import excerpt
@@ -97,6 +97,11 @@ class HeadFiles:
         nested = self.settings.get("model") if self.settings.get("model_type") == "eagle" else None
         given = self.settings.get("transformer_layer_config", nested or self.settings)
         return given if isinstance(given, dict) else {}
+
+    @property
+    def story(self) -> dict[str, Any]:
+        """What results keep of it, see ``STORY_SHAPE``; ``specbench train`` calls EAGLE-3 ``eagle``."""
+        return story_of(self.folder) or {"kind": "eagle-1" if self.kind == "eagle" else self.kind}
 
     @property
     def is_eagle(self) -> bool:

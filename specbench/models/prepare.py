@@ -59,7 +59,6 @@ from specbench.models.load import (
 )
 from specbench.models.pairing import translation_of
 from specbench.models.rounded_layers import rounded_layers
-from specbench.models.stories import story_of
 from specbench.options import LoadOptions, ModelOptions, QuantisedName, quantised
 from specbench.specs.drafters import (
     Cascade,
@@ -651,9 +650,11 @@ class Proposer:
 
     @property
     def story(self) -> dict[str, Any] | None:
-        """How its head came about; ``None`` without one, or where nothing tells of it."""
-        heads = [model for model in self.models if isinstance(model, TrainedHead)]
-        return next(filter(None, (story_of(head.files.folder) for head in heads)), None)
+        """How its head came about, or, where nothing tells of that, its kind; ``None`` without one."""
+        for model in self.models:
+            if isinstance(model, TrainedHead):
+                return model.files.story
+        return None
 
     @property
     def weights(self) -> str:

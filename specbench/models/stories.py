@@ -29,17 +29,24 @@ WEIGHTS = "model.safetensors"
 
 STORY_SHAPE = {
     "kind": str,
-    "tokens": count,
-    "seconds": size,
-    "measured": [
+    "compact?": bool,
+    "tokens?": count,
+    "seconds?": size,
+    "measured?": [
         {"tokens": count, "tokens_per_step": number, "accepted": [number], "categories": {str: number}}
     ],
 }
-"""What results keep of it: the ``tokens`` that were trained on, once each, and what was measured meanwhile: ``tokens``
-trained on so far, tokens per step, of all held-out prompts and by category, and of the drafts tested the share kept,
-by place."""
+"""What results keep of it: whether it was written small, the ``tokens`` that were trained on, once each, and what was
+measured meanwhile: ``tokens`` trained on so far, tokens per step, of all held-out prompts and by category, and of the
+drafts tested the share kept, by place. Of a head that was trained elsewhere there is its kind alone."""
 
-_FILE_SHAPE = {"kind": str, "data": {"tokens": count}, "seconds": size, "measured": STORY_SHAPE["measured"]}
+_FILE_SHAPE = {
+    "kind": str,
+    "settings?": {"compact?": bool},
+    "data": {"tokens": count},
+    "seconds": size,
+    "measured": STORY_SHAPE["measured?"],
+}
 
 _PACKAGED = Path(__file__).with_name("packaged")
 _SAY = "Install specbench anew, or name another drafter."
@@ -59,9 +66,10 @@ def story_of(folder: Path) -> dict[str, Any] | None:
     found = _read(folder)
     if found is None or misfit(found, _FILE_SHAPE) is not None:
         return None
-    names = STORY_SHAPE["measured"][0]  # type: ignore[index]
+    names = STORY_SHAPE["measured?"][0]  # type: ignore[index]
     return {
         "kind": found["kind"],
+        **({"compact": True} if found.get("settings", {}).get("compact") else {}),
         "tokens": found["data"]["tokens"],
         "seconds": found["seconds"],
         "measured": [{name: each[name] for name in names} for each in found["measured"]],

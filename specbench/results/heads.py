@@ -20,7 +20,7 @@ _SPEEDUP = ("prompts", "speedup", "speedup_low", "speedup_high", "speedup_basis"
 def stories(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """How the heads of a run came about (``specbench.models.stories``), by the names of their drafters; those that were
     measured while they were trained."""
-    return {name: story for name, story in (run.get("heads") or {}).items() if story["measured"]}
+    return {name: story for name, story in (run.get("heads") or {}).items() if story.get("measured")}
 
 
 def best_measure(story: Mapping[str, Any]) -> Mapping[str, Any]:

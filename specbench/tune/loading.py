@@ -145,10 +145,11 @@ def configurations(options: SweepOptions, engine: ModelEngine) -> list[Config]:
 
 def exportable(configs: Iterable[Config], engine: ModelEngine) -> list[set[str]]:
     """For each engine that settings are exported to the ids of those configurations whose drafters it has."""
-    heads = {name: story["kind"] for name, story in engine.heads.items()}
     groups = []
     for other in ENGINES.values():
-        names = {name for name, spec in engine.specs.items() if expresses(other, spec, heads.get(name))}
+        names = {
+            name for name, spec in engine.specs.items() if expresses(other, spec, engine.heads.get(name))
+        }
         groups.append({each.id for each in configs if each.drafter in names})
     return groups
 

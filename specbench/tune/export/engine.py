@@ -85,20 +85,32 @@ class Engine(Protocol):
         ...
 
 
+_HEADS = {"eagle": "EAGLE-3", "eagle3": "EAGLE-3", "eagle-1": "EAGLE-1", "dflash": "DFlash"}
+"""Trained heads that engines have, by the kinds that results tell of."""
+
+
 def kinds(engine: Engine) -> str:
     """The drafters that it has, in words."""
     names = {SmallModel: "a model", Cascade: "lookup+MODEL", SelfForm: "self:layers=N"}
-    return ", ".join(names.get(kind, kind.word) for kind in engine.drafters)
+    heads = ", ".join(dict.fromkeys(_HEADS[kind] for kind in engine.heads))
+    found = [names.get(kind, kind.word) for kind in engine.drafters]
+    return ", ".join([*found, f"heads ({heads})"] if heads else found)
 
 
 def refuse(engine: Engine, setting: Setting) -> UsageError:
     """The error for a drafter that an engine does not have."""
-    drafter = f"the drafter {setting.drafter}"
+    drafter, advice = f"the drafter {setting.drafter}", ""
     if setting.head is not None:
-        drafter += ", which is a trained head"
+        drafter += (
+            ", which is a trained head"
+            if isinstance(setting.drafter, SmallModel)
+            else ", with a trained head"
+        )
+        advice = " `specbench serve` serves it."
     return UsageError(
         f"{engine.title} cannot express {drafter}; it has {kinds(engine)}.",
-        "Name a run without --setting, and the fastest setting that the engine has is exported; or another engine.",
+        "Name a run without --setting, and the fastest setting that the engine has is exported; or another engine."
+        + advice,
     )
 
 

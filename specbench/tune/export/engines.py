@@ -41,19 +41,25 @@ def export_setting(engine: Engine, setting: Setting) -> Export:
     """
     if setting.head is not None and setting.head not in engine.heads:
         raise refuse(engine, setting)
+    if setting.compact:
+        raise UsageError(
+            f"{engine.title} cannot read the head in {setting.drafter}, which is compact: for specbench alone.",
+            "Train one without --compact, or serve this one with `specbench serve`.",
+        )
     return engine.export(setting)
 
 
-def expresses(engine: Engine, drafter: DrafterSpec, head: str | None = None) -> bool:
+def expresses(engine: Engine, drafter: DrafterSpec, story: Mapping[str, Any] | None = None) -> bool:
     """Whether an engine has a drafter.
 
     Args:
         engine: The engine.
         drafter: Any.
-        head: Kind of the trained head in it.
+        story: What is told of the trained head in it; ``None`` without one.
     """
+    setting = Setting(Model("target"), drafter, parse_rule("fixed"), 1).with_head(story)
     try:
-        export_setting(engine, Setting(Model("target"), drafter, parse_rule("fixed"), 1, head=head))
+        export_setting(engine, setting)
     except UsageError:
         return False
     return True

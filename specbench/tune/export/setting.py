@@ -122,6 +122,7 @@ class Setting:
         measured: What a run says of it.
         beside: The fastest of that run, if this one is exported in its place.
         head: Kind of the trained head in the drafter, as far as results say; ``None`` without one.
+        compact: Whether that head was written small, for specbench alone.
     """
 
     target: Model
@@ -135,12 +136,21 @@ class Setting:
     measured: Measured | None = None
     beside: Beside | None = None
     head: str | None = None
+    compact: bool = False
 
     @property
     def assistant(self) -> Model | None:
         """The drafter's model of its own."""
         model = self.drafter.own_model
         return None if model is None else Model.named(model.name)
+
+    def with_head(self, story: Mapping[str, Any] | None) -> Setting:
+        """With the trained head in its drafter, as results tell of it (``specbench.models.stories``)."""
+        if story is None:
+            return self
+        model = self.drafter.own_model
+        packaged = model is not None and model.kind == "packaged"
+        return replace(self, head=story["kind"], compact=packaged or story.get("compact", False))
 
 
 # -- of a configuration ----------------------------------------------------------------------------
@@ -171,9 +181,21 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     if gamma is not None and gamma != own:
         own, reason = gamma, "as --gamma says"
     assert own is not None
-    return Setting(
+    setting = Setting(
         Model.named(config.target), drafter, rule, int(own), reason, config.dtype, config.drafter_dtype
     )
+    return setting.with_head(_head_here(drafter))
+
+
+def _head_here(drafter: DrafterSpec) -> Mapping[str, Any] | None:
+    """What is told of a trained head in a drafter that lies on this machine; ``None`` if it is none."""
+    model = drafter.own_model
+    if model is None or model.kind not in ("folder", "packaged"):
+        return None
+    from specbench.models.heads import find_head
+
+    files = find_head(model)
+    return None if files is None else files.story
 
 
 # -- of a run --------------------------------------------------------------------------------------
@@ -300,7 +322,7 @@ class _Run:
         own, reason = (gamma, "as --gamma says") if gamma else _fixed(self.df, self.rows, row, rule)
         dtype = re.search(r" \((\w+)\)$", row["drafter"])
         target = self.run["target"]
-        return Setting(
+        setting = Setting(
             Model.named(one_line(target["name"])),
             drafter,
             rule,
@@ -316,8 +338,8 @@ class _Run:
                 "faster" if row["config"] in self.winners else row["verdict"],
                 row["config"] in self.winners,
             ),
-            head=(self.run.get("heads") or {}).get(row["drafter"], {}).get("kind"),
         )
+        return setting.with_head((self.run.get("heads") or {}).get(row["drafter"]))
 
 
 def _drafter(name: str) -> DrafterSpec:

@@ -11,6 +11,9 @@ from specbench.tune.export.setting import Setting
 
 __all__ = ["VLLM"]
 
+_HEADS = {"eagle": "eagle3", "eagle3": "eagle3", "eagle-1": "eagle", "dflash": "dflash"}
+"""Its methods by kinds of trained heads, as results call these."""
+
 
 class VLLM:
     """See ``Engine``."""
@@ -20,7 +23,7 @@ class VLLM:
     version = "0.33.0"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, Suffix, SmallModel)
     rules: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ("eagle",)
+    heads: tuple[str, ...] = tuple(_HEADS)
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""
@@ -48,7 +51,7 @@ class VLLM:
             )
         elif isinstance(drafter, SmallModel):
             assert setting.assistant is not None
-            method = "draft_model" if setting.head is None else "eagle3"
+            method = "draft_model" if setting.head is None else _HEADS[setting.head]
             speculative = {"method": method, "model": setting.assistant.name}
             speculative |= engine.revision(setting.assistant, "revision")
             if setting.temperature:
