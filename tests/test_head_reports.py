@@ -107,6 +107,14 @@ def test_the_figure_shows_acceptance_by_place_against_tokens(df: pd.DataFrame) -
     assert [line.get_ydata().tolist() for line in right.lines] == [[1.01, 1.5, 1.4], [1.0, 1.7, 1.6]]
 
 
+def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path: Path) -> None:
+    df = load_results(
+        run_with(tmp_path / "run", {FREE.name: STORY, HEAD.name: STORY, "x": {"kind": "eagle3"}})
+    )
+    left, _ = draw_figures(df, ["training"]).figures["training"].axes
+    assert left.get_title(loc="left") == FREE.name
+
+
 def test_runs_without_trained_heads_say_nothing_of_them(tmp_path: Path) -> None:
     df = load_results(run_with(tmp_path / "run", None))
     assert head_frame(df).empty

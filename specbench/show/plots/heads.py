@@ -35,7 +35,11 @@ _MOST = 4
 
 
 def training(run: Run) -> Figure:
-    told = list(stories(run.run).items())[:_MOST]
+    told: list[tuple[str, Mapping[str, Any]]] = []
+    for name, story in stories(run.run).items():
+        if all(story != other for _, other in told):  # a head alone and in a cascade learnt once
+            told.append((name, story))
+    told = told[:_MOST]
     if not told:
         raise NoDataError("no head was trained by specbench")
     figure = new_figure(run, 2.5 * len(told) + 0.75, WIDTH)
