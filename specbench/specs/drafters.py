@@ -449,7 +449,8 @@ class SmallModel(DrafterSpec):
     word = "MODEL"
     summary = (
         "A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one"
-        " it drafts the tokens that both have. Or a head trained for the target: EAGLE-3, Medusa or PaSS."
+        " it drafts the tokens that both have. Or a head trained for the target: EAGLE, P-EAGLE, DFlash, Medusa or"
+        f" PaSS; {' and '.join(PACKAGED_HEADS)} comes with specbench."
     )
     options: ClassVar[Mapping[str, str]] = {
         "vocab=N": "draft the N tokens that the target writes most often (`specbench calibrate --vocab`)"
