@@ -468,6 +468,12 @@ def test_colours_need_a_terminal(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> 
     tiny("the", "--show-accepted").refused(2, "on a terminal")
 
 
+def test_what_keeps_passes_from_being_native_is_said(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "there was no C compiler when specbench was installed"
+    monkeypatch.setattr(native, "_found", lambda: why)
+    assert f"Decoding is slower than it could be, without native passes: {why}." in tiny("the", "-n", 4).err
+
+
 def test_quiet_is_silent(tiny: Cli) -> None:
     result = tiny("the", "-n", 8, "--quiet", "--top-k", 3, "--compare", "--no-residual-adjustment")
     assert result.code == 0
@@ -1099,7 +1105,7 @@ def test_memory_that_runs_out_while_decoding_keeps_the_text(
     assert result.code == 1
     assert len(result.out) > 4
     assert result.out.endswith("\n")
-    assert result.err == (
+    assert result.err.endswith(
         "specbench: not enough memory. Use a smaller model, a narrower dtype, or a shorter prompt.\n"
     )
 

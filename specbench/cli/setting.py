@@ -117,7 +117,7 @@ def facts(target: Target, drafter: Drafter, decode: DecodeOptions) -> list[str]:
         lines.append("This machine lacks the packed linear layers; decoding uses the ordinary, slower ones.")
     for what, scorer in (("Decoding", target.scorer), ("Drafting", _own_scorer(drafter))):
         if (reason := _without_native_products(scorer)) is not None:
-            lines.append(f"{what} is slower than it could be, without native products: {reason}.")
+            lines.append(f"{what} is slower than it could be, without native passes: {reason}.")
             break
     return lines
 
@@ -132,13 +132,17 @@ def _own_scorer(drafter: Drafter) -> Scorer | None:
 
 
 def _without_native_products(scorer: Scorer | None) -> str | None:
-    """Why a model in int8 or int4 on a CPU has none; ``None`` for others."""
+    """Why a model on a CPU has none where it could: in int8 or int4, or of the Llama family; ``None`` for others."""
+    import torch
+
     from specbench.backends.torch.kernels.native import why_not
     from specbench.backends.torch.kernels.surgery import kind_of_rounding
+    from specbench.backends.torch.passes import ShortPass
 
-    if scorer is None or scorer.device.type != "cpu" or kind_of_rounding(scorer.model) is None:
+    if scorer is None or scorer.device.type != "cpu":
         return None
-    return why_not()
+    short = issubclass(scorer.way, ShortPass) and scorer.model.dtype != torch.float16
+    return why_not() if short or kind_of_rounding(scorer.model) is not None else None
 
 
 def _shared(drafter: Drafter) -> tuple[int, int] | None:

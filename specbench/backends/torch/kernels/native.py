@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import sys
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
@@ -179,8 +181,10 @@ class _Native(NamedTuple):
 def _found() -> _Native | str:
     """The library, or why there is none."""
     path = Path(__file__).with_name(LIBRARY)
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "they are written for Linux on x86-64 alone"
     if not path.exists():
-        return "it was not built: there was no C compiler when specbench was installed"
+        return "there was no C compiler when specbench was installed"
     try:
         library = ctypes.CDLL(str(path))
         version = int(library.specbench_version())
