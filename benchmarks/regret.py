@@ -78,6 +78,9 @@ TOLD, OWN = 0.03, 0.02
 """Scatter of what passes of the target tell of the log time of a generation, and by how much longer they take with one
 candidate than with another, see docs/log.md."""
 
+PREDICTED = 0.1
+"""Scatter of the log of what is predicted of a candidate over the truth: 0.07 to 0.1 in docs/log.md."""
+
 RACED, PROMPTS, REPEATS = 12, 120, 3
 """Of a race over scatter: candidates at most, and prompts, how often each."""
 
@@ -120,6 +123,7 @@ class Simulated:
         effect: What a prompt does to one candidate, and to all (""), in place of ``spread``.
         told: Standard deviation of what passes of the target say wrongly of how long a generation took, in log.
         own: The same of what they say wrongly of all generations of a candidate.
+        predicted: The same of what is predicted of it; ``None``: nothing is.
         categories: Of the prompts, in turn.
     """
 
@@ -135,6 +139,7 @@ class Simulated:
     effect: Callable[[str, str], float] | None = None
     told: float = TOLD
     own: float = OWN
+    predicted: float | None = PREDICTED
     categories: Sequence[str] = ("",)
     clock: FakeClock = field(default_factory=FakeClock)
 
@@ -154,24 +159,32 @@ class Simulated:
         effect = find(name, block.prompt) + find("", block.prompt)
         seconds = self.tokens / math.exp(self.speed + self.truth[name] + effect - slow)
         self.clock.seconds += self.first_s + seconds
-        own = self.own * float(np.random.default_rng([self.seed, *name.encode()]).normal())
-        told = math.exp(slow + own + self.told * self._random.normal())
+        told = math.exp(slow + self._drawn(self.own, name) + self.told * self._random.normal())
         return Timing(self.tokens, seconds, told)
 
     def _effect(self, name: str, prompt: str) -> float:
-        # Of its own, so that it does not hang on who is measured when.
         key = (name, prompt)
         if key not in self._effects:
-            words = [self.seed, *f"{name}/{prompt}".encode()]
-            self._effects[key] = self.spread * float(np.random.default_rng(words).normal())
+            self._effects[key] = self._drawn(self.spread, f"{name}/{prompt}")
         return self._effects[key]
+
+    def _drawn(self, deviation: float, name: str) -> float:
+        """Of that name alone, so that it does not hang on who is measured when."""
+        return deviation * float(np.random.default_rng([self.seed, *name.encode()]).normal())
 
     def race(self, prompts: int = 100, seconds: float = math.inf) -> tuple[Race, Ending]:
         """A race over them, the candidates in their order, and why it ended."""
         each = [(f"p-{n}", self.categories[n % len(self.categories)]) for n in range(prompts)]
         blocks = [Block(name, repeat, category) for repeat in range(REPEATS) for name, category in each]
-        race = Race([name for name in self.truth if name != PLAIN], PLAIN, limit=len(blocks))
+        names = [name for name in self.truth if name != PLAIN]
+        race = Race(names, PLAIN, limit=len(blocks), expected=self._expected(names))
         return race, run_race(race, blocks, self.measure, clock=self.clock, until=seconds, seed=self.seed)
+
+    def _expected(self, names: Sequence[str]) -> dict[str, float] | None:
+        if self.predicted is None:
+            return None
+        over = {name: self.truth[name] - self.truth[PLAIN] for name in names}
+        return {name: math.exp(over[name] + self._drawn(self.predicted, f"{name}=")) for name in names}
 
     def regret(self, race: Race) -> float:
         """Of the choice, by the truth."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,41 @@ def test_a_choice_is_wrong_no_oftener_than_it_may_be() -> None:
         race, _ = made.race(prompts=32)
         wrong += race.decided and race.leader != "best"
     assert wrong <= ERROR * 60
+
+
+def test_predictions_help_where_little_can_be_measured() -> None:
+    """Sixteen candidates, in the time of some five blocks; and predictions that are 10% off."""
+
+    def regret(seed: int, predicted: float | None) -> float:
+        random = np.random.default_rng([5, seed])
+        truth = {PLAIN: 0.0, **{f"c-{n}": float(random.normal(0.2, 0.12)) for n in range(16)}}
+        made = Simulated(truth, seed=seed, spread=0.2, noise=0.06, predicted=predicted)
+        race, _ = made.race(prompts=60, seconds=200.0)
+        return 1.0 - float(np.exp(truth[race.leader] - max(truth.values())))
+
+    alone, both = ([regret(seed, predicted) for seed in range(30)] for predicted in (None, 0.1))
+    assert sum(both) < 0.75 * sum(alone)
+    assert sum(each <= MARGIN for each in both) > sum(each <= MARGIN for each in alone)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_wrong_predictions_do_no_harm_where_much_can_be_measured(number: int) -> None:
+    made = replace(simulated(number), predicted=0.5)
+    race, _ = made.race()
+    assert made.regret(race) <= MARGIN
+
+
+def test_what_is_predicted_leads_until_more_is_known() -> None:
+    race = Race(["a", "b"], PLAIN, limit=40, expected={"a": 1.6, "b": 1.2})
+
+    def measure(name: str, block: Block) -> Timing:
+        speed = {PLAIN: 10.0, "a": 12.0, "b": 15.0}[name]
+        return Timing(100, 100 / speed * (1.0 + wobble(name, block)))
+
+    led = []
+    run_race(race, blocks(40), measure, clock=FakeClock(), on_block=lambda race: led.append(race.leader))
+    assert led[0] == "a"
+    assert led[-1] == "b"
 
 
 def test_plain_decoding_wins_where_nothing_is_faster() -> None:

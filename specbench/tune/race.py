@@ -9,6 +9,9 @@ decided when nobody is left who may be: the leader then is as good as the best, 
 Bechhofer 1954). Measuring the leader and those whose bounds reach beyond it, until none does, is LUCB (Kalyanakrishnan
 et al. 2012).
 
+Who leads is told by what was measured and by what was predicted, each by how sure it is: where others use the machine
+and the time is short, measurements alone often have the wrong one ahead.
+
 Error control: a race comes to a wrong choice only if the bound of the truly fastest over what is chosen is too low, at
 one of the looks. What is chosen might be any of the others, so a look's level is shared out among them (Bonferroni, as
 in Hsu's 1981 comparisons with the best; the leader's own comparisons need no share, for all of them have to hold).
@@ -63,6 +66,12 @@ _QUARTILE = 0.3186
 
 _OWN = 0.02
 """By how much passes of the same width differ in time between two candidates: the usual size of the log of it."""
+
+_PREDICTED = 0.08
+"""By how much a predicted speedup is off: the usual size of the log of it."""
+
+_ONE_SIGMA = 0.1587
+"""A normal value is more than a standard deviation above its mean as often as this."""
 
 _FIRST_LOOK = 6
 """Blocks; with fewer a bound says next to nothing, and a look would waste its share of the error."""
@@ -148,11 +157,12 @@ class Race:
         candidates: The most promising first.
         plain: Plain decoding, one more of them, which is measured to the end: all speedups are over it.
         limit: How many blocks there may be.
+        expected: Speedups over plain decoding that were predicted, of all candidates; without, measurements alone tell.
         error: Chance that another one is more than ``MARGIN`` faster than what a decided race chooses.
 
     Attributes:
         names: Of all, plain decoding first.
-        leader: Who is ahead.
+        leader: Who is ahead, see ``_lead``.
         running: Those that decode the next block, plain decoding first.
         fallen: Those that are not in question any more.
         blocks: How many blocks there were.
@@ -162,7 +172,16 @@ class Race:
         decided: Whether nobody is left to be told from the leader; from then on it stays what it is.
     """
 
-    def __init__(self, candidates: Sequence[str], plain: str, *, limit: int, error: float = ERROR) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[str],
+        plain: str,
+        *,
+        limit: int,
+        expected: Mapping[str, float] | None = None,
+        error: float = ERROR,
+    ) -> None:
+        self._expected = None if expected is None else {**expected, plain: 1.0}
         self.plain = self.leader = plain
         self.names = [plain, *candidates]
         self.running = list(self.names)
@@ -205,7 +224,7 @@ class Race:
             self._logs[name][block] = each
         if not self.decided:
             over = self.leader
-            self.leader = max(self.running, key=lambda name: self._ahead(name, over))
+            self.leader = max(self.running, key=lambda name: self._lead(name, over))
         self._choose()
 
     @property
@@ -308,6 +327,17 @@ class Race:
 
     def _ahead(self, name: str, over: str) -> float:
         return float(self._by_prompt(name, over).means.mean())
+
+    def _lead(self, name: str, over: str) -> float:
+        """How far one is ahead in log speed by what was measured and predicted, each by how sure it is."""
+        ahead = self._ahead(name, over)
+        if self._expected is None or name == over:
+            return ahead
+        expected = math.log(self._expected[name] / self._expected[over])
+        off = _PREDICTED**2 * (2 - (self.plain in (name, over)))
+        doubt = self._bound(name, over, _ONE_SIGMA) - ahead  # infinite with a single prompt
+        trust = off / (off + doubt**2)
+        return trust * ahead + (1.0 - trust) * expected
 
     @property
     def ranking(self) -> list[str]:

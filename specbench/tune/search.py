@@ -139,7 +139,7 @@ class Search:
         aside_s = self._seconds - (self._until - self._clock.now()) + kept_s
         predicted, chosen = self._chosen()
         blocks = self._blocks()
-        race = Race(chosen.raced, self._plain.id, limit=len(blocks))
+        race = Race(chosen.raced, self._plain.id, limit=len(blocks), expected=predicted)
         ending = run_race(
             race,
             blocks,
