@@ -312,8 +312,8 @@ MUTANTS = (
     Mutant(
         "tokens drawn from another distribution than the q that is kept",
         "drafters/model.py",
-        "return Drawn(random.draw(q), logits[0], q)",
-        "return Drawn(random.draw(q * q), logits[0], q)",
+        "return Drawn(random.draw(q), known, q)",
+        "return Drawn(random.draw(q * q), known, q)",
         EXACT,
     ),
     Mutant(

@@ -67,7 +67,7 @@ class TableScorer:
         table: Shape [longest draft + 1, vocab].
     """
 
-    context_limit = places = None
+    context_limit = vocabulary = None
     takes_trees = reads_trees = True
     gives_hidden = False
     batch = None

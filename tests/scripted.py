@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from specbench.decoding.drafts import Draft
+from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verify import Verdict, verification_of
@@ -69,6 +70,7 @@ class ScriptedScorer:
     reads_trees = True
     batch = None
     reads_in_parts = True
+    vocabulary: DraftVocabulary | None = None
 
     @property
     def gives_hidden(self) -> bool:

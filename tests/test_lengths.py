@@ -18,6 +18,7 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, fixed_script, random_table
 
 from specbench.decoding.drafts import Draft
+from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking, LengthPolicy, answered
 from specbench.decoding.records import Prefill, Step, StepTimes
@@ -439,7 +440,7 @@ def logits_of(*probabilities: float) -> torch.Tensor:
 
 
 def drafted(*rows: torch.Tensor, tokens: Sequence[int] | None = None) -> Draft:
-    return Draft(tokens=list(tokens or [0] * len(rows)), logits=list(rows))
+    return Draft(tokens=list(tokens or [0] * len(rows)), logits=[Logits(row) for row in rows])
 
 
 def test_entropy_is_in_nats_of_the_untempered_softmax() -> None:
@@ -1254,7 +1255,7 @@ def mixed(kinds: str, ahead: bool = False, passes: int | None = None) -> Draft:
     made.passes = kinds.count("m") if passes is None else passes
     if "m" in kinds:
         rows = {"m": logits_of(0.4, 0.6), "f": logits_of(0.0, 1.0)}
-        made.logits = [rows[kind] for kind in kinds]
+        made.logits = [Logits(rows[kind]) for kind in kinds]
     if ahead:
         made.evidence.append(0.75)
     return made
@@ -1283,7 +1284,7 @@ def test_auto_takes_free_tokens_where_the_model_does_not_pay() -> None:
         limit = policy.begin(20)
         made = mixed("")
         if policy.another(made):
-            made.tokens, made.logits, made.passes = [1], [logits_of(0.4, 0.6)], 1
+            made.tokens, made.logits, made.passes = [1], [Logits(logits_of(0.4, 0.6))], 1
             made.evidence.append(math.nan)
         policy.observe(a_step(len(made.tokens), 0, index=index, draft_s=0.9, verify_s=1.0))
     assert policy.begin(20) == 8

@@ -27,6 +27,7 @@ from tokenizers import processors
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.drafts import Draft
+from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking
 from specbench.decoding.records import Prefill, Step, StepTimes
@@ -548,7 +549,7 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
             if logits:
                 if not rule.draws(made["logits"][i]):
                     break
-                draft.logits.append(made["logits"][i])  # type: ignore[union-attr]
+                draft.logits.append(Logits(made["logits"][i]))  # type: ignore[union-attr]
             draft.tokens.append(made["tokens"][i])
         gamma = len(draft.tokens)
         assert gamma <= made["room"]

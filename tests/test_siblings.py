@@ -17,6 +17,7 @@ from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.drafts import Draft
+from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking, LengthPolicy, Pass
 from specbench.decoding.records import Step
@@ -39,8 +40,8 @@ VOCAB = 9
 PROMPT = (1, 4, 2)
 
 
-def logits_of(*chances: float) -> torch.Tensor:
-    return torch.tensor([math.log(chance) if chance else -math.inf for chance in chances])
+def logits_of(*chances: float) -> Logits:
+    return Logits(torch.tensor([math.log(chance) if chance else -math.inf for chance in chances]))
 
 
 # --- Choosing them --------------------------------------------------------------------------------
@@ -59,9 +60,7 @@ def test_the_likeliest_alternatives_come_first() -> None:
 
 
 def test_what_is_certain_or_unknown_has_no_alternatives() -> None:
-    certain = torch.full((4,), -math.inf)
-    certain[2] = 0.0
-    draft = Draft(tokens=[2, 0], logits=[certain, logits_of(0.7, 0.2, 0.1, 0.0)])
+    draft = Draft(tokens=[2, 0], logits=[Logits.certain(2), logits_of(0.7, 0.2, 0.1, 0.0)])
     assert choose_siblings(draft, 10, 0.01) == ((1, 1), (1, 2))
     assert choose_siblings(Draft(tokens=[2, 0]), 10, 0.0) == ()
     assert choose_siblings(Draft(), 10, 0.0) == ()

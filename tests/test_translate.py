@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import answered
 from specbench.decoding.records import Generation, Prefill
@@ -251,7 +252,7 @@ def test_the_cache_holds_what_a_fresh_reading_would(monkeypatch: pytest.MonkeyPa
 
     def noted(each: Any) -> Any:
         rows = score(each)
-        asked.append((list(each.context), rows.logits[:, drafter.scorer.places].clone()))
+        asked.append((list(each.context), rows.logits.clone()))
         return rows
 
     monkeypatch.setattr(drafter.scorer, "score", noted)
@@ -289,15 +290,14 @@ def test_a_head_is_cut_once() -> None:
 class MappedScorer(ScriptedScorer):
     """A scripted drafter of five tokens of its own, three of which are the target's."""
 
-    places = torch.tensor([0, 2, 3])
+    vocabulary = DraftVocabulary(torch.tensor([0, 2, 3]), VOCAB)
 
     def score(self, asked: Any) -> Any:
         rows = super().score(asked)
         assert [token for token, _ in self.cache.entries] == list(asked.context), (
             "an old spelling is still there"
         )
-        spread = torch.full((len(rows.logits), VOCAB), -torch.inf)
-        return rows._replace(logits=spread.index_copy_(1, self.places, rows.logits[:, [4, 0, 2]]))
+        return rows._replace(logits=rows.logits[:, [4, 0, 2]])
 
 
 def spell(text: bytes) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_t
 from test_exact import NEW, PROMPT, SAMPLINGS, TARGET, VOCAB, largest_gap, target_distribution
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 
-from specbench.backends.torch.scorer import Scorer
 from specbench.cli import run
+from specbench.decoding.logits import DraftVocabulary, Logits
 from specbench.decoding.loop import decode_steps
+from specbench.decoding.prospects import Scores
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Multinomial, Sampling
 from specbench.drafters.model import ModelDrafter
@@ -140,26 +142,9 @@ def test_logits_are_the_whole_heads_and_none_elsewhere(tied: bool, int8: bool) -
     drafter = wrap_drafter(models[1], target, int8=int8, vocab=len(KEPT))
     trimmed = drafter.scorer.logits([3, 4, 5], [6])
     assert drafter.draftable == frozenset(KEPT)
-    torch.testing.assert_close(trimmed[:, KEPT], whole[:, KEPT], rtol=1e-4, atol=2e-2 if int8 else 1e-5)
-    others = [token for token in range(trimmed.shape[-1]) if token not in KEPT]
-    assert trimmed[:, others].isneginf().all()
-    assert trimmed.shape == whole.shape
+    torch.testing.assert_close(trimmed, whole[:, KEPT], rtol=1e-4, atol=2e-2 if int8 else 1e-5)
     assert torch.equal(embedding.weight, before)
     assert drafter.name == f"tiny-1:vocab=8 ({'int8' if int8 else 'float32'})"
-
-
-def test_rows_are_nobody_else_s_until_they_are_given_back() -> None:
-    places = torch.tensor([1, 4])
-    scorer = Scorer(tiny_llama(0, vocab_size=2), "none", vocab_size=6, places=places)
-    rows = [scorer.logits([1, token % 2], rows=1) for token in range(20)]
-    kept = [row.clone() for row in rows]
-    assert len({row.data_ptr() for row in rows}) == 20
-    scorer.logits([0, 0], rows=2)
-    assert all(torch.equal(row, copy) for row, copy in zip(rows, kept, strict=True))
-    scorer.keep(0)
-    first = scorer.logits([1, 1], rows=1).data_ptr()
-    scorer.keep(0)
-    assert scorer.logits([0, 1], rows=1).data_ptr() == first
 
 
 @pytest.mark.parametrize("rule", ["fixed:gamma=3", "static-tree:nodes=6", "dynamic-tree", "auto-tree"])
@@ -184,6 +169,44 @@ def test_the_target_s_own_twin_is_accepted_where_it_may_draft(sampling: Sampling
     if sampling is None:
         assert found.token_ids == plain.token_ids
         assert sum(step.accepted for step in found.steps) > 0
+
+
+def test_a_few_tokens_have_the_chances_that_they_have_where_all_others_are_impossible() -> None:
+    vocabulary = DraftVocabulary(torch.tensor([7, 2, 5, 0]), 9)
+    values = torch.tensor([[1.0, -0.5, 3.0, 0.2], [0.3, 0.1, -2.0, 4.0]])
+    spread = vocabulary.spread(values, -math.inf)
+    for row, wide in zip(values, spread, strict=True):
+        few, known = Logits(row, vocabulary), Logits(wide)
+        assert few.log_sum == pytest.approx(known.log_sum)
+        assert [few.log_chance(t) for t in range(9)] == pytest.approx([known.log_chance(t) for t in range(9)])
+        for count, least in ((2, -math.inf), (9, -3.0)):
+            found, expected = few.likeliest(count, least), known.likeliest(count, least)
+            assert {token for _, token in found} == {token for _, token in expected}
+            assert all(chance == pytest.approx(few.log_chance(token)) for chance, token in found)
+    for few, known in zip(
+        Scores.of(values.clone(), normalised=False, vocabulary=vocabulary),
+        Scores.of(spread.clone(), normalised=False),
+        strict=True,
+    ):
+        assert few.best(3) == known.best(3)
+        assert few.chances(3) == pytest.approx(known.chances(3))
+        torch.testing.assert_close(few.q, known.q)
+    assert Logits.certain(4).log_chance(4) == 0.0
+    assert Logits.certain(4).likeliest(3, -math.inf) == [(0.0, 4)]
+
+
+def test_a_trace_has_the_chances_of_the_tokens_that_are_drafted() -> None:
+    target = wrap_target(tiny_llama(0), tiny_tokenizer())
+    counted(target)
+    drafter = wrap_drafter(tiny_language_model(1), target, vocab=len(KEPT))
+    found = speculative_generate([3, 4, 5], target, drafter, gamma=2, max_new_tokens=9, trace=True)
+    step, draft = found.steps[0], found.steps[0].verdicts
+    assert draft is not None
+    drafter.scorer.begin()
+    rows = drafter.scorer.logits([3, 4, 5, found.token_ids[0]], [draft[0].token]).softmax(-1)
+    expected = [float(row[KEPT.index(each.token)]) for row, each in zip(rows, draft, strict=True)]
+    assert [each.q for each in draft] == pytest.approx(expected, rel=1e-4)
+    assert step.drafted == tuple(each.token for each in draft)
 
 
 def test_a_vocabulary_that_cannot_be() -> None:
@@ -226,9 +249,11 @@ def test_one_model_with_several_vocabularies(tmp_path: Path) -> None:
 class TrimmedScorer(ScriptedScorer):
     """A scripted drafter that computes two logits of four."""
 
+    vocabulary = DraftVocabulary(torch.tensor([3, 1]), VOCAB)
+
     def score(self, asked: Any) -> Any:
         rows = super().score(asked)
-        return rows._replace(logits=rows.logits.index_fill(1, torch.tensor([0, 2]), -torch.inf))
+        return rows._replace(logits=rows.logits[:, [3, 1]])
 
 
 @pytest.mark.parametrize("name", ["multinomial", "top-k", "repetition penalty"])

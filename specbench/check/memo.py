@@ -166,6 +166,7 @@ class MemoScorer:
         caches.scorers.append(self)
         self.context_limit, self.device = inner.context_limit, inner.device
         self.vocab_size, self.embeddings = inner.vocab_size, inner.embeddings
+        self.vocabulary = inner.vocabulary
         self.passes = self.epoch = 0
         self.takes_trees, self.reads_trees = inner.takes_trees, inner.reads_trees
         self._root = 0  # length of the last pass's context
@@ -310,8 +311,7 @@ class MemoHead(AnyHeadScorer):
         self._states += states[states.shape[0] + self._known - length :].clone()
         self._known = length
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        super().keep(length, path)
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         if self._tokens and self.held > length:
             del self._tokens[-1], self._read[-1]
         self._nodes = []

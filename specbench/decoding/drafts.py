@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from specbench.decoding.logits import Logits
     from specbench.decoding.prospects import Prospects
 
 __all__ = ["Candidate", "Draft", "Drawn", "GrowingTree"]
@@ -41,8 +41,8 @@ class Draft:
         q: The distributions they were drawn from, float32 [γ, vocab], after the sampling transforms; ``None`` when
             every token was certain to its drafter (q is then one-hot, and never written out). It holds until the
             drafter's next proposal, which may take the same memory.
-        logits: The drafter's untransformed logits, γ tensors of shape [vocab]; ``None`` from a drafter without any. A
-            cascade puts -inf but for the token itself where a token was certain to it.
+        logits: The drafter's untransformed logits, γ of them; ``None`` from a drafter without any. Where a token was
+            certain to a cascade they are ``Logits.certain``.
         evidence: What a drafter without logits knows instead: for each token a number from 0 to 1, the higher the more
             speaks for it, on the condition that the drafts before it are right. It may run ahead of ``tokens``.
             ``None`` from a drafter that has logits or knows nothing of the kind; NaN where a cascade took the token
@@ -63,7 +63,7 @@ class Draft:
 
     tokens: list[int] = field(default_factory=list)
     q: torch.Tensor | None = None
-    logits: list[torch.Tensor] | None = None
+    logits: list[Logits] | None = None
     evidence: list[float] | None = None
     prefill_s: float = 0.0
     passes: int | None = None
@@ -71,16 +71,6 @@ class Draft:
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Candidate]] | None = None
     chance: Callable[[int], float] | None = None
-    _log_sums: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def log_sum(self, i: int) -> float:
-        """log Σ exp of the logits that token i was drawn by: what they exceed a token's log-probability by."""
-        if i not in self._log_sums:
-            assert self.logits is not None
-            logits = self.logits[i].float()
-            largest = float(logits.max())
-            self._log_sums[i] = largest + math.log(float((logits - largest).exp_().sum()))
-        return self._log_sums[i]
 
     def behind(self, node: int) -> Sequence[Candidate]:
         """What may stand behind a node, -1 for the context."""

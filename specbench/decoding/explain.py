@@ -5,6 +5,7 @@ It is made after the clock was read, for α costs a pass over the vocabulary per
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -93,8 +94,12 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
         parent = i - 1 if draft.parents is None else draft.parents[i]
         seen = parent in looked
         q = drawn.get(i) if draft.q is None else draft.q[i]
-        if q is None and draft.logits is not None:
-            q = draft.logits[i].float().softmax(dim=-1)
+        if q is not None:
+            chance = float(q[token])
+        elif draft.logits is not None:
+            chance = math.exp(draft.logits[i].log_chance(token))
+        else:
+            chance = draft.chance(i) if draft.chance else 1.0
         if parent in verdict.rows:
             p = verdict.rows[parent]
         elif seen:
@@ -102,7 +107,7 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
         verdicts.append(
             DraftVerdict(
                 token=token,
-                q=float(q[token]) if q is not None else draft.chance(i) if draft.chance else 1.0,
+                q=chance,
                 p=float(p[token]) if seen else None,
                 r=verdict.r[i] if seen and verdict.r else None,
                 verdict="untested" if not seen else "accepted" if i in kept else "rejected",

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specbench.decoding.logits import DraftVocabulary
+
 __all__ = ["Known", "Prospects", "Scores", "largest"]
 
 _STRIDE = 64
@@ -50,17 +52,20 @@ class Scores:
     """
 
     def __init__(self, row: torch.Tensor, *, normalised: bool) -> None:
-        self._rows, self._place = _Rows(row[None].clone(), normalised), 0
+        self._rows, self._place = _Rows(row[None].clone(), normalised, None), 0
 
     @classmethod
-    def of(cls, rows: torch.Tensor, *, normalised: bool) -> list[Scores]:
+    def of(
+        cls, rows: torch.Tensor, *, normalised: bool, vocabulary: DraftVocabulary | None = None
+    ) -> list[Scores]:
         """Each of several rows: what is looked for in one of them is looked for in all, in the same few operators.
 
         Args:
-            rows: Float32 [rows, vocab]. They are written to, and scores become distributions when somebody asks.
+            rows: Float32 [rows, tokens]. They are written to, and scores become distributions when somebody asks.
             normalised: Whether they are distributions.
+            vocabulary: Whose tokens they are; ``None``: the first is the target's first.
         """
-        together = _Rows(rows, normalised)
+        together = _Rows(rows, normalised, vocabulary)
         made = [cls.__new__(cls) for _ in range(rows.shape[0])]
         for place, each in enumerate(made):
             each._rows, each._place = together, place
@@ -68,7 +73,7 @@ class Scores:
 
     @property
     def q(self) -> torch.Tensor:
-        return self._rows.distributions[self._place]
+        return self._rows.q(self._place)
 
     def best(self, count: int) -> Sequence[int]:
         return self._rows.best(count)[self._place][:count]
@@ -77,26 +82,41 @@ class Scores:
         return [self.chance(token) for token in self.best(count)]
 
     def chance(self, token: int) -> float:
-        return float(self._rows.chances[self._place, token])
+        return self._rows.chance(self._place, token)
 
 
 class _Rows:
     """What ``Scores`` of one pass have in common; for the arguments see there."""
 
-    def __init__(self, rows: torch.Tensor, normalised: bool) -> None:
-        self._rows, self._normalised = rows, normalised
+    def __init__(self, rows: torch.Tensor, normalised: bool, vocabulary: DraftVocabulary | None) -> None:
+        self._rows, self._normalised, self._vocabulary = rows, normalised, vocabulary
         self._count = 0
         self._best: list[list[int]] = []
+        self._spread: dict[int, torch.Tensor] = {}
 
     def best(self, count: int) -> Sequence[list[int]]:
         """Of every row at least so many of the largest that are possible at all, by falling value."""
         if count > self._count or not self._best:
             self._count = count
             self._best = largest(self._rows, count, above=0.0 if self._normalised else -math.inf)
+            if self._vocabulary is not None:
+                self._best = [[self._vocabulary.ids[place] for place in best] for best in self._best]
         return self._best
 
+    def q(self, row: int) -> torch.Tensor:
+        if self._vocabulary is None:
+            return self._distributions[row]
+        if row not in self._spread:
+            own = self._distributions[row : row + 1]
+            self._spread[row] = self._vocabulary.spread(own, 0.0)[0]
+        return self._spread[row]
+
+    def chance(self, row: int, token: int) -> float:
+        place = token if self._vocabulary is None else self._vocabulary.places[token]
+        return float(self._chances[row, place])
+
     @property
-    def distributions(self) -> torch.Tensor:
+    def _distributions(self) -> torch.Tensor:
         if not self._normalised:  # a softmax takes little longer than the sum it divides by
             for row in self._rows.split(1):  # of several torch calls up other threads
                 torch.softmax(row, dim=-1, out=row)
@@ -104,8 +124,8 @@ class _Rows:
         return self._rows
 
     @cached_property
-    def chances(self) -> NDArray[np.float32]:
-        return self.distributions.cpu().numpy()
+    def _chances(self) -> NDArray[np.float32]:
+        return self._distributions.cpu().numpy()
 
 
 class Known:

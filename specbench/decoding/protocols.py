@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     """What a pass gives, by position: the first row stands behind the context, and row i + 1 behind draft token i.
 
     Attributes:
-        logits: [rows, vocab], in the model's dtype.
+        logits: [rows, vocab], in the model's dtype; of a drafter with a ``DraftVocabulary`` [rows, tokens of that].
         hidden: Hidden states of the layers asked for, [fed, layers, width], at all positions that the pass has fed;
             the last of them are those of ``logits``. ``None`` if none were asked for.
     """
@@ -136,7 +136,7 @@ class LengthPolicy(Protocol):
         """Whether to draw the token after all, now that its distribution is known.
 
         Args:
-            logits: The drafter's for this token, shape [vocab], before any sampling transform.
+            logits: The drafter's for this token, of all tokens that it knows, before any sampling transform.
         """
         ...
 

@@ -26,6 +26,9 @@ __all__ = ["NO_SIBLINGS", "Siblings", "choose_siblings", "tree_mask", "tree_posi
 _BESIDE_ONE = 4
 """Alternatives of one drafted token that are looked at."""
 
+_ROUNDING = 1e-3
+"""By how much logarithms of chances may be off."""
+
 
 class Siblings:
     """Widens chains by the likeliest alternatives to their tokens, leaves beside them.
@@ -82,27 +85,13 @@ def choose_siblings(draft: Draft, most: int, price: float) -> tuple[tuple[int, i
     for place, (token, logits) in enumerate(zip(draft.tokens, draft.logits, strict=True)):
         if survival < price:
             break
-        log_sum = draft.log_sum(place)
-        least = log_sum + math.log(price / survival) if price > 0 else -math.inf
-        for value, other in _largest(logits.float(), least):
-            chance = survival * math.exp(value - log_sum)
+        least = math.log(price / survival) - _ROUNDING if price > 0 else -math.inf
+        for log_chance, other in logits.likeliest(_BESIDE_ONE + 1, least):
+            chance = survival * math.exp(log_chance)
             if other != token and chance >= price:
                 found.append((chance, (place, other)))
-        survival *= math.exp(float(logits[token]) - log_sum)
+        survival *= math.exp(logits.log_chance(token))
     return tuple(sibling for _, sibling in heapq.nlargest(most, found))
-
-
-def _largest(row: torch.Tensor, least: float) -> list[tuple[float, int]]:
-    """The largest values of a row from about ``least`` on, and their places: those of a token and what is beside it.
-
-    They are few among many thousands, and to sort these takes ten times as long as to compare them.
-    """
-    places = (row >= least - 1e-3).nonzero()[:, 0]
-    values = row[places]
-    if len(places) > _BESIDE_ONE + 1:
-        values, order = values.topk(_BESIDE_ONE + 1)
-        places = places[order]
-    return list(zip(values.tolist(), places.tolist(), strict=True))
 
 
 def tree_positions(past: int, parents: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.decoding.drafts import Draft
+from specbench.decoding.logits import Logits
 from specbench.drafters.base import BaseDrafter
 from specbench.drafters.free import FreeDrafter, Guess
 from specbench.drafters.model import ModelDrafter
@@ -133,16 +134,16 @@ class _MixedDraft:
     def add_guess(self, guess: Guess, token: int) -> None:
         draft = self.draft
         if draft.logits:
-            draft.logits.append(_as_logits(token, guess.q, draft.logits[0]))
+            draft.logits.append(_as_logits(token, guess.q))
         draft.tokens.append(token)
         self._q.append(guess.q)
 
-    def add_drawn(self, token: int, logits: torch.Tensor, q: torch.Tensor | None) -> None:
+    def add_drawn(self, token: int, logits: Logits, q: torch.Tensor | None) -> None:
         draft = self.draft
         assert draft.evidence is not None
         if draft.logits is None:
             earlier = zip(draft.tokens, self._q, strict=True)
-            draft.logits = [_as_logits(token, certain, logits) for token, certain in earlier]
+            draft.logits = [_as_logits(token, certain) for token, certain in earlier]
         draft.logits.append(logits)
         draft.tokens.append(token)
         draft.evidence.append(math.nan)
@@ -163,10 +164,6 @@ def _one_hot(token: int, like: torch.Tensor) -> torch.Tensor:
     return row
 
 
-def _as_logits(token: int, q: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def _as_logits(token: int, q: torch.Tensor | None) -> Logits:
     """Logits whose softmax is q, or all of it at one token."""
-    if q is not None:
-        return q.log().to(like.dtype)
-    row = torch.full_like(like, -math.inf)
-    row[token] = 0.0
-    return row
+    return Logits.certain(token) if q is None else Logits(q.log())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.drafts import Draft, GrowingTree
+from specbench.decoding.logits import DraftVocabulary, Logits
 from specbench.decoding.prospects import Scores
 from specbench.decoding.protocols import Pass
 from specbench.drafters.base import BaseDrafter
@@ -36,10 +38,10 @@ _DROPPED = -2
 
 
 class Drawn(NamedTuple):
-    """A drafted token: its id, the logits it was drawn from, [vocab], and the distribution; ``None`` in greedy mode."""
+    """A drafted token: its id, the logits it was drawn by, and the distribution, [vocab]; ``None`` in greedy mode."""
 
     token: int
-    logits: torch.Tensor
+    logits: Logits
     q: torch.Tensor | None
 
 
@@ -47,7 +49,7 @@ class ModelDrafter(BaseDrafter):
     """Drafts with a causal language model that keeps its own cache and reads the prompt at its first proposal.
 
     Args:
-        scorer: The model; its logits must be as wide as the target's.
+        scorer: The model; its logits must be as wide as the target's, or those of its ``DraftVocabulary``.
         name: How the command line names it.
         clock: Tells the prefill from the rest; ``None`` for the one right for the model's device.
     """
@@ -70,8 +72,8 @@ class ModelDrafter(BaseDrafter):
 
     @cached_property
     def draftable(self) -> frozenset[int] | None:
-        places = self.scorer.places
-        return None if places is None else frozenset(places.tolist())
+        vocabulary = self.scorer.vocabulary
+        return None if vocabulary is None else frozenset(vocabulary.ids)
 
     def fork(self, scorer_like: ScorerLike) -> ModelDrafter:
         return type(self)(scorer_like(self.scorer), self.name, self._clock)
@@ -145,7 +147,7 @@ class ModelDrafter(BaseDrafter):
     def _frontier_logits(
         self, context: Sequence[int], tree: GrowingTree, draft: Draft, rows: int
     ) -> Asking[torch.Tensor]:
-        """Logits behind the nodes that were chosen last, [rows, vocab]; behind the context if none has been yet."""
+        """Logits behind the nodes that were chosen last, see ``Rows``; behind the context if none has been yet."""
         if not self._read_nodes:
             return (yield from self._next_logits(context, draft))
         draft.passes = (draft.passes or 0) + 1
@@ -162,13 +164,16 @@ class ModelDrafter(BaseDrafter):
         nodes: Sequence[int],
         sampling: Sampling,
     ) -> list[Scores]:
-        """What the model expects behind the nodes that were read last; their logits are [nodes, vocab]."""
-        rows = self._memory(1 + len(self._read_nodes) - len(nodes), logits)
+        """What the model expects behind the nodes that were read last; for their logits see ``Rows``."""
+        logits, vocabulary = self._as_seen(logits, sampling)
+        rows = self._memory(
+            1 + len(self._read_nodes) - len(nodes), len(logits), logits.shape[-1], logits.device
+        )
         if sampling.greedy and not sampling.looks_back:
             scores = sampling.scores(logits, context, out=rows)
             if scores is not rows:
                 rows.copy_(scores)
-            return Scores.of(rows, normalised=False)
+            return Scores.of(rows, normalised=False, vocabulary=vocabulary)
         draft = tree.draft()
         for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
             behind = [*context, *draft.branch(node)] if sampling.looks_back else context
@@ -176,30 +181,40 @@ class ModelDrafter(BaseDrafter):
                 into.copy_(sampling.scores(row, behind))
             else:
                 sampling.probabilities(row, behind, out=into)
-        return Scores.of(rows, normalised=not sampling.greedy)
+        return Scores.of(rows, normalised=not sampling.greedy, vocabulary=vocabulary)
 
-    def _memory(self, place: int, logits: torch.Tensor) -> torch.Tensor:
-        """Memory for the distributions of tokens of a draft, [rows, vocab], by the place of the first, from 0.
+    def _as_seen(
+        self, logits: torch.Tensor, sampling: Sampling
+    ) -> tuple[torch.Tensor, DraftVocabulary | None]:
+        """Logits as transforms take them, and whose they are: those that look back have to know every token."""
+        vocabulary = self.scorer.vocabulary
+        if vocabulary is None or not sampling.looks_back:
+            return logits, vocabulary
+        return vocabulary.spread(logits, -math.inf), None
+
+    def _memory(self, place: int, rows: int, width: int, device: torch.device) -> torch.Tensor:
+        """Memory for the distributions of tokens of a draft, [rows, width], by the place of the first, from 0.
 
         The system takes longer to hand out fresh memory than a softmax takes, so every draft gets the same.
         """
-        held, end = self._distributions, place + logits.shape[0]
-        if held.shape[-1] != logits.shape[-1] or held.device != logits.device:
-            held = self._distributions = torch.empty(_FEW, logits.shape[-1], device=logits.device)
+        held, end = self._distributions, place + rows
+        if held.shape[-1] != width or held.device != device:
+            held = self._distributions = torch.empty(_FEW, width, device=device)
         if end > held.shape[0]:
-            self._distributions = torch.empty(2 * end, logits.shape[-1], device=logits.device)
+            self._distributions = torch.empty(2 * end, width, device=device)
             self._distributions[: held.shape[0]] = held
         return self._distributions[place:end]
 
     def _propose_unread(self, context: Sequence[int], length: int) -> Asking[Draft]:
         """So many tokens, greedily, and not one of them is read before the target has verified them."""
-        tokens = DeviceTokens()
+        tokens, vocabulary = DeviceTokens(), self.scorer.vocabulary
         draft = Draft(tokens, logits=[], passes=0)  # type: ignore[arg-type]
         with self.drafting():
             for _ in range(length):
                 logits = yield from self._next_logits(context, draft)
-                draft.logits.append(logits[0])  # type: ignore[union-attr]
-                tokens.append(logits[0].argmax())
+                draft.logits.append(Logits(logits[0], vocabulary))  # type: ignore[union-attr]
+                best = logits[0].argmax()
+                tokens.append(best if vocabulary is None else vocabulary.tokens.take(best))
         return draft
 
     @contextmanager
@@ -223,14 +238,20 @@ class ModelDrafter(BaseDrafter):
         logits = yield from self._next_logits(context, draft)
         if not policy.draws(logits[0]):
             return None
+        logits, vocabulary = self._as_seen(logits, sampling)
+        known = Logits(logits[0], vocabulary)
         if sampling.greedy:
-            return Drawn(sampling.choose(logits, context, draft.tokens)[0], logits[0], None)
-        row = self._memory(len(draft.tokens), logits)
-        q = sampling.probabilities(logits, context, draft.tokens, row)[0]
-        return Drawn(random.draw(q), logits[0], q)
+            return Drawn(known.token(sampling.choose(logits, context, draft.tokens)[0]), known, None)
+        width = logits.shape[-1] if vocabulary is None else vocabulary.size
+        row = self._memory(len(draft.tokens), 1, width, logits.device)
+        if vocabulary is None:
+            q = sampling.probabilities(logits, context, draft.tokens, row)[0]
+        else:
+            q = vocabulary.spread(sampling.probabilities(logits, context, draft.tokens), 0.0, row)[0]
+        return Drawn(random.draw(q), known, q)
 
     def _next_logits(self, context: Sequence[int], draft: Draft) -> Asking[torch.Tensor]:
-        """Logits behind context and draft, [1, vocab]."""
+        """Logits behind context and draft, one row, see ``Rows``."""
         draft.passes = (draft.passes or 0) + 1
         asked = self._asked(context, draft.tokens)
         held = self.scorer.held

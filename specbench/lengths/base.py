@@ -130,7 +130,7 @@ def confidence(draft: Draft, i: int) -> float:
         in ``evidence``, or 1 if it offers nothing.
     """
     if draft.logits is not None and not is_free(draft, i):
-        return math.exp(float(draft.logits[i][draft.tokens[i]]) - draft.log_sum(i))
+        return math.exp(draft.logits[i].log_chance(draft.tokens[i]))
     return draft.evidence[i] if draft.evidence is not None else 1.0
 
 

@@ -101,7 +101,7 @@ class SvipLength(Rule):
         self.threshold = threshold
 
     def another(self, draft: Draft) -> bool:
-        return not draft.logits or math.sqrt(self.factor * entropy(draft.logits[-1])) <= self.threshold
+        return not draft.logits or math.sqrt(self.factor * entropy(draft.logits[-1].values)) <= self.threshold
 
 
 class EntropyBoundLength(Rule):
@@ -145,7 +145,7 @@ class EntropyBoundLength(Rule):
     def another(self, draft: Draft) -> bool:
         if not draft.logits:
             return True
-        return 1 - math.sqrt(self.factor * entropy(draft.logits[-1])) >= self.threshold
+        return 1 - math.sqrt(self.factor * entropy(draft.logits[-1].values)) >= self.threshold
 
     def observe(self, step: Step) -> None:
         if step.gamma == 0 or step.closing is None:

@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     Attributes:
         embedded: Embeddings of the tokens, [tokens, hidden].
         features: That go with them, [tokens, hidden].
-        positions: Theirs, [tokens].
+        positions: Theirs, [tokens]; a range where they stand one behind the other.
         mask: Bool [1, 1, tokens, held and tokens], true where a token attends; ``None`` for what comes before it, and
             itself.
         caches: ``PreallocatedLayer`` of each layer.
@@ -42,7 +42,7 @@ class Reading(NamedTuple):
 
     embedded: torch.Tensor
     features: torch.Tensor
-    positions: torch.Tensor
+    positions: range | torch.Tensor
     mask: torch.Tensor | None
     caches: Sequence[Any]
     wanted: int
@@ -81,7 +81,7 @@ class HeadPass:
             joined([*parts])[None].to(self._dtype)
             for parts in zip(*((each.embedded, each.features) for each in readings), strict=True)
         )
-        positions = joined([each.positions for each in readings])[None]
+        positions = torch.as_tensor(_positions(readings), device=embedded.device)[None]
         attends = [self._by_request(layer, readings, spans) for layer in range(len(self.head.layers))]
         out = self.head.read(embedded, features, positions, attends)[0]
         parts = zip(readings, out.split(tokens), strict=True)
@@ -140,6 +140,13 @@ def _span(reading: Reading) -> _Span:
     return _Span(mask, whole)
 
 
+def _positions(readings: Sequence[Reading]) -> range | torch.Tensor:
+    """Of all, one behind the other."""
+    if len(readings) == 1:
+        return readings[0].positions
+    return torch.cat([torch.as_tensor(each.positions, device=each.embedded.device) for each in readings])
+
+
 def joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """One behind the other; a single one as it is."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)
@@ -183,7 +190,7 @@ class NativeHeadPass(HeadPass):
         ]
         logits, normed = self._stack(
             x,
-            *self._rotations.of(joined([each.positions for each in readings])),
+            *self._rotations.of(_positions(readings)),
             entries,
             requests,
             wanted,

@@ -70,7 +70,7 @@ class HeadScorer(Generic[Wanted, Given]):
     ) -> None:
         self.layers = tuple(layers)
         self.device, self.context_limit, self.embeddings = device, context_limit, embeddings
-        self.places, self.vocab_size = fitted.places, fitted.vocab_size
+        self.vocabulary, self.vocab_size = fitted.vocabulary, fitted.vocab_size
         self.epoch = 0
         self.fitted = fitted
         self._known = 0  # positions at which the target's states are known, or were read
@@ -102,7 +102,6 @@ class HeadScorer(Generic[Wanted, Given]):
         """Start on a new context."""
         self.epoch += 1
         self._known = 0
-        self.fitted.release()
 
     def resume(self, kept: int) -> None:  # noqa: ARG002
         """Start anew: the target's states at what was kept are gone."""
@@ -135,9 +134,9 @@ class HeadScorer(Generic[Wanted, Given]):
         """What passes of this head ask for, made in one."""
         raise NotImplementedError
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Drop what was read of drafts: what was kept of them is read again, with the target's states."""
-        self.fitted.release()
+        raise NotImplementedError
 
 
 AnyHeadScorer: TypeAlias = HeadScorer[Any, Any]
@@ -214,8 +213,7 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
         self._rows: list[torch.Tensor] = []
 
     def _twin(self) -> EagleScorer:
-        limit, fitted = self.context_limit, self.fitted.fresh()
-        return type(self)(self.head, self._embed, self.layers, fitted, limit, self._way)
+        return type(self)(self.head, self._embed, self.layers, self.fitted, self.context_limit, self._way)
 
     @property
     def model(self) -> nn.Module:
@@ -237,8 +235,7 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
         self._states.append(states[-fresh:].to(self.device, self._dtype))
         self._known = length
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        super().keep(length, path)
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         if self._read and self.held > length:  # as a timed pass is taken back, to be made again
             self._read -= 1
             self._states.insert(0, self._last)
@@ -254,7 +251,7 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
             yield from self._read_context(asked.context)
         parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents
         yield from self._read_draft(asked.tokens, parents, chain=asked.parents is None)
-        return torch.stack(self._rows[-rows:])
+        return joined([row[None] for row in self._rows[-rows:]])
 
     def made(self, wanted: Sequence[Reading]) -> list[HeadRows]:
         return self._way(wanted)
@@ -263,8 +260,7 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
         """Read what is new, each token with the target's state at the one before it."""
         past = self._read
         ids, features = self._news(context)
-        positions = torch.arange(past, past + len(ids), device=self.device)
-        found = yield self._reading(ids, features, positions, None, 1)
+        found = yield self._reading(ids, features, range(past, past + len(ids)), None, 1)
         self._features, self._rows = [found.features[-1]], [found.logits[0]]
 
     def _news(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,11 +280,12 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
             nodes = tokens[first:end]
             ids = nodes.tensor if isinstance(nodes, DeviceTokens) else torch.tensor([*nodes])
             features = torch.stack([self._features[parents[node] + 1] for node in range(first, end)])
-            last = self._read - 1
-            positions = tree_positions(last, parents[:end], self.device)[0, first + 1 :]
-            mask = None if chain else tree_mask(last, parents[:end], self._read + end, self.device)
-            if mask is not None:
-                mask = mask[..., first + 1 :, :]
+            positions: range | torch.Tensor = range(self._read + first, self._read + end)
+            mask = None
+            if not chain:
+                last = self._read - 1
+                positions = tree_positions(last, parents[:end], self.device)[0, first + 1 :]
+                mask = tree_mask(last, parents[:end], self._read + end, self.device)[..., first + 1 :, :]
             found = yield self._reading(ids.to(self.device), features, positions, mask, end - first)
             self._features += found.features
             self._rows += found.logits
@@ -297,7 +294,7 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
         self,
         ids: torch.Tensor,
         features: torch.Tensor,
-        positions: torch.Tensor,
+        positions: range | torch.Tensor,
         mask: torch.Tensor | None,
         wanted: int,
     ) -> Reading:
@@ -338,9 +335,8 @@ class ParallelScorer(EagleScorer):
         past = self._read
         ids, features = self._news(context)
         ids = torch.cat((ids, ids.new_full((len(self._masks),), self.head.mask)))
-        positions = torch.arange(past, past + len(ids), device=self.device)
         features = torch.cat((features, self._masks))
-        found = yield self._reading(ids, features, positions, None, self.head.ahead)
+        found = yield self._reading(ids, features, range(past, past + len(ids)), None, self.head.ahead)
         self._rows = [*found.logits]
 
     def _drop_drafts(self) -> None:
@@ -386,8 +382,9 @@ class MedusaScorer(HeadScorer[Guess, torch.Tensor]):
         self._rows: list[torch.Tensor] = []
 
     def _twin(self) -> MedusaScorer:
-        fitted = self.fitted.fresh()
-        return MedusaScorer(self.heads, self.layers[0], self._dtype, self.device, fitted, self.embeddings)
+        return MedusaScorer(
+            self.heads, self.layers[0], self._dtype, self.device, self.fitted, self.embeddings
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -405,8 +402,7 @@ class MedusaScorer(HeadScorer[Guess, torch.Tensor]):
         self._state, self._rows = states[-1:, 0].to(self.device, self._dtype), []
         self._known = length
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        super().keep(length, path)
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._rows = []
 
     def reads(self, asked: Pass, rows: int) -> Reads[Guess, torch.Tensor]:
@@ -473,7 +469,7 @@ class BlockScorer(HeadScorer[Block, torch.Tensor]):
         self._rows: torch.Tensor | None = None
 
     def _twin(self) -> BlockScorer:
-        return BlockScorer(self.head, self._embed, self.layers, self.fitted.fresh(), self.context_limit)
+        return BlockScorer(self.head, self._embed, self.layers, self.fitted, self.context_limit)
 
     @property
     def model(self) -> nn.Module:
@@ -499,8 +495,7 @@ class BlockScorer(HeadScorer[Block, torch.Tensor]):
             cache.update(*added)
         self._known, self._rows = length, None
 
-    def keep(self, length: int, path: Sequence[int] = ()) -> None:
-        super().keep(length, path)
+    def keep(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._rows = None
 
     def reads(self, asked: Pass, rows: int) -> Reads[Block, torch.Tensor]:

@@ -21,6 +21,7 @@ from specbench.backends.torch.kernels.surgery import rounds_to_int8
 from specbench.backends.torch.passes import Forward, OrdinaryPass, ShortPass
 from specbench.backends.torch.pools import PoolKind, Slot
 from specbench.backends.torch.trials import choose_pass, trees_are_right, why_not_ragged, why_widths_differ
+from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Batch, Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.errors import UsageError
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["DeviceTokens", "FittedLogits", "Scorer"]
-
-_SPREAD_ROWS = 16
-"""Rows of logits that are spread out in memory taken at once: those of most steps."""
 
 
 class DeviceTokens(Sequence[int]):
@@ -75,49 +73,29 @@ class DeviceTokens(Sequence[int]):
 
 
 class FittedLogits:
-    """Makes a drafter's logits those of the target's tokens.
+    """Makes a drafter's logits as wide as its target's, or leaves them to its vocabulary.
 
     Args:
-        vocab_size: Width of the result; logits are cut or padded with -inf to it. ``None`` for their own width. (Two
+        vocab_size: Width of the target's; logits are cut or padded with -inf to it. ``None`` for their own width. (Two
             models of one tokenizer may pad their vocabularies differently.)
-        places: By logit, the places of ``vocab_size`` they belong to, int64; all others are -inf. Such rows hold until
-            they are released, and lie in memory that is used again: it is -inf already. ``None``: the first is the
-            first.
+        places: By logit, which of the target's tokens it belongs to, int64. ``None``: the first is the first.
+
+    Attributes:
+        vocabulary: Of these places, if there are any: logits are its own then.
     """
 
     def __init__(self, vocab_size: int | None, places: torch.Tensor | None = None) -> None:
-        self.vocab_size, self.places = vocab_size, places
-        self._rows = torch.empty(0, 0)
-        self._taken = 0
-
-    def fresh(self) -> FittedLogits:
-        """The same with memory of its own."""
-        return FittedLogits(self.vocab_size, self.places)
-
-    def release(self) -> None:
-        """Rows that were handed out are not needed any more."""
-        self._taken = 0
+        self.vocab_size = vocab_size
+        self.vocabulary = None if places is None else DraftVocabulary(places, vocab_size)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, own tokens] -> [rows, vocab_size]."""
-        if self.places is not None:
-            return self._spread_out(logits, self.places)
+        """[rows, own tokens] -> [rows, own tokens] or [rows, vocab_size]."""
         width = logits.shape[-1]
-        if self.vocab_size is None or width == self.vocab_size:
+        if self.vocabulary is not None or self.vocab_size is None or width == self.vocab_size:
             return logits
         if width > self.vocab_size:
             return logits[..., : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
-
-    def _spread_out(self, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        rows = len(logits)
-        if self._taken + rows > len(self._rows) or self._rows.dtype != logits.dtype:
-            shape = max(rows, _SPREAD_ROWS), self.vocab_size or int(places.max()) + 1
-            self._rows = logits.new_full(shape, float("-inf"))
-            self._taken = 0
-        out = self._rows[self._taken : self._taken + rows]
-        self._taken += rows
-        return out.index_copy_(-1, places, logits)
 
 
 class Scorer:
@@ -126,7 +104,7 @@ class Scorer:
     Args:
         model: A ``transformers`` causal language model in eval mode.
         cache: A cache kind, or a cache to share with another scorer over the same keys and values.
-        vocab_size, places: See ``FittedLogits``; such rows hold until ``begin`` or ``keep`` is called.
+        vocab_size, places: See ``FittedLogits``.
         context_limit: The longest context the model can read, in tokens; ``None`` for no limit.
         output_device: Where the logits go; ``None`` for the device of the input embeddings. (A drafter's distributions
             have to lie beside the target's, and a model spread over devices ends on another one than it began on.)
@@ -159,8 +137,8 @@ class Scorer:
         self.device = weight.device
         self.output_device = output_device or self.device
         self.vocab_size = vocab_size
-        self.places = None if places is None else places.to(self.output_device)
-        self._fitted = FittedLogits(vocab_size, self.places)
+        self._fitted = FittedLogits(vocab_size, None if places is None else places.to(self.output_device))
+        self.vocabulary = self._fitted.vocabulary
         self.embeddings = weight.shape[0]
         self._change = change_of_rotation(model.config)
         self._pass = choose_pass(model, self.cache, shared=not isinstance(cache, str))
@@ -181,7 +159,7 @@ class Scorer:
         vars(twin).pop("takes_trees", None)
         twin.cache, twin.batch, twin.epoch = cache, batch, 0
         twin._loaded, twin._owns_slot = self, not shares
-        twin._root, twin._fitted = 0, FittedLogits(self.vocab_size, self.places)
+        twin._root = 0
         kind = type(self._pass) if isinstance(self._pass, ShortPass) else OrdinaryPass
         twin._pass = kind(self.model, cache)
         return twin
@@ -233,7 +211,6 @@ class Scorer:
     def begin(self) -> None:
         """Start on a new context. Whoever changed the model did so before."""
         self.epoch += 1
-        self._fitted.release()
         self.cache.reset()
 
     def resume(self, kept: int) -> None:
@@ -401,7 +378,6 @@ class Scorer:
 
     def keep(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back, see ``decoding.protocols.Scorer``: what is kept of the last draft closes up behind its context."""
-        self._fitted.release()
         root = self._root
         held = bisect_left(path, self.cache.length - root)
         if held < len(path):  # a drafter has not read its last draft, nor what was verified beside its drafts

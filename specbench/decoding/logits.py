@@ -1,0 +1,92 @@
+"""What a drafter's model says of the next token, over the tokens that it knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+
+__all__ = ["DraftVocabulary", "Logits"]
+
+
+class DraftVocabulary:
+    """The tokens that a drafter knows, where they are not the first ones of its target's in their order.
+
+    Args:
+        tokens: By the drafter's logit the target's token that it is of, int64, none of them twice.
+        size: How many tokens the target has; ``None`` for as many as it needs.
+    """
+
+    def __init__(self, tokens: torch.Tensor, size: int | None = None) -> None:
+        self.tokens = tokens
+        self.size = size or int(tokens.max()) + 1
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The same as a list."""
+        return [int(token) for token in self.tokens.tolist()]
+
+    @cached_property
+    def places(self) -> Mapping[int, int]:
+        """By token, which logit is its own."""
+        return {token: place for place, token in enumerate(self.ids)}
+
+    def spread(self, rows: torch.Tensor, filling: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        """From [rows, own tokens] to [rows, size].
+
+        Args:
+            rows: What the drafter's tokens have.
+            filling: What the others have.
+            out: Where to put it; ``None`` for fresh memory.
+        """
+        wide = rows.new_empty(len(rows), self.size) if out is None else out
+        return wide.fill_(filling).index_copy_(-1, self.tokens, rows)
+
+
+class Logits:
+    """Untransformed logits behind one position.
+
+    Args:
+        values: [tokens].
+        vocabulary: Whose they are; ``None``: the first is the target's first.
+    """
+
+    def __init__(self, values: torch.Tensor, vocabulary: DraftVocabulary | None = None) -> None:
+        self.values, self._vocabulary = values, vocabulary
+
+    @classmethod
+    def certain(cls, token: int) -> Logits:
+        """Those of a drafter that knows one token only."""
+        return cls(torch.zeros(1), DraftVocabulary(torch.tensor([token])))
+
+    @cached_property
+    def log_sum(self) -> float:
+        """log Σ exp: what they exceed log-probabilities by."""
+        values = self.values.float()
+        largest = float(values.max())
+        return largest + math.log(float((values - largest).exp_().sum()))
+
+    def token(self, place: int) -> int:
+        """Whose logit stands there."""
+        return place if self._vocabulary is None else self._vocabulary.ids[place]
+
+    def log_chance(self, token: int) -> float:
+        """log of a token's probability; -inf for one that they do not know."""
+        place = token if self._vocabulary is None else self._vocabulary.places.get(token)
+        return -math.inf if place is None else float(self.values[place]) - self.log_sum
+
+    def likeliest(self, count: int, least: float) -> list[tuple[float, int]]:
+        """Up to so many of the most probable tokens behind their log-probabilities, of those that have ``least``.
+
+        They are few among many thousands, and to sort these takes ten times as long as to compare them.
+        """
+        values = self.values.float()
+        places = (values >= least + self.log_sum).nonzero()[:, 0]
+        values = values[places]
+        if len(places) > count:
+            values, order = values.topk(count)
+            places = places[order]
+        chances = (values - self.log_sum).tolist()
+        return list(zip(chances, map(self.token, places.tolist()), strict=True))
