@@ -18,7 +18,7 @@ import transformers
 import yaml
 from exact_runs import write_exact
 from head_files import eagle_tensors, speculators_settings, write_head
-from synthetic_runs import Drafter, write_run
+from synthetic_runs import PASS_S, Drafter, write_run
 from test_builtin import write_gguf
 from tiny import save_tiny
 from told import Result, refusal
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specbench.cli import run
 from specbench.cli.export import EngineName
 from specbench.config import Config
+from specbench.decoding.theory import expected_tokens
 from specbench.errors import UsageError
 from specbench.results.store import load_results
 from specbench.specs.drafters import parse_drafter
@@ -361,10 +362,36 @@ def test_one_that_is_named() -> None:
     assert "no speculative decoding" in refusal(setting_of_run, df, "plain", kind=UsageError)
 
 
-def test_without_a_fixed_length_beside_it_steps_say_how_long(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "drafter",
+    [Drafter("org/small", 0.8, 0.2, spread=0.0), Drafter("lookup", 0.6, 0.001, spread=0.0, finds=0.3)],
+)
+def test_without_a_fixed_length_beside_it_one_is_predicted(tmp_path: Path, drafter: Drafter) -> None:
+    write_run(tmp_path / "run", drafters=(drafter,), gammas=(), policies=("auto",), repeats=1)
+    found = setting_of_run(load_results(tmp_path / "run"))
+    assert "predict it to be the fastest; none was measured with it" in found.gamma_from
+    v = [PASS_S.get(n, PASS_S[1]) / PASS_S[1] for n in range(10)]
+    speeds = [expected_tokens(drafter.alpha, g) / (g * drafter.c + v[g + 1]) for g in range(9)]
+    assert speeds[found.gamma] >= 0.97 * max(speeds)
+
+
+def test_requests_side_by_side_go_by_the_passes_they_share() -> None:
+    df = load_results(RUNS / "qwen2.5-coder-by-batch")
+    found = setting_of_run(df)
+    assert "predict it to be the fastest" in found.gamma_from
+    assert 3 <= found.gamma <= 8
+
+
+def test_without_times_of_passes_steps_say_how_long(tmp_path: Path) -> None:
     drafter = (Drafter("org/small", 0.8, 0.2, spread=0.0),)
     write_run(
-        tmp_path / "run", drafters=drafter, gammas=(), policies=("auto",), prompts_per_category=1, repeats=1
+        tmp_path / "run",
+        drafters=drafter,
+        gammas=(),
+        policies=("auto",),
+        prompts_per_category=1,
+        repeats=1,
+        costs=False,
     )
     df = load_results(tmp_path / "run")
     found = setting_of_run(df)

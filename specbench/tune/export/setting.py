@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
 from specbench.errors import UsageError
 from specbench.results import frames, stats
 from specbench.results.compare import named_config, side_by_side
@@ -34,6 +36,9 @@ __all__ = [
     "setting_of_run",
     "settings_of_run",
 ]
+
+_TESTED = 10
+"""Drafts that were tested at a position before its acceptance counts."""
 
 
 @dataclass(frozen=True)
@@ -369,7 +374,7 @@ def _refuse_plain(drafter: DrafterSpec, what: str) -> None:
 def _fixed(
     df: pd.DataFrame, rows: Sequence[dict[str, Any]], row: Mapping[str, Any], rule: RuleSpec
 ) -> tuple[int, str]:
-    """The γ of a fixed rule; of others the best one measured beside it, or what its steps accepted."""
+    """The γ of a fixed rule; of others the best one measured beside it, or that is predicted, or what was accepted."""
     if rule.word == "fixed" and row["gamma"] == row["gamma"]:
         return int(row["gamma"]), ""
     beside = [
@@ -385,6 +390,35 @@ def _fixed(
         ratio = stats.ratio_text(frames.estimate_of(best), " ×")
         return int(best["gamma"]), f"the best of the {len(beside)} fixed γ measured with it, {ratio}"
     steps = frames.step_arrays(df[df["config"] == row["config"]].reset_index(drop=True))
-    accepted = steps["accepted"][steps["drafted"] > 0]
-    mean = float(np.mean(accepted)) if len(accepted) else 1.0
+    steps = steps.take(steps["drafted"] > 0)
+    predicted = _predicted(steps, row["drafter"], _costs(frames.run_of(df), row["batch"]))
+    if predicted is not None:
+        reason = "what it accepted by position and what passes took predict it to be the fastest; none was measured"
+        return predicted, f"{reason} with it"
+    mean = float(np.mean(steps["accepted"])) if len(steps) else 1.0
     return max(1, round(mean)), f"no fixed γ was measured with it; a step that drafted kept {mean:.1f} tokens"
+
+
+def _costs(run: Mapping[str, Any], batch: float) -> PassCosts:
+    """Of single passes; of a batch, of those to which each of its requests brings so many tokens."""
+    if math.isnan(batch):
+        return PassCosts.from_json(run.get("costs") or {})
+    requests, shared = int(batch), SharedCosts.from_json(run.get("shared_costs") or {})
+    drafters = {name: times[requests] for name, times in shared.drafter_s.items() if requests in times}
+    return PassCosts(shared.target_s.get(requests, {}), drafters)
+
+
+def _predicted(steps: frames.Steps, drafter: str, costs: PassCosts) -> int | None:
+    """The γ that is fastest by theory; ``None`` where passes were not timed, or too few drafts were made.
+
+    Args:
+        steps: That drafted.
+        drafter: Its name in results.
+        costs: Of single passes.
+    """
+    if len(steps) < _TESTED or 1 not in costs.target_s or drafter not in costs.drafter_s:
+        return None
+    longest = int(np.sort(steps["tested"])[-_TESTED])
+    tokens = expected_tokens_by_position(steps.rates(longest))
+    verify = [costs.v(max(1, n)) for n in range(longest + 2)]
+    return best_length(tokens, costs.c(drafter), verify, 1)

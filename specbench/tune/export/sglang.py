@@ -63,9 +63,10 @@ class SGLang:
             )
         else:
             raise engine.refuse(self, setting)
-        differs.append(
-            f"--speculative-num-draft-tokens counts what is verified: γ = {setting.gamma} and the token before it."
-        )
+        differs += [
+            f"--speculative-num-draft-tokens counts what is verified: γ = {setting.gamma} and the token before it.",
+            "With speculation it decodes 48 requests at a time unless --max-running-requests says otherwise.",
+        ]
         return engine.Export(
             engine.command(
                 ["python", "-m", "sglang.launch_server", "--model-path", setting.target.name], options
