@@ -133,6 +133,23 @@ def test_int4_is_tried_where_its_passes_are_quicker(
     assert tried >= {"self:int8", "self:int4", "lookup+self:int4", "suffix+self:int4"}
 
 
+def test_small_models_are_tried_in_int4_too(
+    tune: Tune, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "available", lambda: True)
+
+    def of_small(given: Any, _: object) -> Any:
+        return drafters_to_try(given, ())[3:]  # without those that need no model
+
+    factors = {"lookup+small (int4)@auto": 3.0}
+    said = tune("--drafter", models / "small", drafters=of_small, factors=factors)
+    assert said.code == 0, said.err
+    assert {config["drafter"] for config in _configs(tmp_path / "results")} == {
+        "none", *(f"{front}small ({dtype})" for front in ("", "lookup+", "suffix+") for dtype in ("int8", "int4"))
+    }  # fmt: skip
+    assert said.out.startswith("lookup+small (int4) with auto: 3.0")
+
+
 def test_above_temperature_0_chains_are_verified_together_too(tune: Tune, tmp_path: Path) -> None:
     speeds_of = {"self:int8@auto:siblings=0,verification=block,t=1": 2.0}
     said = tune("--temperature", 1, factors=speeds_of)

@@ -603,6 +603,15 @@ def test_a_configuration_says_how_to_decode(policy: str, gamma: int | None, says
     assert config.rule.options.get("gamma") == gamma
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("lookup+small (int4)", "int4"), ("lookup+small (int8)", None)])
+def test_a_configuration_says_the_dtype_that_won_unless_it_is_the_usual_one(
+    name: str, dtype: str | None
+) -> None:
+    winner = replace(config_of("auto"), drafter=name)
+    config, _ = configuration(winner, parse_drafter("lookup+Org/small"), "Org/big", ModelOptions(), None)
+    assert config.drafter_dtype == dtype
+
+
 def test_a_configuration_says_dtypes_and_no_paths() -> None:
     models = ModelOptions(dtype="float32", drafter_dtype="bfloat16")
     config, note = configuration(config_of("auto"), parse_drafter("suffix"), "/home/me/big", models, None)

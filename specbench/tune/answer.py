@@ -19,7 +19,7 @@ from specbench.specs.models import ModelSpec
 from specbench.specs.notation import add_option
 from specbench.textsafe import counted, one_line
 from specbench.tune.export.engines import ENGINES, export_fastest
-from specbench.tune.export.setting import Measured, Setting, settings_of_run
+from specbench.tune.export.setting import Measured, Setting, dtype_in, settings_of_run
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
@@ -368,13 +368,16 @@ def configuration(
     if rule is not None and winner.gamma is not None:
         rule = rule.with_options({"gamma": winner.gamma})
     tree = rule is not None and rule.kind.tree
+    dtype = models.drafter_dtype
+    if dtype == "auto" and dtype_in(winner.drafter) == "int4":  # which was tried beside what that means
+        dtype = "int4"
     made = Config(
         drafter="none" if drafter is None else _written(drafter),
         length_policy=None if rule is None or tree else str(rule),
         tree=str(rule).replace("-tree", "", 1) if tree else None,
         cache=cache,
         dtype=None if models.dtype == "auto" else models.dtype,
-        drafter_dtype=None if models.drafter_dtype == "auto" else models.drafter_dtype,
+        drafter_dtype=None if dtype == "auto" else dtype,
     )
     try:
         return replace(made, target=target), ""

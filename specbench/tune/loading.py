@@ -18,11 +18,12 @@ from specbench.bench.estimate import estimate_memory
 from specbench.bench.grid import build_configs
 from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
-from specbench.errors import UsageError
+from specbench.errors import RunError, UsageError
 from specbench.generate import encode_prompt
 from specbench.models.choices import read_choice
 from specbench.models.load import resolve_device
 from specbench.models.prepare import (
+    Proposer,
     Target,
     choice_key,
     default_cache,
@@ -32,7 +33,7 @@ from specbench.models.prepare import (
 from specbench.models.stories import is_packaged
 from specbench.options import quantised
 from specbench.results import stats
-from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, parse_drafter
+from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
 from specbench.tune.export.engines import ENGINES, expresses
@@ -105,14 +106,24 @@ def load_candidates(
     forms = [form for form in own if form in fitting]
     with suppress(UsageError):  # nothing is calibrated for this target
         forms.append(read_choice(choice_key(ready)).form)
-    load = partial(prepare_drafters, ready, options=models, cache=kind, progress=progress)
+    load = partial(prepare_drafters, ready, cache=kind, progress=progress)
     try:
-        proposers = load(drafters=drafters_to_try(asked, forms))
+        proposers = load(drafters_to_try(asked, forms), models)
     except UsageError as error:
         if not forms:
             raise
         notes.append(f"The target's own forms are left out: {error.message}")
-        proposers = load(drafters=drafters_to_try(asked, []))
+        proposers = load(drafters_to_try(asked, []), models)
+    small, in_int4 = _small_models(proposers), replace(models, drafter_dtype="int4")
+    if small and _tries_int4(models.drafter_dtype, models.drafter_device):
+        alone, both = (
+            estimate_memory(sweep, EngineOptions(target, drafters, in_int4), progress=progress)
+            for drafters in ((), tuple(small))
+        )
+        if both.total - alone.total <= both.available:
+            proposers += load(small, in_int4)
+        else:
+            notes.append("Small models are not tried in int4 as well: there is no memory left for them.")
     engine = ModelEngine(
         ready,
         {each.name: each.outcome for each in proposers},
@@ -152,6 +163,22 @@ def exportable(configs: Iterable[Config], engine: ModelEngine) -> list[set[str]]
         }
         groups.append({each.id for each in configs if each.drafter in names})
     return groups
+
+
+def _tries_int4(dtype: str, device: str) -> bool:
+    """Whether weights are tried in 4 bits too: where no dtype is asked for, and passes over them are quicker so."""
+    return dtype == "auto" and resolve_device(device).type == "cpu" and available()
+
+
+def _small_models(proposers: Iterable[Proposer]) -> list[DrafterSpec]:
+    """What drafts with a model of its own, alone or in a cascade. Heads do not: in 4 bits they are no quicker."""
+    return [
+        each.spec
+        for each in proposers
+        if isinstance(each.spec.model_part, SmallModel)
+        and each.story is None
+        and not isinstance(each.outcome, RunError)
+    ]
 
 
 def _own_forms(models: ModelOptions) -> list[SelfForm]:

@@ -31,6 +31,7 @@ __all__ = [
     "Measured",
     "Model",
     "Setting",
+    "dtype_in",
     "in_place_of",
     "setting_of_config",
     "setting_of_run",
@@ -325,7 +326,6 @@ class _Run:
         drafter = _drafter(row["drafter"])
         rule = parse_rule(row["policy"])
         own, reason = (gamma, "as --gamma says") if gamma else _fixed(self.df, self.rows, row, rule)
-        dtype = re.search(r" \((\w+)\)$", row["drafter"])
         target = self.run["target"]
         setting = Setting(
             Model.named(one_line(target["name"])),
@@ -334,7 +334,7 @@ class _Run:
             own,
             reason,
             target.get("dtype"),
-            None if dtype is None else dtype[1],
+            dtype_in(row["drafter"]),
             float(row["temperature"]),
             Measured(
                 row["config"],
@@ -345,6 +345,12 @@ class _Run:
             ),
         )
         return setting.with_head((self.run.get("heads") or {}).get(row["drafter"]))
+
+
+def dtype_in(name: str) -> str | None:
+    """The dtype of a drafter's model, as its name in results ends in it; ``None`` if it has none."""
+    dtype = re.search(r" \((\w+)\)$", name)
+    return None if dtype is None else dtype[1]
 
 
 def _drafter(name: str) -> DrafterSpec:
