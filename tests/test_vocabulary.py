@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,13 @@ def test_a_few_tokens_have_the_chances_that_they_have_where_all_others_are_impos
         torch.testing.assert_close(each.q, whole.q)
     assert Logits.certain(4).log_chance(4) == 0.0
     assert Logits.certain(4).likeliest(3, -math.inf) == [(0.0, 4)]
+
+
+@pytest.mark.parametrize("everywhere", [-math.inf, math.inf])
+def test_logits_without_an_end_have_none_in_sum(everywhere: float) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Logits(torch.full((4,), everywhere)).log_sum == everywhere
 
 
 def test_a_trace_has_the_chances_of_the_tokens_that_are_drafted() -> None:

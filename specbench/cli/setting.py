@@ -138,11 +138,14 @@ def _without_native_products(scorer: Scorer | None) -> str | None:
     from specbench.backends.torch.kernels.native import why_not
     from specbench.backends.torch.kernels.surgery import kind_of_rounding
     from specbench.backends.torch.passes import ShortPass
+    from specbench.backends.torch.scorer import Scorer
 
     if scorer is None or scorer.device.type != "cpu":
         return None
-    short = issubclass(scorer.way, ShortPass) and scorer.model.dtype != torch.float16
-    return why_not() if short or kind_of_rounding(scorer.model) is not None else None
+    if kind_of_rounding(scorer.model) is not None:
+        return why_not()
+    short = isinstance(scorer, Scorer) and issubclass(scorer.way, ShortPass)  # a head has a way of its own
+    return why_not() if short and scorer.model.dtype != torch.float16 else None
 
 
 def _shared(drafter: Drafter) -> tuple[int, int] | None:

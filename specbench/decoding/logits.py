@@ -71,9 +71,11 @@ class Logits:
     @cached_property
     def log_sum(self) -> float:
         """log Σ exp: what they exceed log-probabilities by."""
-        largest = self._known.max()
+        largest = float(self._known.max())
+        if not math.isfinite(largest):
+            return largest
         below = self._known - largest
-        return float(largest) + math.log(np.exp(below, out=below).sum())
+        return largest + math.log(np.exp(below, out=below).sum())
 
     def token(self, place: int) -> int:
         """Whose logit stands there."""
