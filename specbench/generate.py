@@ -221,14 +221,17 @@ class GenerationRun:
     def _held_of(self, prompt: Sequence[int]) -> int:
         """How many of the first tokens of another prompt can be held of this context; not all, for one has to be read.
 
-        None where layers forget, or where the drafter needs the target's states at all of them.
+        None where layers forget. Heads have read each token with the target's state at the one before it: the last
+        that is alike is read again, so that there is a state for the first that is not.
         """
         scorer, drafter = self.target.scorer, self.drafter
-        if self._begun != (scorer.epoch, drafter.epoch) or not scorer.reads_trees or drafter.layers:
+        if self._begun != (scorer.epoch, drafter.epoch) or not scorer.reads_trees:
             return 0
         held = [*self.prompt, *self._tokens()][: scorer.held]
-        alike = takewhile(lambda pair: pair[0] == pair[1], zip(held, prompt[:-1], strict=False))
-        return sum(1 for _ in alike)
+        alike = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, prompt[:-1], strict=False))
+        )
+        return max(0, alike - 1) if drafter.layers else alike
 
     def apart(
         self, seats: Seats, load: Load | None = None, allowed: Callable[[], bool] | None = None

@@ -6,10 +6,12 @@ import random as standard_random
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from head_files import few_head, few_tokens
 from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -17,6 +19,7 @@ from specbench import GenerationRun, Multinomial, UsageError, load_drafter, wrap
 from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, Pass, Rows
+from specbench.decoding.records import Step
 from specbench.lengths import build_policy
 from specbench.models.load import wrap_model
 from specbench.models.prepare import Target, _prepare_target, join_cascade
@@ -32,6 +35,7 @@ DRAFTERS = (
     "lookup+model",
     "lookup|self:layers=1",
 )
+HEADS = ("eagle", "eagle-1", "peagle", "dflash", "medusa", "pass")
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static")
 NEW = 10
 
@@ -100,6 +104,40 @@ def test_the_output_is_that_of_a_fresh_start(name: str, fed: list[int]) -> None:
         assert max(fed) <= len(prompt) - last.kept + NEW, "somebody has read the whole prompt again"
     assert kept == [60 + NEW - 1, 40, 0]
     assert outputs == [output(run(prompt, own, proposer)) for prompt in (second_prompt, edited, other)]
+
+
+@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_draft_what_they_draft_after_a_fresh_start(kind: str, unread: bool, tmp_path: Path) -> None:
+    """Also where the head has the target's states of the context before, and has read nothing of it."""
+    own = wrap_target(few_tokens(), pack=False)
+    proposer = few_head(tmp_path, kind, own)
+
+    def decoded(
+        prompt: list[int], new: int, after: GenerationRun | None = None
+    ) -> tuple[GenerationRun, list[Any]]:
+        policy = build_policy("fixed:gamma=3")
+        found = GenerationRun(prompt, own, proposer, policy=policy, max_new_tokens=new, after=after)
+        return found, [(step.drafted, step.accepted) for step in found if isinstance(step, Step)]
+
+    chosen = standard_random.Random(2)
+    begun = [chosen.randrange(9) for _ in range(20)]
+    last, _ = decoded(begun, 1 if unread else 20)
+    longer = [*begun, *last.result().token_ids, *(chosen.randrange(8) for _ in range(15))]
+    edited = [*longer[:-9], 8, *longer[:6]]
+    kept, seen, fresh = [], [], []
+    for prompt in (longer, edited, longer):
+        last, steps = decoded(prompt, 30, last)
+        kept.append(last.kept)
+        seen.append((last.result().token_ids, steps))
+    for prompt in (longer, edited, longer):
+        again, steps = decoded(prompt, 30)
+        fresh.append((again.result().token_ids, steps))
+    parted = len(longer) - 9
+    again = kind != "pass"  # the last token that is alike is read again, for its state
+    assert kept == [len(longer) - 15 - 1 - again, parted - again, parted - again]
+    assert seen == fresh
+    assert any(drafted for _, steps in seen for drafted, _ in steps)
 
 
 @pytest.mark.parametrize("kind", CACHES)

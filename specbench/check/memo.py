@@ -307,6 +307,11 @@ class MemoHead(AnyHeadScorer):
         super().begin()
         self._forget()
 
+    def resume(self, kept: int) -> None:
+        super().resume(kept)
+        self._states, self._tokens, self._nodes = self._states[:kept], self._tokens[:kept], []
+        self._read = self._read[: len(self._tokens) + 1]
+
     def take_states(self, length: int, states: torch.Tensor) -> None:
         self._states += states[states.shape[0] + self._known - length :].clone()
         self._known = length

@@ -111,7 +111,7 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
     if not (branching and target.takes_trees):
         siblings = NO_SIBLINGS
     context, limit, layers = list(request.prompt), request.limit, drafter.layers
-    if request.kept and not layers:  # the target's states at what it has read before are gone
+    if request.kept:
         target.resume(request.kept)
         drafter.resume(request.prompt, request.kept)
     else:

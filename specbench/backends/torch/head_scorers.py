@@ -103,9 +103,10 @@ class HeadScorer(Generic[Wanted, Given]):
         self.epoch += 1
         self._known = 0
 
-    def resume(self, kept: int) -> None:  # noqa: ARG002
-        """Start anew: the target's states at what was kept are gone."""
-        self.begin()
+    def resume(self, kept: int) -> None:
+        """Start on a context whose first ``kept + 1`` tokens are the last one's: of these the target's states hold."""
+        self.epoch += 1
+        self._known = kept
 
     def take_states(self, length: int, states: torch.Tensor) -> None:
         """Take in the target's states.
@@ -229,6 +230,13 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
             cache.reset()
         self._read = 0
         self._states, self._features, self._rows = [], [], []
+
+    def resume(self, kept: int) -> None:
+        super().resume(kept)
+        unread = [torch.cat(self._states)[: kept - self._read]] if kept > self._read else []
+        self._read, self._states = min(self._read, kept), unread
+        self._features, self._rows = [], []
+        self._drop_drafts()
 
     def take_states(self, length: int, states: torch.Tensor) -> None:
         fresh = length - self._known
@@ -398,6 +406,10 @@ class MedusaScorer(HeadScorer[Guess, torch.Tensor]):
         super().begin()
         self._state, self._rows = None, []
 
+    def resume(self, kept: int) -> None:
+        super().resume(kept)
+        self._state, self._rows = None, []
+
     def take_states(self, length: int, states: torch.Tensor) -> None:
         self._state, self._rows = states[-1:, 0].to(self.device, self._dtype), []
         self._known = length
@@ -484,6 +496,12 @@ class BlockScorer(HeadScorer[Block, torch.Tensor]):
         self._rows = None
         for cache in self._caches:
             cache.reset()
+
+    def resume(self, kept: int) -> None:
+        super().resume(kept)
+        self._rows = None
+        for cache in self._caches:
+            cache.keep(kept)
 
     @torch.inference_mode()
     def take_states(self, length: int, states: torch.Tensor) -> None:
