@@ -60,11 +60,11 @@ __all__ = [
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "lookup"
-"""What measured best for the built-in model on ordinary prompts (docs/log.md)."""
+"""What needs no model of its own, and costs next to nothing where it does not help."""
 
-HEADS_AHEAD: Mapping[str, str] = {}
+HEADS_AHEAD: Mapping[str, str] = {"smollm2-135m": "lookup+smollm2-135m-head"}
 """Drafters that are taken in its place, by target, where the head that comes with specbench is there: those that a
-stored run shows ahead of it, as {"smollm2-135m": "lookup+smollm2-135m-head"} would say (docs/training.md)."""
+stored run shows ahead of it (docs/training.md)."""
 
 
 # -- groups of options -----------------------------------------------------------------------------
@@ -238,6 +238,9 @@ DrafterOption = Annotated[
         metavar="DRAFTER",
         autocompletion=complete_drafters,
         help="What proposes tokens: a word that `specbench drafters` lists, or a model.",
+        show_default=", ".join(
+            [DEFAULT_DRAFTER, *(f"{drafter} for {target}" for target, drafter in HEADS_AHEAD.items())]
+        ),
         rich_help_panel=MODELS,
     ),
 ]
