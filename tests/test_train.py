@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -496,6 +496,14 @@ def head_in(folder: Path) -> TrainedHead:
     return load_head(files)
 
 
+def altered(
+    head: TrainedHead, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> TrainedHead:
+    """A head with other settings and tensors."""
+    files = replace(head.files, settings={**head.files.settings, **settings})
+    return replace(head, files=files, tensors={**head.tensors, **tensors})
+
+
 def test_what_cannot_be_gone_on_from_is_refused(
     model: Any, target: Target, easy: Target, tmp_path: Path
 ) -> None:
@@ -507,10 +515,28 @@ def test_what_cannot_be_gone_on_from_is_refused(
     assert "is of the kind medusa" in refusal(
         training, target, tmp_path / "x", replace(QUICK, vocab=None), start=medusa, kind=UsageError
     )
-    other = replace(QUICK, kind="medusa", vocab=None, depth=DEPTH + 1, start=medusa.fingerprint)
-    assert "is none that is trained here with these options" in refusal(
-        training, target, tmp_path / "x", other, start=medusa, kind=UsageError
-    )
+    for start, depth, odd in (
+        (medusa, DEPTH + 1, f"it lacks the tensor blocks.{DEPTH}.layers.0.weight, 32×32"),
+        (
+            medusa,
+            DEPTH - 1,
+            f"it has a tensor blocks.{DEPTH - 1}.layers.0.weight, 32×32, that they do not make",
+        ),
+        (
+            altered(eagle, {}, {"layers.0.mlp.up_proj.weight": torch.zeros(40, 32)}),
+            DEPTH,
+            "its tensor layers.0.mlp.up_proj.weight is 40×32, and would be 64×32",
+        ),
+        (
+            altered(eagle, {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, {}),
+            DEPTH,
+            "it takes what the layers 0, 1, 1 read, and would what 0, 1, 2 do",
+        ),
+    ):
+        kind = "medusa" if start is medusa else "eagle"
+        other = replace(QUICK, kind=kind, vocab=None, depth=depth, start=start.fingerprint)
+        said = refusal(training, target, tmp_path / "x", other, start=start, kind=UsageError)
+        assert f"is none that is trained here with these options: {odd}." in said
     assert not (tmp_path / "x").exists()
     assert "was trained for" in refusal(
         training, easy, tmp_path / "y", replace(QUICK, vocab=None), start=eagle, kind=UsageError

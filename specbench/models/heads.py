@@ -50,7 +50,7 @@ from specbench.progress import Progress
 from specbench.specs.models import ModelSpec
 from specbench.textsafe import excerpt
 
-__all__ = ["HeadFiles", "TrainedHead", "find_head", "load_head"]
+__all__ = ["HeadFiles", "TrainedHead", "find_head", "load_head", "shape_text"]
 
 _NOT_READ = {
     "dflash2": "DFlash 2",
@@ -551,8 +551,8 @@ class TrainedHead:
         for name, wanted in expected.items():
             if tensors[name].shape != wanted.shape:
                 raise UsageError(
-                    f"The tensor {name} of the head {self.name} is {_by(tensors[name])}, and its configuration tells of"
-                    f" {_by(wanted)}.",
+                    f"The tensor {name} of the head {self.name} is {shape_text(tensors[name])}, and its configuration"
+                    f" tells of {shape_text(wanted)}.",
                     other,
                 )
 
@@ -561,7 +561,8 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _by(tensor: torch.Tensor) -> str:
+def shape_text(tensor: torch.Tensor) -> str:
+    """Its shape as messages have it."""
     return "×".join(map(str, tensor.shape))
 
 

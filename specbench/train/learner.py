@@ -13,6 +13,7 @@ from torch import nn
 from specbench.errors import UsageError
 from specbench.models.checkpoints import text_config
 from specbench.models.counts import TokenCounts
+from specbench.models.heads import shape_text
 from specbench.train.lessons import Reading, Teacher, batches, padded
 from specbench.train.state import restore_optimizer, stored_optimizer
 from specbench.train.students import Student, make_student
@@ -244,18 +245,38 @@ def _student_like(
     layers = start.files.number("num_hidden_layers", 1)
     student: Student = make_student(settings.kind, model, head, settings.depth, settings.seed, layers)
     own = student.tensors()
-    rest = {name for name in start.tensors if name not in own and not name.startswith("lm_head")}
-    found = {name: start.tensors[name] for name in own if name in start.tensors}
-    same = all(found[name].shape == tensor.shape for name, tensor in own.items() if name in found)
-    if rest or len(found) < len(own) or not same or start.files.layers(model.config) != student.layers:
+    odd = _misfit(start.tensors, own)
+    if odd is None and (read := start.files.layers(model.config)) != student.layers:
+        odd = f"it takes what the layers {_listed(read)} read, and would what {_listed(student.layers)} do"
+    if odd is not None:
         raise UsageError(
-            f"The head {start.name} is none that is trained here with these options.",
+            f"The head {start.name} is none that is trained here with these options: {odd}.",
             "Name one that specbench train wrote with the same --kind and --depth, or leave --start out.",
         )
     for name, tensor in own.items():
-        tensor.copy_(found[name])
+        tensor.copy_(start.tensors[name])
     student.started_from = f"the head {start.name}"
     return student
+
+
+def _misfit(found: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> str | None:
+    """The first tensor of a head that is not a student's, in words; ``None`` if all are, but for the target's rows."""
+    for name, wanted in own.items():
+        if name not in found:
+            return f"it lacks the tensor {name}, {shape_text(wanted)}"
+        if found[name].shape != wanted.shape:
+            return f"its tensor {name} is {shape_text(found[name])}, and would be {shape_text(wanted)}"
+    rest = (name for name in found if name not in own and not name.startswith("lm_head"))
+    extra = next(rest, None)
+    return (
+        None
+        if extra is None
+        else f"it has a tensor {extra}, {shape_text(found[extra])}, that they do not make"
+    )
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))
 
 
 def _draft_vocabulary(target: Target, texts: Sequence[Text], number: int) -> torch.Tensor | None:
