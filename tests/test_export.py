@@ -17,7 +17,8 @@ import torch
 import transformers
 import yaml
 from exact_runs import write_exact
-from head_files import eagle_tensors, speculators_settings, write_head
+from head_files import eagle_settings, eagle_tensors, speculators_settings, write_head
+from huggingface_hub import constants
 from synthetic_runs import PASS_S, Drafter, write_run
 from test_builtin import write_gguf
 from tiny import save_tiny
@@ -41,6 +42,7 @@ from specbench.tune.export.engines import (
     export_setting,
     expresses,
 )
+from specbench.tune.export.heads import HEADS, KINDS, Has, Lacks
 from specbench.tune.export.setting import (
     Model,
     Setting,
@@ -490,7 +492,68 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path: Path) -> 
     assert found.beside is None
 
 
-def test_a_trained_head_is_no_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_engine_has_every_kind_of_head_or_says_why_not(name: str, kind: str) -> None:
+    engine, known = ENGINES[name], KNOWN[name]
+    here, there = setting("org/head", head=kind), HEADS[name][kind]
+    assert expresses(engine, here.drafter, {"kind": kind}) == isinstance(there, Has)
+    assert not expresses(engine, here.drafter, {"kind": kind, "compact": True})
+    if isinstance(there, Lacks):
+        message = refusal(export_setting, engine, here, kind=UsageError)
+        assert message.startswith(
+            f"The drafter org/head cannot be exported to {engine.title} {engine.version}, which {there.why}."
+        )
+        assert "`specbench serve` serves it" in message
+        return
+    made = export_setting(engine, here)
+    options = dict(flat(made.options))
+    assert set(options) <= set(known["names"])
+    method = next(option for option, words in known["values"].items() if there.method in words)
+    assert options[method] == there.method
+    assert options.get("parallel_drafting") == (True if kind == "peagle" else None)
+    assert (there.needs in made.needs) == bool(there.needs)
+
+
+def test_the_table_of_heads_is_whole() -> None:
+    assert list(HEADS) == list(ENGINES)
+    assert all(list(row) == list(KINDS) for row in HEADS.values())
+    gone = KNOWN["vllm"]["removed_values"]
+    assert (gone["version"], gone["method"]) == (ENGINES["vllm"].version, ["medusa"])
+    assert not set(gone["method"]) & set(KNOWN["vllm"]["values"]["method"])
+    message = refusal(export_setting, ENGINES["vllm"], setting("org/head", head="medusa"), kind=UsageError)
+    assert "vLLM 0.33.0, which has no Medusa any more, as 0.32 had." in message
+    message = refusal(export_setting, ENGINES["vllm"], setting("org/head", head="new"), kind=UsageError)
+    assert "which has no heads of the kind new" in message
+
+
+def test_heads_of_engines_that_read_them() -> None:
+    def given(name: str, kind: str, drafter: str = "org/head") -> Mapping[str, Any]:
+        return export_setting(ENGINES[name], setting(drafter, head=kind)).options
+
+    for kind in ("eagle", "eagle3"):
+        assert given("vllm", kind)["--speculative-config"] == {
+            "method": "eagle3",
+            "model": "org/head",
+            "num_speculative_tokens": 4,
+        }
+    chain = given("sglang", "eagle3")
+    assert (chain["--speculative-num-steps"], chain["--speculative-num-draft-tokens"]) == (4, 5)
+    block = given("sglang", "dflash")
+    assert block["--speculative-num-draft-tokens"] == 5
+    assert "--speculative-num-steps" not in block
+    assert given("tensorrt-llm", "eagle3")["speculative_config"] == {
+        "max_draft_len": 4,
+        "decoding_type": "Eagle3",
+        "speculative_model": "org/head",
+    }
+    assert given("llama.cpp", "eagle3", "lookup+org/head")["--spec-type"] == "ngram-simple,draft-eagle3"
+    cascade = setting("lookup+org/head", head="eagle")
+    message = refusal(export_setting, ENGINES["vllm"], cascade, kind=UsageError)
+    assert "cannot express the drafter lookup+org/head, with a trained head" in message
+
+
+def test_a_run_tells_of_its_heads(tmp_path: Path) -> None:
     story = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
     drafters = (Drafter("head", 0.8, 0.1),)
     write_run(tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1)
@@ -501,28 +564,14 @@ def test_a_trained_head_is_no_model(tmp_path: Path) -> None:
         file.write_text(json.dumps(facts | {"heads": {"head": story}}))
         return setting_of_run(load_results(tmp_path / "run"))
 
-    found = told(story)
-    for kind, method in (
-        ("eagle", "eagle3"),
-        ("eagle3", "eagle3"),
-        ("eagle-1", "eagle"),
-        ("dflash", "dflash"),
-    ):
-        options = export_setting(ENGINES["vllm"], told({"kind": kind})).options["--speculative-config"]
-        assert (options["method"], options["model"]) == (method, "head")
-    for name, engine in ENGINES.items():
-        assert expresses(engine, found.drafter, story) == (name == "vllm")
-        assert not expresses(engine, found.drafter, {"kind": "pass"})
-        assert not expresses(engine, found.drafter, {**story, "compact": True})
-        if name != "vllm":
-            message = refusal(export_setting, engine, found, kind=UsageError)
-            assert "cannot express the drafter head, which is a trained head" in message
+    options = export_setting(ENGINES["vllm"], told(story)).options["--speculative-config"]
+    assert (options["method"], options["model"]) == ("eagle3", "head")
     message = refusal(export_setting, ENGINES["vllm"], told({**story, "compact": True}), kind=UsageError)
     assert "vLLM cannot read the head in head, which is compact" in message
 
 
 def test_the_head_that_comes_with_specbench_is_for_it_alone(cli: Cli) -> None:
-    named = ("--setting", "smollm2-135m-head (int8) auto")
+    named = ("--setting", "lookup+smollm2-135m-head (int8) auto")
     cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", *named).refused(2, "which is compact", "serve")
     found = cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", "--json").json()
     assert found["setting"]["drafter"] == "lookup"
@@ -537,7 +586,36 @@ def test_a_configuration_tells_of_a_head_that_is_here(
     file.write_text('version = 1\ntarget = "org/big"\ndrafter = "head"\nlength-policy = "fixed:gamma=3"\n')
     options = cli("export", file, "--to", "vllm", "--json").json()["options"]["--speculative-config"]
     assert (options["method"], options["num_speculative_tokens"]) == ("eagle3", 3)
-    cli("export", file, "--to", "sglang").refused(2, "which is a trained head", "`specbench serve` serves it")
+    cli("export", file, "--to", "sglang").refused(
+        2,
+        "cannot be exported to SGLang 0.5.23, which reads no head in the form of `speculators`",
+        "serves it",
+    )
+
+
+def test_a_configuration_tells_of_a_head_on_the_hub(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the command line does; where nobody can look, the export says so."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    file = tmp_path / "specbench.toml"
+    file.write_text(
+        'version = 1\ntarget = "org/big"\ndrafter = "org/head"\nlength-policy = "fixed:gamma=3"\n'
+    )
+    unseen = cli("export", file, "--to", "vllm", "--json").json()
+    assert unseen["options"]["--speculative-config"]["method"] == "draft_model"
+    note = "org/head stands here as a model: the hub could not be asked whether it is a trained head."
+    assert note in unseen["needs"]
+    home = tmp_path / "hub" / "models--org--head"
+    write_head(home / "snapshots" / ("0" * 40), eagle_settings(), eagle_tensors())
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("0" * 40)
+    for engine, method in (("vllm", "eagle3"), ("sglang", "EAGLE3")):
+        seen = cli("export", file, "--to", engine, "--json").json()
+        assert method in dict(flat(seen["options"])).values()
+        assert note not in seen["needs"]
+    cli("export", file, "--to", "mlx-lm").refused(2, "has no trained heads, for its drafter is a whole model")
 
 
 # -- the command -------------------------------------------------------------------------------------

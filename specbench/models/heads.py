@@ -101,7 +101,8 @@ class HeadFiles:
     @property
     def story(self) -> dict[str, Any]:
         """What results keep of it, see ``STORY_SHAPE``; ``specbench train`` calls EAGLE-3 ``eagle``."""
-        return story_of(self.folder) or {"kind": "eagle-1" if self.kind == "eagle" else self.kind}
+        form = {"form": "speculators"} if "speculators_model_type" in self.settings else {}
+        return story_of(self.folder) or {"kind": "eagle-1" if self.kind == "eagle" else self.kind, **form}
 
     @property
     def is_eagle(self) -> bool:

@@ -29,6 +29,7 @@ WEIGHTS = "model.safetensors"
 
 STORY_SHAPE = {
     "kind": str,
+    "form?": str,
     "compact?": bool,
     "tokens?": count,
     "seconds?": size,
@@ -38,7 +39,8 @@ STORY_SHAPE = {
 }
 """What results keep of it: whether it was written small, the ``tokens`` that were trained on, once each, and what was
 measured meanwhile: ``tokens`` trained on so far, tokens per step, of all held-out prompts and by category, and of the
-drafts tested the share kept, by place. Of a head that was trained elsewhere there is its kind alone."""
+drafts tested the share kept, by place. Of a head that was trained elsewhere there is its kind alone, and its ``form``
+if that is the one of ``speculators``."""
 
 _FILE_SHAPE = {
     "kind": str,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from specbench.errors import UsageError
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS
+from specbench.tune.export.heads import HEADS, KINDS, SPECULATORS, Has, Lacks
 from specbench.tune.export.setting import Model, Setting
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Export",
     "command",
     "floating",
+    "head_of",
     "kinds",
     "model_needs",
     "of_requests",
@@ -66,7 +68,6 @@ class Engine(Protocol):
         version: That its names were read in.
         drafters: Kinds that it can express at least some of.
         rules: Draft-length rules that it has beside a fixed γ.
-        heads: Kinds of trained heads that it has.
     """
 
     name: str
@@ -74,10 +75,9 @@ class Engine(Protocol):
     version: str
     drafters: tuple[type[DrafterSpec], ...]
     rules: tuple[str, ...]
-    heads: tuple[str, ...]
 
     def export(self, setting: Setting) -> Export:
-        """The setting there, without a trained head or with one that it has.
+        """The setting there, without a trained head or with one that it has (``HEADS``).
 
         Raises:
             UsageError: It cannot be expressed.
@@ -85,30 +85,52 @@ class Engine(Protocol):
         ...
 
 
-_HEADS = {"eagle": "EAGLE-3", "eagle3": "EAGLE-3", "eagle-1": "EAGLE-1", "dflash": "DFlash"}
-"""Trained heads that engines have, by the kinds that results tell of."""
-
-
 def kinds(engine: Engine) -> str:
     """The drafters that it has, in words."""
     names = {SmallModel: "a model", Cascade: "lookup+MODEL", SelfForm: "self:layers=N"}
-    heads = ", ".join(dict.fromkeys(_HEADS[kind] for kind in engine.heads))
+    have = (KINDS[kind] for kind, there in HEADS[engine.name].items() if isinstance(there, Has))
+    heads = ", ".join(dict.fromkeys(have))
     found = [names.get(kind, kind.word) for kind in engine.drafters]
     return ", ".join([*found, f"heads ({heads})"] if heads else found)
 
 
+def head_of(engine: Engine, setting: Setting) -> Has | None:
+    """The trained head in a setting as an engine has it; ``None`` without one.
+
+    Raises:
+        UsageError: The engine does not read such a head, or nothing but specbench does.
+    """
+    if setting.head is None:
+        return None
+    there = HEADS[engine.name].get(setting.head, Lacks(f"has no heads of the kind {setting.head}"))
+    if isinstance(there, Has) and setting.speculators and not there.speculators:
+        there = SPECULATORS
+    if isinstance(there, Lacks):
+        raise _refusal(
+            f"The drafter {setting.drafter} cannot be exported to {engine.title} {engine.version}, which {there.why}.",
+            _SERVE,
+        )
+    if setting.compact:
+        raise UsageError(
+            f"{engine.title} cannot read the head in {setting.drafter}, which is compact: for specbench alone.",
+            "Train one without --compact, or serve this one with `specbench serve`.",
+        )
+    return there
+
+
+_SERVE = " `specbench serve` serves it."
+
+
 def refuse(engine: Engine, setting: Setting) -> UsageError:
     """The error for a drafter that an engine does not have."""
-    drafter, advice = f"the drafter {setting.drafter}", ""
-    if setting.head is not None:
-        drafter += (
-            ", which is a trained head"
-            if isinstance(setting.drafter, SmallModel)
-            else ", with a trained head"
-        )
-        advice = " `specbench serve` serves it."
+    head = "" if setting.head is None else ", with a trained head"
+    what = f"{engine.title} cannot express the drafter {setting.drafter}{head}; it has {kinds(engine)}."
+    return _refusal(what, _SERVE if head else "")
+
+
+def _refusal(what: str, advice: str) -> UsageError:
     return UsageError(
-        f"{engine.title} cannot express {drafter}; it has {kinds(engine)}.",
+        what,
         "Name a run without --setting, and the fastest setting that the engine has is exported; or another engine."
         + advice,
     )
@@ -152,6 +174,8 @@ def model_needs(setting: Setting) -> Iterator[str]:
             yield f"{builtin.alias} is a 4-bit file of {builtin.hub_id}: put that there."
         elif model is not None and not model.is_hub_id:
             yield f"{model.name} is what one machine calls a model: put its path or hub id there."
+    if setting.unseen:
+        yield f"{setting.drafter} stands here as a model: the hub could not be asked whether it is a trained head."
 
 
 def of_requests(setting: Setting) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specbench._version import __version__
@@ -11,7 +12,7 @@ from specbench.errors import UsageError
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
-from specbench.tune.export.engine import Engine, Export, kinds, refuse
+from specbench.tune.export.engine import Engine, Export, head_of, kinds, refuse
 from specbench.tune.export.llama_cpp import LlamaCpp
 from specbench.tune.export.mlx_lm import MlxLm
 from specbench.tune.export.openvino import OpenVino
@@ -39,14 +40,9 @@ def export_setting(engine: Engine, setting: Setting) -> Export:
     Raises:
         UsageError: It cannot be expressed.
     """
-    if setting.head is not None and setting.head not in engine.heads:
-        raise refuse(engine, setting)
-    if setting.compact:
-        raise UsageError(
-            f"{engine.title} cannot read the head in {setting.drafter}, which is compact: for specbench alone.",
-            "Train one without --compact, or serve this one with `specbench serve`.",
-        )
-    return engine.export(setting)
+    there = head_of(engine, setting)
+    made = engine.export(setting)
+    return replace(made, needs=[*made.needs, there.needs]) if there is not None and there.needs else made
 
 
 def expresses(engine: Engine, drafter: DrafterSpec, story: Mapping[str, Any] | None = None) -> bool:

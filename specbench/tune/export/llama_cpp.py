@@ -19,7 +19,6 @@ class LlamaCpp:
     version = "b11549"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, SmallModel, Cascade)
     rules: tuple[str, ...] = ("confidence",)
-    heads: tuple[str, ...] = ()
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""
@@ -43,7 +42,8 @@ class LlamaCpp:
                 )
         if isinstance(model, SmallModel):
             assert setting.assistant is not None
-            types.append("draft-simple")
+            head = engine.head_of(self, setting)
+            types.append("draft-simple" if head is None else head.method)
             options |= {"--spec-draft-model": _file(setting.assistant), **_drafting(setting)}
             if setting.temperature:
                 options["--spec-draft-sampling"] = "probabilistic"  # as specbench drew and tested

@@ -17,7 +17,6 @@ class MlxLm:
     version = "0.32.2"
     drafters: tuple[type[DrafterSpec], ...] = (SmallModel,)
     rules: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""

@@ -20,7 +20,6 @@ class OpenVino:
     version = "2026.4.1.0"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, SmallModel)
     rules: tuple[str, ...] = ("confidence",)
-    heads: tuple[str, ...] = ()
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
-from specbench.errors import UsageError
+from specbench.errors import RunError, UsageError
 from specbench.results import frames, stats
 from specbench.results.compare import named_config, side_by_side
 from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel, parse_drafter
@@ -129,6 +129,8 @@ class Setting:
         beside: The fastest of that run, if this one is exported in its place.
         head: Kind of the trained head in the drafter, as far as results say; ``None`` without one.
         compact: Whether that head was written small, for specbench alone.
+        speculators: Whether it is known to be in the form of `speculators`.
+        unseen: Whether its drafter's model may be a trained head, for the hub could not be asked.
     """
 
     target: Model
@@ -143,6 +145,8 @@ class Setting:
     beside: Beside | None = None
     head: str | None = None
     compact: bool = False
+    speculators: bool = False
+    unseen: bool = False
 
     @property
     def assistant(self) -> Model | None:
@@ -156,7 +160,12 @@ class Setting:
             return self
         model = self.drafter.own_model
         packaged = model is not None and model.kind == "packaged"
-        return replace(self, head=story["kind"], compact=packaged or story.get("compact", False))
+        return replace(
+            self,
+            head=story["kind"],
+            compact=packaged or story.get("compact", False),
+            speculators=story.get("form") == "speculators",
+        )
 
 
 # -- of a configuration ----------------------------------------------------------------------------
@@ -170,7 +179,9 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
         gamma: Where the rule is not a fixed one, the γ in its place.
 
     Raises:
-        UsageError: It is plain decoding, or has no fixed γ and none is given.
+        UsageError: It is plain decoding, or has no fixed γ and none is given; its drafter is nothing on the hub, or a
+            head of a kind that is not read.
+        RunError: A head in a folder is damaged.
     """
     assert config.target is not None
     assert config.drafter is not None
@@ -190,13 +201,18 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     setting = Setting(
         Model.named(config.target), drafter, rule, int(own), reason, config.dtype, config.drafter_dtype
     )
-    return setting.with_head(_head_here(drafter))
+    try:
+        return setting.with_head(_head_in(drafter))
+    except RunError:
+        if drafter.own_model is None or drafter.own_model.kind != "hub":
+            raise
+        return replace(setting, unseen=True)  # the hub cannot be reached, or only by others
 
 
-def _head_here(drafter: DrafterSpec) -> Mapping[str, Any] | None:
-    """What is told of a trained head in a drafter that lies on this machine; ``None`` if it is none."""
+def _head_in(drafter: DrafterSpec) -> Mapping[str, Any] | None:
+    """What is told of a trained head in a drafter, as the command line would find it; ``None`` if it is none."""
     model = drafter.own_model
-    if model is None or model.kind not in ("folder", "packaged"):
+    if model is None:
         return None
     from specbench.models.heads import find_head
 

@@ -19,7 +19,6 @@ class SGLang:
     version = "0.5.23"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, Suffix, SmallModel)
     rules: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""
@@ -31,12 +30,13 @@ class SGLang:
         }
         if isinstance(drafter, SmallModel):
             assert setting.assistant is not None
+            head = engine.head_of(self, setting)
+            chain = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}
             options |= {
-                "--speculative-algorithm": "STANDALONE",
+                "--speculative-algorithm": "STANDALONE" if head is None else head.method,
                 "--speculative-draft-model-path": setting.assistant.name,
                 **engine.revision(setting.assistant, "--speculative-draft-model-revision"),
-                "--speculative-num-steps": setting.gamma,
-                "--speculative-eagle-topk": 1,
+                **({} if setting.head == "dflash" else chain),  # which drafts all in one pass
                 "--speculative-num-draft-tokens": width,
                 "--speculative-draft-model-quantization": "unquant",
             }

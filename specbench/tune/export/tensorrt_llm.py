@@ -23,7 +23,6 @@ class TensorRTLLM:
     version = "1.2.1"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, SmallModel)
     rules: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""
@@ -41,8 +40,10 @@ class TensorRTLLM:
             missing += [f"min={drafter.min}: shorter matches count too."] if drafter.min > 1 else []
         elif isinstance(drafter, SmallModel):
             assert setting.assistant is not None
+            head = engine.head_of(self, setting)
             # The documentation writes DraftTarget, which the parser of this version does not take.
-            speculative |= {"decoding_type": "Draft_Target", "speculative_model": setting.assistant.name}
+            kind = "Draft_Target" if head is None else head.method
+            speculative |= {"decoding_type": kind, "speculative_model": setting.assistant.name}
             differs.append(engine.GREEDY_DRAFTS)
         else:
             raise engine.refuse(self, setting)

@@ -27,7 +27,6 @@ class Transformers:
     version = "5.23.0"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, SelfForm, SmallModel)
     rules: tuple[str, ...] = ("confidence", "heuristic")
-    heads: tuple[str, ...] = ()
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""

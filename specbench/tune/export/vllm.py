@@ -11,9 +11,6 @@ from specbench.tune.export.setting import Setting
 
 __all__ = ["VLLM"]
 
-_HEADS = {"eagle": "eagle3", "eagle3": "eagle3", "eagle-1": "eagle", "dflash": "dflash"}
-"""Its methods by kinds of trained heads, as results call these."""
-
 
 class VLLM:
     """See ``Engine``."""
@@ -23,7 +20,6 @@ class VLLM:
     version = "0.33.0"
     drafters: tuple[type[DrafterSpec], ...] = (Lookup, Suffix, SmallModel)
     rules: tuple[str, ...] = ()
-    heads: tuple[str, ...] = tuple(_HEADS)
 
     def export(self, setting: Setting) -> engine.Export:
         """See ``Engine``."""
@@ -51,8 +47,11 @@ class VLLM:
             )
         elif isinstance(drafter, SmallModel):
             assert setting.assistant is not None
-            method = "draft_model" if setting.head is None else _HEADS[setting.head]
+            head = engine.head_of(self, setting)
+            method = "draft_model" if head is None else head.method
             speculative = {"method": method, "model": setting.assistant.name}
+            if setting.head == "peagle":
+                speculative["parallel_drafting"] = True
             speculative |= engine.revision(setting.assistant, "revision")
             if setting.temperature:
                 speculative["draft_sample_method"] = "probabilistic"  # as specbench drew and tested
