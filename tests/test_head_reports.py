@@ -14,7 +14,7 @@ from told import refusal
 from specbench.errors import UsageError
 from specbench.models.stories import STORY_SHAPE, story_of
 from specbench.results.frames import category_frame, step_arrays
-from specbench.results.heads import best_measure, head_frame, stories
+from specbench.results.heads import best_measure, head_frame, stories, training_frame
 from specbench.results.store import load_results
 from specbench.shapes import misfit
 from specbench.show import tables
@@ -98,6 +98,20 @@ def test_the_report_says_where_a_head_loses(df: pd.DataFrame, folder: Path, tmp_
         assert EVIL not in text
 
 
+def test_the_figures_of_the_training_stand_in_a_table(df: pd.DataFrame, folder: Path, tmp_path: Path) -> None:
+    sheet = tables.sheet_of(training_frame(df))
+    assert sheet.headings == [
+        "drafter", "tokens trained on", "tokens/step", "1. kept", "2. kept", "3. kept", "4. kept",
+    ]  # fmt: skip
+    assert sheet.rows[1] == ["head (int8)", "300,000", "1.50", "40%", "30%", "–", "–"]
+    assert len(sheet.rows) == 3
+    assert "head (int8) is the head as it was behind 300,000 tokens." in sheet.notes
+    _, (page, markdown) = write_report(folder, tmp_path)
+    for file in (page, markdown):
+        assert "300,000" in (text := file.read_text(encoding="utf-8"))
+        assert "Its figures stand in the table 'Training'" in text.replace("&#39;", "'")
+
+
 def test_the_figure_shows_acceptance_by_place_against_tokens(df: pd.DataFrame) -> None:
     left, right = draw_figures(df, ["training"]).figures["training"].axes
     assert [line.get_xydata().tolist() for line in left.lines] == [
@@ -113,11 +127,21 @@ def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path: Path)
     )
     left, _ = draw_figures(df, ["training"]).figures["training"].axes
     assert left.get_title(loc="left") == FREE.name
+    assert set(training_frame(df)["drafter"]) == {FREE.name}
+
+
+def test_in_a_cascade_the_drafts_of_both_parts_count(df: pd.DataFrame) -> None:
+    note = "Of a cascade the drafts of both parts count."
+    frame = head_frame(df)
+    assert note not in tables.sheet_of(frame).notes
+    frame["drafter"] = "lookup+head (int8)"
+    assert note in tables.sheet_of(frame).notes
 
 
 def test_runs_without_trained_heads_say_nothing_of_them(tmp_path: Path) -> None:
     df = load_results(run_with(tmp_path / "run", None))
     assert head_frame(df).empty
+    assert training_frame(df).empty
     assert "no head was trained by specbench" in draw_figures(df).skipped["training"]
 
 

@@ -12,7 +12,10 @@ import pandas as pd
 from specbench.results import frames
 from specbench.results.frames import Steps
 
-__all__ = ["best_measure", "head_frame", "stories"]
+__all__ = ["PLACES", "best_measure", "distinct_stories", "head_frame", "stories", "training_frame"]
+
+PLACES = 4
+"""Of a draft, whose acceptance is told while a head learns."""
 
 _SPEEDUP = ("prompts", "speedup", "speedup_low", "speedup_high", "speedup_basis", "verdict")
 
@@ -21,6 +24,53 @@ def stories(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """How the heads of a run came about (``specbench.models.stories``), by the names of their drafters; those that were
     measured while they were trained."""
     return {name: story for name, story in (run.get("heads") or {}).items() if story.get("measured")}
+
+
+def distinct_stories(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The same, with each training once: a head that drafts alone and in a cascade learnt once."""
+    told: dict[str, Mapping[str, Any]] = {}
+    for name, story in stories(run).items():
+        if story not in told.values():
+            told[name] = story
+    return told
+
+
+def training_frame(df: pd.DataFrame) -> pd.DataFrame:
+    """How trained heads did while they learnt.
+
+    Args:
+        df: Rows of one run, from ``specbench.results.store.load_results``.
+
+    Returns:
+        One row per head and measure with its ``drafter``, ``tokens`` trained on, ``tokens_per_step``, ``kept_1`` to
+        ``kept_4``, of the drafts tested at that place the share kept, and whether it is the ``best``, which is the head
+        that was kept. NaN where nothing was tested.
+    """
+    told = distinct_stories(frames.run_of(df))
+    out = [
+        {
+            "drafter": name,
+            "tokens": each["tokens"],
+            "tokens_per_step": each["tokens_per_step"],
+            **{
+                f"kept_{place + 1}": share
+                for place, share in enumerate([*each["accepted"], *[math.nan] * PLACES][:PLACES])
+            },
+            "best": each is best_measure(story),
+        }
+        for name, story in told.items()
+        for each in story["measured"]
+    ]
+    names = [
+        "drafter",
+        "tokens",
+        "tokens_per_step",
+        *(f"kept_{place + 1}" for place in range(PLACES)),
+        "best",
+    ]
+    frame = pd.DataFrame(out, columns=names)
+    frame.attrs = {"kind": "training"}
+    return frame
 
 
 def best_measure(story: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ import pandas as pd
 from specbench.decoding.records import PARTS
 from specbench.results import stats
 from specbench.results.frames import PERCENTILES, estimate_of, records, winners
+from specbench.results.heads import PLACES
 from specbench.results.rows import OTHER_ANSWERS, PLAIN
 from specbench.textsafe import counted, one_line, terminal_safe
 
@@ -69,6 +70,8 @@ def sheet_of(frame: pd.DataFrame) -> Sheet:
         return dataclasses.replace(_plain_sheet(frame, _POSITION_COLUMNS), notes=_position_notes(frame))
     if kind == "heads":
         return dataclasses.replace(_plain_sheet(frame, _HEAD_COLUMNS), notes=_head_notes(frame))
+    if kind == "training":
+        return dataclasses.replace(_plain_sheet(frame, _TRAINING_COLUMNS), notes=_training_notes(frame))
     if kind == "requests":
         return dataclasses.replace(_plain_sheet(frame, _REQUEST_COLUMNS), notes=_request_notes(frame))
     raise ValueError("not a frame of figures made by this module")
@@ -328,6 +331,17 @@ _HEAD_COLUMNS = [
 ]
 
 
+_TRAINING_COLUMNS = [
+    _Column("drafter", "drafter", 0, lambda row: str(row["drafter"])),
+    _Column("tokens trained on", "tokens", 0, lambda row: f"{row['tokens']:,}"),
+    _Column("tokens/step", "tokens_per_step", 0, _as(stats.decimals, "tokens_per_step")),
+    *(
+        _Column(f"{place}. kept", f"kept_{place}", place - 1, _as(_percent, f"kept_{place}"))
+        for place in range(1, PLACES + 1)
+    ),
+]
+
+
 def _plain_sheet(frame: pd.DataFrame, columns: Sequence[_Column]) -> Sheet:
     lines = records(frame)
     rows = [[one_line(column.text(line)) for column in columns] for line in lines]
@@ -369,6 +383,8 @@ def _head_notes(frame: pd.DataFrame) -> list[str]:
         "Kept: of the drafts tested at that place. When trained: tokens per step, greedily and as a chain, on prompts"
         " of a category of that name that it was not trained on."
     ]
+    if frame["drafter"].str.contains("+", regex=False).any():
+        out.append("Of a cascade the drafts of both parts count.")
     for label, mine in frame.groupby("label", sort=False):
         slower = mine[mine["verdict"] == "slower"]["category"]
         if len(slower):
@@ -379,6 +395,19 @@ def _head_notes(frame: pd.DataFrame) -> list[str]:
             share = _percent(worst["first"])
             out.append(f"{label} drafts worst on {worst['category']}: {share} of its first drafts are kept.")
     return [one_line(note) for note in out]
+
+
+def _training_notes(frame: pd.DataFrame) -> list[str]:
+    """How that was measured, and which measure is of the head that drafts."""
+    kept = records(frame[frame["best"]])
+    return [
+        "Measured by the decoder, greedily and as a chain, on prompts that were not trained on; kept: of the drafts"
+        " tested at that place.",
+        *(
+            one_line(f"{row['drafter']} is the head as it was behind {row['tokens']:,} tokens.")
+            for row in kept
+        ),
+    ]
 
 
 def _summary_sheet(frame: pd.DataFrame) -> Sheet:

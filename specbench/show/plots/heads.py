@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from specbench.results.heads import stories
+from specbench.results.heads import PLACES, distinct_stories
 from specbench.show.plots.canvas import (
     COLORS,
     MARKERS,
@@ -31,15 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["training"]
 
 _MOST = 4
-"""Heads that are shown, and places of a draft."""
+"""Heads that are shown."""
 
 
 def training(run: Run) -> Figure:
-    told: list[tuple[str, Mapping[str, Any]]] = []
-    for name, story in stories(run.run).items():
-        if all(story != other for _, other in told):  # a head alone and in a cascade learnt once
-            told.append((name, story))
-    told = told[:_MOST]
+    told = [*distinct_stories(run.run).items()][:_MOST]
     if not told:
         raise NoDataError("no head was trained by specbench")
     figure = new_figure(run, 2.5 * len(told) + 0.75, WIDTH)
@@ -62,7 +58,7 @@ def training(run: Run) -> Figure:
 def _places(axes: Axes, story: Mapping[str, Any]) -> list[End]:
     """Acceptance by place of the draft against tokens trained on."""
     measured = [each for each in story["measured"] if each["accepted"]]
-    depth = min(_MOST, max((len(each["accepted"]) for each in measured), default=0))
+    depth = min(PLACES, max((len(each["accepted"]) for each in measured), default=0))
     ends = []
     for place in range(depth):
         points = [

@@ -16,7 +16,7 @@ from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.errors import UsageError
 from specbench.results import frames, stats
 from specbench.results.advice import RunWarning, review
-from specbench.results.heads import head_frame
+from specbench.results.heads import head_frame, training_frame
 from specbench.results.rows import FOREIGN
 from specbench.show.answer import Answer, find_answers
 from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
@@ -61,7 +61,7 @@ class Report:
         answers: One per temperature.
         warnings: What is doubtful.
         summary, requests, categories, positions: Frames of ``specbench.results.frames``.
-        heads: Of ``specbench.results.heads``.
+        heads, training: Of ``specbench.results.heads``.
         pictures: Figures.
         missing: Why a figure is not there, by name.
         method: How it was measured, heading and text.
@@ -77,6 +77,7 @@ class Report:
     categories: pd.DataFrame
     positions: pd.DataFrame
     heads: pd.DataFrame
+    training: pd.DataFrame
     pictures: list[Picture]
     missing: dict[str, str]
     method: list[tuple[str, str]]
@@ -112,6 +113,7 @@ def make_report(df: pd.DataFrame, name: str, plots: Path) -> Report:
         categories=categories,
         positions=frames.position_frame(df, steps),
         heads=head_frame(df, steps),
+        training=training_frame(df),
         pictures=pictures,
         missing=missing,
         method=_method(df, run),

@@ -14,7 +14,7 @@ __all__ = ["to_markdown"]
 _TABLES = {
     "speedup": "Summary", "tokens-per-second": "Summary", "prediction": "Summary", "acceptance": "Summary",
     "time": "Summary", "positions": "Acceptance by position", "categories": "By category", "batches": "Summary",
-    "servers": "Summary", "latency": "Requests side by side", "training": "Trained heads",
+    "servers": "Summary", "latency": "Requests side by side", "training": "Training",
 }  # fmt: skip
 
 
@@ -33,6 +33,8 @@ def to_markdown(report: Report) -> str:
         parts += ["## By category", tables.to_markdown(report.categories).rstrip()]
     if len(report.heads):
         parts += ["## Trained heads", tables.to_markdown(report.heads).rstrip()]
+    if len(report.training):
+        parts += ["## Training", *_folded(tables.to_markdown(report.training).rstrip())]
     if report.pictures:
         parts += ["## Figures"]
         parts += [

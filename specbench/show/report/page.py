@@ -46,7 +46,7 @@ _NO_INTERVAL = "[too few to say]"  # of tables.ratio_text
 _TABLES = {
     "speedup": "Speed", "tokens-per-second": "Speed", "prediction": "Speed", "acceptance": "Acceptance and time",
     "time": "Acceptance and time", "positions": "Acceptance by position", "categories": "By category",
-    "batches": "Speed", "servers": "Speed", "latency": "Requests side by side", "training": "Trained heads",
+    "batches": "Speed", "servers": "Speed", "latency": "Requests side by side", "training": "Training",
 }  # fmt: skip
 
 
@@ -59,6 +59,7 @@ def to_html(report: Report) -> str:
         *([_noted_table("Requests side by side", report.requests)] if len(report.requests) else []),
         *([_category_table("By category", report.categories)] if len(report.categories) else []),
         *([_noted_table("Trained heads", report.heads)] if len(report.heads) else []),
+        *([_noted_table("Training", report.training)] if len(report.training) else []),
         *([_table("Acceptance and time", summary, [0, *steps])] if steps else []),
         *(
             [_table("Acceptance by position", tables.sheet_of(report.positions))]
