@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.cli import run
 from specbench.cli.export import EngineName
+from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.config import Config
 from specbench.decoding.theory import expected_tokens
 from specbench.errors import UsageError
@@ -680,7 +681,12 @@ def test_the_command_takes_a_configuration(cli: Cli, tmp_path: Path, monkeypatch
     assert (found["source"], found["measured"]) == ("specbench.toml", None)
     file.write_text("version = 1\n")
     cli("export", file, "--to", "vllm").refused(2, "the rule auto", "Give --gamma N")
-    assert cli("export", file, "--to", "vllm", "--gamma", 4).code == 0
+    what = f"vLLM cannot read the head in {default_drafter(DEFAULT_TARGET)}, which is compact"
+    cli("export", file, "--to", "vllm", "--gamma", 4).refused(2, what)  # as `generate` would draft
+    file.write_text('version = 1\ntarget = "org/big"\n')
+    assert (
+        cli("export", file, "--to", "vllm", "--gamma", 4, "--json").json()["setting"]["drafter"] == "lookup"
+    )
     cli("export", file, "--to", "vllm", "--setting", "x").refused(2, "A configuration holds one setting")
     file.write_text("version = 2\n")
     cli("export", file, "--to", "vllm").refused(2, "this specbench reads version 1")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from specbench.cli.options import (
-    DEFAULT_DRAFTER,
     DEFAULT_TARGET,
     JsonOption,
     TracebackOption,
     complete_configurations,
+    default_drafter,
 )
 
 if TYPE_CHECKING:
@@ -96,10 +96,11 @@ def _exported(
             raise UsageError("A configuration holds one setting.", "Leave --setting out.")
         config = read_config(source)
         rule = None if config.rule is not None else str(default_rule(greedy=True))
+        target = config.target or DEFAULT_TARGET
         whole = replace(
             config,
-            target=config.target or DEFAULT_TARGET,
-            drafter=config.drafter or DEFAULT_DRAFTER,
+            target=target,
+            drafter=config.drafter or default_drafter(target),
             length_policy=rule or config.length_policy,
         )
         setting = setting_of_config(whole, gamma)

@@ -66,6 +66,11 @@ HEADS_AHEAD: Mapping[str, str] = {"smollm2-135m": "lookup+smollm2-135m-head"}
 """Drafters that are taken in its place, by target, where the head that comes with specbench is there: those that a
 stored run shows ahead of it (docs/training.md)."""
 
+_DEFAULT_DRAFTERS = ", ".join(
+    [DEFAULT_DRAFTER, *(f"{drafter} for {target}" for target, drafter in HEADS_AHEAD.items())]
+)
+"""As help has them."""
+
 
 # -- groups of options -----------------------------------------------------------------------------
 
@@ -238,9 +243,7 @@ DrafterOption = Annotated[
         metavar="DRAFTER",
         autocompletion=complete_drafters,
         help="What proposes tokens: a word that `specbench drafters` lists, or a model.",
-        show_default=", ".join(
-            [DEFAULT_DRAFTER, *(f"{drafter} for {target}" for target, drafter in HEADS_AHEAD.items())]
-        ),
+        show_default=_DEFAULT_DRAFTERS,
         rich_help_panel=MODELS,
     ),
 ]
@@ -249,7 +252,7 @@ several_drafters = partial(
     "--drafter",
     metavar="DRAFTER",
     autocompletion=complete_drafters,
-    help=f"A word of `specbench drafters` or a model; repeatable. Default: {DEFAULT_DRAFTER}.",
+    help=f"A word of `specbench drafters` or a model; repeatable. Default: {_DEFAULT_DRAFTERS}.",
 )
 LengthPolicyOption = Annotated[
     str | None,
