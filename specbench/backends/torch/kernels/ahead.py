@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from specbench.backends.torch.kernels.huge_pages import in_huge_pages
+from specbench.backends.torch.kernels.huge_pages import lay_together
 from specbench.backends.torch.kernels.linear import pack_weight
+from specbench.backends.torch.kernels.native import memory_of_packed
 
 __all__ = ["Joined", "PackedAhead"]
 
@@ -71,7 +72,8 @@ class PackedAhead:
 
     def _run(self) -> None:
         try:
-            with ExitStack() as stack, in_huge_pages():
+            places: list[tuple[int, int]] = []
+            with ExitStack() as stack:
                 # Views of a file's pages: what is not asked for is not read.
                 opened = [stack.enter_context(safe_open(path, "pt")) for path in self._files]
                 holder = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - no mapping
@@ -79,9 +81,13 @@ class PackedAhead:
                 while (place := self._next()) is not None:
                     weights = [holder[name].get_tensor(name) for name in self._places[place]]
                     packed = pack_weight(weights[0] if len(weights) == 1 else joined(weights))
+                    if (memory := memory_of_packed(packed)) is not None:
+                        places.append(memory)
                     with self._changed:
                         self._made[place], self._busy = packed, None
                         self._changed.notify_all()
+            # Not all that is new: that would copy what others import meanwhile.
+            lay_together(places)
         except (SafetensorError, OSError, KeyError, RuntimeError, MemoryError):
             pass
         finally:

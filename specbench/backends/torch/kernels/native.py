@@ -39,6 +39,7 @@ __all__ = [
     "Stack",
     "attends",
     "available",
+    "memory_of_packed",
     "why_not",
 ]
 
@@ -293,17 +294,24 @@ class Parts:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
+def memory_of_packed(packed: torch.Tensor) -> tuple[int, int] | None:
+    """Address and size in bytes of what oneDNN has packed; ``None`` where torch does not tell."""
+    try:
+        return int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def _layout_of(packed: torch.Tensor, weight: torch.Tensor | Parts) -> _Laid | None:
     """How oneDNN has packed a weight; ``None`` where it lies otherwise, or all orders look alike.
 
     It does not tell: the first, the middle and the last panel are compared with the weight in every order that products
     read, of which one has to be right.
     """
-    try:
-        address = int(torch.ops.mkldnn.data_ptr(packed))
-        size = int(torch.ops.mkldnn._nbytes(packed))
-    except (AttributeError, RuntimeError):
+    place = memory_of_packed(packed)
+    if place is None:
         return None
+    address, size = place
     memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=weight.dtype)
     (outputs, inputs), pair = weight.shape, 4 // weight.itemsize
     lanes, found = _LANES[_native().level], []
