@@ -678,6 +678,12 @@ def test_figures_of_batches(falls: Path, tmp_path: Path) -> None:
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "4", "8"]
     first, second = drawn.figures["latency"].axes
     assert len(first.lines) == len(second.lines) == 2  # plain, and the drafter with its best γ
+    marks: dict[str, set[tuple[float, float]]] = {text.get_text(): set() for text in first.texts}
+    for text in first.texts:
+        marks[text.get_text()].add(text.get_position())
+    assert {len(places) for places in marks.values()} == {2}, (
+        "numbers of points that are nearly one stand apart"
+    )
     for name in ("batches", "latency"):
         save_figure(drawn.figures[name], tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -43,6 +43,10 @@ __all__ = ["latency", "speedup_by_batch"]
 
 _ALONE = "requests were decoded one after the other"
 _NAME = 30  # characters of a drafter's name
+_CORNERS: tuple[tuple[int, int, Literal["left", "right"]], ...] = (
+    (-4, 4, "right"), (4, -8, "left"), (4, 4, "left"), (-4, -8, "right"),
+)  # fmt: skip
+"""Where the numbers of one line stand, and of the next: points from the marker, and their alignment."""
 
 
 def speedup_by_batch(run: Run) -> Figure:
@@ -81,7 +85,8 @@ def latency(run: Run) -> Figure:
         strict=True,
     ):
         ends = []
-        for label, mine, color, marker in shown:
+        for number, (label, mine, color, marker) in enumerate(shown):
+            right, up, alignment = _CORNERS[number % len(_CORNERS)]
             x, y = scale * mine[name].to_numpy(dtype=float), mine["throughput"].to_numpy(dtype=float)
             there = np.isfinite(x) & np.isfinite(y)
             if not there.any():
@@ -91,8 +96,9 @@ def latency(run: Run) -> Figure:
                 axes.annotate(
                     f"{batch:g}",
                     (at, height),
-                    xytext=(3, -7),
+                    xytext=(right, up),
                     textcoords="offset points",
+                    ha=alignment,
                     fontsize=letter_size(0.75),
                     color=color,
                 )
