@@ -25,8 +25,9 @@ class Footprint:
         tensors: Bytes of the tensors among them.
         allocated: Bytes that malloc has handed out, tensors' among them; 0 where it does not tell (glibc's does).
         unused: Bytes that it has been given back and keeps.
-        compiled: Bytes of code that was made while it ran: oneDNN's, of up to 1,024 shapes of passes
-            (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``); 0 where the system does not tell (Linux does).
+        compiled: Bytes of code that was made while it ran: oneDNN's, by shapes of products, at most
+            ``ONEDNN_PRIMITIVE_CACHE_CAPACITY`` of them; with it go some 0.5 MB each that malloc has handed out. 0
+            where the system does not tell (Linux does).
     """
 
     resident: int

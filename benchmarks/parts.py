@@ -18,6 +18,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 if Path("/sys/kernel/mm/transparent_hugepage").exists():
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_capacity, "128")
 
 
 class Parts:

@@ -1159,6 +1159,16 @@ def test_threads_wait_briefly_unless_told(
     assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
+@pytest.mark.parametrize("own", [None, "1024"])
+def test_few_kernels_are_kept_unless_told(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+    for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.delenv(capacity, raising=False)
+        if own is not None:
+            monkeypatch.setenv(capacity, own)
+    assert run(["--version"]) == 0
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == os.environ["LRU_CACHE_CAPACITY"] == (own or "128")
+
+
 def test_compiled_passes_need_an_accelerator_and_a_static_cache(tiny: Cli) -> None:
     tiny("--compile", "--cache", "dynamic", "Hi").refused(
         2, "--compile", "--cache dynamic", "Leave --cache out"

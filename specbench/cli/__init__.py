@@ -130,6 +130,7 @@ def run(arguments: list[str]) -> int:
     _prepare_streams()
     _wait_briefly()
     _ask_for_huge_pages()
+    _keep_few_kernels()
     try:
         result: Any = _command_line().main(arguments, prog_name="specbench", standalone_mode=False)
         sys.stdout.flush()
@@ -175,6 +176,17 @@ def _wait_briefly() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+
+
+def _keep_few_kernels() -> None:
+    """Let oneDNN, and torch above it, keep what they make for 128 shapes of products each, not for 1,024; must come
+    before torch is loaded.
+
+    Every length of a prompt has shapes of its own, and with a small model in float32 they take 2.3 MB: a process that
+    reads many prompts would grow by some 500 MB (docs/log.md). What the user has set stays.
+    """
+    for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(capacity, "128")
 
 
 def _explain(error: BaseException) -> int:
