@@ -192,7 +192,7 @@ def test_each_keeps_its_own_acceptance() -> None:
         if isinstance(event, Step):
             gammas[number].append(event.gamma)
     means = {number: sum(each) / len(each) for number, each in gammas.items()}
-    assert min(means[0], means[2]) > 1.8 * max(means[1], means[3])
+    assert min(means[0], means[2]) > 2 * max(means[1], means[3])
 
 
 def test_copies_cost_their_rows_alone() -> None:
@@ -206,11 +206,6 @@ def test_copies_cost_their_rows_alone() -> None:
 def measured(rows: int) -> float:
     """Milliseconds of SmolLM2-135M in bfloat16 with 8 requests of 150 to 250 tokens, see docs/log.md."""
     return 17.0 + 1.1 * rows
-
-
-def native(rows: int) -> float:
-    """Milliseconds of the same in native calls: a row more takes 4% of a plain pass of 8."""
-    return 18.9 + 1.2 * rows
 
 
 UNEVEN_MS = 4.0
@@ -227,24 +222,17 @@ def test_copies_that_are_mostly_wrong_are_hardly_made(batch: int) -> None:
 
 
 def test_drafts_of_some_hold_up_the_others_little() -> None:
-    """Where a loss counts once those who draft badly get 0.87 of plain decoding, with one price for all 0.82."""
+    """With one price for all, that of the tokens of all together, those who draft badly get 0.82 of plain decoding."""
     kinds = ["good", "fair", "bad", "bad"] * 6
     took = House(measured, lambda rows: 1.0).served(kinds, "auto:siblings=0", 8)
     plain = House(measured, lambda rows: 1.0).served(["none"] * len(kinds), "fixed", 8)
-    assert sum(plain) > 0.98 * sum(took)
+    assert sum(plain) > sum(took)
     ratios = {
         kind: [b / a for a, b, each in zip(took, plain, kinds, strict=True) if each == kind] for kind in kinds
     }
     speeds = {kind: geometric_mean(each) for kind, each in ratios.items()}
-    assert speeds["good"] > 1.05
-    assert min(speeds.values()) > 0.94
-
-
-def test_where_everybody_gains_drafts_stay() -> None:
-    """At twice the price nearly nothing would: 1.18."""
-    took = House(native, lambda rows: 0.01).served(["good"] * 16, "auto:siblings=0", 8)
-    plain = House(native, lambda rows: 0.01).served(["none"] * 16, "fixed", 8)
-    assert sum(plain) > 1.3 * sum(took)
+    assert speeds["good"] > speeds["fair"] > 1.1
+    assert speeds["bad"] > 0.85
 
 
 def large(rows: int) -> float:
@@ -372,7 +360,7 @@ def test_passes_that_read_prompts_are_not_timed() -> None:
 
 
 def test_time_is_worth_to_each_what_a_round_gives_it() -> None:
-    """A plain round takes 10 seconds, one with drafts 15; and who is fast slows the other one of two."""
+    """A plain round takes 10 seconds, one with drafts 15."""
     load = Load()
     slow, fast = (SharedCosts(load, [], MeasuredCosts()) for _ in range(2))
     assert slow.rate(0.0, 0.4) == fast.rate(0.0, 0.4) == 0.4
@@ -386,7 +374,7 @@ def test_time_is_worth_to_each_what_a_round_gives_it() -> None:
     assert load.stretch == pytest.approx(1.5, rel=0.03)
     plain = 4 / 10.0
     assert slow.rate(0.0, plain) == plain
-    assert fast.rate(0.0, plain) == pytest.approx((1 + 1 / 2) * 3 * 4 / 15.0, rel=0.03)
+    assert fast.rate(0.0, plain) == pytest.approx(3 * 4 / 15.0, rel=0.03)
     fast.reset()
     assert fast.rate(0.0, plain) == slow.rate(0.0, plain)
 

@@ -45,12 +45,6 @@ _PLAIN = 64
 _SCOUTED = 3
 """Passes with drafts of one request that are timed before all may draft: of fewer the median may be a disturbed one."""
 
-_LOSS = 2.0
-"""Time of a request that is slowed counts so many times."""
-
-_TOLERATED = 0.95
-"""Share of plain decoding's speed: who gets less is slowed. That is hardly measured in a few dozen answers."""
-
 _INSTANT = 1e-9
 """No pass takes less."""
 
@@ -91,8 +85,6 @@ class Load:
         self.drafters = self.rounds = 0
         self.plain_s, self.drafted_s = WidthTimes(first=None), WidthTimes(first=None)
         self._rounds = self._lasted = 0.0  # of the latest ones: how many, and how long, in plain rounds
-        self._gains: list[float] = []  # tokens per step of those who came to the end of one in the last round
-        self._next_gains: list[float] = []  # in this one, so far
         self._drafts: WeakKeyDictionary[object, deque[_DraftPass]] = WeakKeyDictionary()
         self._readings: WeakKeyDictionary[object, deque[float]] = WeakKeyDictionary()  # seconds per token
         self._in_round: Counter[object] = Counter()  # by model
@@ -110,7 +102,6 @@ class Load:
         if made.target:
             self._known.clear()
             self.rounds += 1
-            self._gains, self._next_gains = self._next_gains, []
             self._in_round.clear()
             self.rows, self.requests = requests + sum(made.drafted) if reading else sum(made.fed), requests
             self.drafters = sum(each > 0 for each in made.drafted)
@@ -200,21 +191,10 @@ class Load:
             self._scout, self._scouting = ref(request), self.rounds
         return self._scout() is request
 
-    def goes_on(self, request: object, tokens: float) -> None:
-        """A request, whose steps give so many tokens, has come to the end of one."""
-        self._next_gains.append(tokens)
+    def goes_on(self, request: object) -> None:
+        """A request has come to the end of a step."""
         if self._scout is not None and self._scout() is request:
             self._scouting = self.rounds
-
-    def delay(self, tokens: float) -> float:
-        """How much a longer round counts to a request whose steps give so many tokens, over B times its length.
-
-        Each of the B counts once, but ``_LOSS`` times each other one who is slowed: whose steps give less than
-        ``_TOLERATED`` times the tokens that plain ones would have in that time.
-        """
-        little = _TOLERATED * self.stretch
-        losers = sum(each < little for each in self._gains) - (tokens < little)
-        return 1.0 + (_LOSS - 1.0) * max(0, losers) / max(1, len(self._gains))
 
     def may_look(self, due: bool) -> bool:
         """Whether those who draft nothing may look in this round whether that pays again: all of them, or none.
@@ -248,8 +228,7 @@ class SharedCosts:
         R = B·t / T
 
     which for one request is its tokens per second, as alone. It is never below B / V(B), plain decoding: where
-    everybody drafts too much T is long, and a row would seem to prolong it by little. And a loss counts twice: R is
-    1 + L / B times as high where L of the others get less than 0.95 of what they would plainly.
+    everybody drafts too much T is long, and a row would seem to prolong it by little.
 
     Args:
         load: The batch.
@@ -337,8 +316,7 @@ class SharedCosts:
     def rate(self, reached: float, plain: float) -> float:
         if self._given is not None:
             return max(reached, plain)
-        tokens = self._tokens / self._steps
-        return plain * max(1.0, tokens / self._load.stretch) * self._load.delay(tokens)
+        return plain * max(1.0, self._tokens / self._steps / self._load.stretch)
 
     def may_look(self, due: bool) -> bool:
         return self._load.may_look(due) and (due or not self.catching_up_s)
@@ -355,7 +333,7 @@ class SharedCosts:
         self._rows = step.verified
         self._longest = max(self._longest, step.verified - 1)
         self._lacks = 0 if (step.gamma if passes is None else passes) else self._lacks + len(step.tokens)
-        self._load.goes_on(self, self._tokens / self._steps)
+        self._load.goes_on(self)
 
     def to_dict(self) -> dict[str, Any]:
         seconds = self.verify_s(self._longest + 1)
