@@ -651,10 +651,10 @@ def test_the_command_says_what_is_not_exported(cli: Cli, tmp_path: Path) -> None
 def test_as_data(cli: Cli) -> None:
     found = cli("export", RUNS / "smollm2-135m", "--to", "transformers", "--json").json()
     assert (found["engine"], found["version"]) == ("transformers", "5.23.0")
-    assert found["options"]["generate"] == {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 3}
-    assert found["measured"]["config"] == "lookup@6"
+    assert found["options"]["generate"] == {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}
+    assert found["measured"]["config"] == "lookup@4"
     assert found["measured"]["low"] < found["measured"]["speedup"] < found["measured"]["high"]
-    assert found["setting"]["gamma"] == 6
+    assert found["setting"]["gamma"] == 4
     assert found["missing"] == []
     assert found["differs"]
     assert found["check"]
