@@ -124,7 +124,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(load, "cpu_computes_bfloat16", lambda: True)
+    monkeypatch.setattr(load, "has_bfloat16", lambda: True)
     stands_in = Machine(2.0)
     monkeypatch.setattr(load, "measure_dtypes", stands_in)
     return stands_in

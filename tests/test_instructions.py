@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from specbench.backends.torch.kernels import instructions, native
-from specbench.backends.torch.kernels.instructions import allowed, has_vnni, processor_name
+from specbench.backends.torch.kernels.instructions import allowed, has_bfloat16, has_vnni, processor_name
 from specbench.backends.torch.kernels.linear import can_pack
-from specbench.models.load import cpu_computes_bfloat16
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_what_is_not_allowed_is_not_there(monkeypatch):
     monkeypatch.setattr(native, "_found", lambda: "it was not built")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert not has_vnni()
-    assert not cpu_computes_bfloat16()
+    assert not has_bfloat16()
     assert not can_pack(torch.bfloat16, "cpu")
     assert not can_pack(torch.float16, "cpu")
 

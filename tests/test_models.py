@@ -255,7 +255,7 @@ def test_options_default_to_a_device_and_dtype_there_are(folder):
 @pytest.mark.parametrize("asked", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, asked, computes):
-    monkeypatch.setattr(load, "cpu_computes_bfloat16", lambda: computes)
+    monkeypatch.setattr(load, "has_bfloat16", lambda: computes)
     save_tiny(tmp_path / "m", dtype=stored)
     loaded = load_model(str(tmp_path / "m"), LoadOptions(dtype=asked, device="cpu"), tokenizer=False)
     half = computes and stored is torch.bfloat16  # which does not hold the values of float16
@@ -271,7 +271,7 @@ def test_an_explicit_dtype_is_taken(folder, dtype):
 
 
 def test_the_dtype_is_read_from_the_weights_when_the_config_is_silent(tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "cpu_computes_bfloat16", lambda: True)
+    monkeypatch.setattr(load, "has_bfloat16", lambda: True)
     folder = save_tiny(tmp_path / "m", dtype=torch.bfloat16)
     edit_config(folder, dtype=None)
     assert load_model(str(folder), CPU, tokenizer=False).dtype == "bfloat16"

@@ -287,13 +287,14 @@ def _drafter_weights(
 
 def _bytes_per_number(options: LoadOptions) -> float:
     """Of weights: "auto" is half precision where the device computes in it."""
+    from specbench.backends.torch.kernels.instructions import has_bfloat16
     from specbench.backends.torch.kernels.linear import rounded_bytes
-    from specbench.models.load import cpu_computes_bfloat16, resolve_device
+    from specbench.models.load import resolve_device
 
     rounded = quantised(options.dtype)
     if rounded is None and options.dtype != "auto":
         return 4 if options.dtype == "float32" else 2
-    wide = 2 if resolve_device(options.device).type != "cpu" or cpu_computes_bfloat16() else 4
+    wide = 2 if resolve_device(options.device).type != "cpu" or has_bfloat16() else 4
     return wide if rounded is None else rounded_bytes(rounded, wide)
 
 

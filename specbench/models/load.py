@@ -10,7 +10,6 @@ import copy
 import hashlib
 import json
 import os
-import platform
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specbench.backends.torch.kernels.instructions import allowed
+from specbench.backends.torch.kernels.instructions import has_bfloat16
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.stops import special_tokens
 from specbench.errors import RunError, SpecbenchError, UsageError
@@ -59,7 +58,6 @@ __all__ = [
     "Progress",
     "WeightFiles",
     "check_options",
-    "cpu_computes_bfloat16",
     "end_ids_of",
     "end_of_turn",
     "load_config",
@@ -221,18 +219,6 @@ def _read_device_map(text: str) -> str | dict[str, Any]:
             )
         resolve_device(f"cuda:{place}" if isinstance(place, int) else place)
     return places
-
-
-def cpu_computes_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 matrices natively; elsewhere float32 is usually faster."""
-    if not allowed("bfloat16"):
-        return False
-    try:
-        if platform.machine() in ("aarch64", "arm64"):
-            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    except (AttributeError, RuntimeError):  # questions that other versions or builds of torch do not know
-        return False
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -517,7 +503,7 @@ def resolve_dtype(
         resolve_device(options.device).type != "cpu"
     ):  # "auto", which comes with a device map, prefers a GPU too
         return own
-    return torch.bfloat16 if own == torch.bfloat16 and cpu_computes_bfloat16() else torch.float32
+    return torch.bfloat16 if own == torch.bfloat16 and has_bfloat16() else torch.float32
 
 
 def _placement(

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["allowed", "circumstances", "has_vnni", "processor_name"]
+__all__ = ["allowed", "circumstances", "has_bfloat16", "has_vnni", "processor_name"]
 
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Variables by which oneDNN is limited, the newer one first."""
@@ -38,6 +38,20 @@ def has_vnni() -> bool:
     import torch
 
     return bool(torch.cpu._is_vnni_supported()) and allowed("vnni")
+
+
+def has_bfloat16() -> bool:
+    """Whether matrices of bfloat16 are multiplied as they are; elsewhere they are widened, or torn apart, first."""
+    import torch
+
+    if not allowed("bfloat16"):
+        return False
+    try:
+        if platform.machine() in ("aarch64", "arm64"):
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    except (AttributeError, RuntimeError):  # questions that other versions or builds of torch do not know
+        return False
 
 
 def circumstances() -> list[object]:
