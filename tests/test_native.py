@@ -264,6 +264,15 @@ def test_halves_are_packed_where_onednn_has_no_products_of_them(
     assert torch.equal(packed.weight, layer.weight)
 
 
+def test_halves_are_packed_where_onednn_would_take_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(48, 64).bfloat16()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
+    assert PackedLinear(weight, None)._packed is None
+    assert PackedLinear(weight.float(), None)._packed is not None
+    monkeypatch.setattr(native, "_found", lambda: "it was not built")
+    assert not can_pack(torch.bfloat16, "cpu") or PackedLinear(weight, None)._packed is not None
+
+
 # -- passes ------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import in_huge_pages
-from specbench.backends.torch.kernels.instructions import allowed, has_vnni
+from specbench.backends.torch.kernels.instructions import allowed, has_bfloat16, has_vnni
 from specbench.errors import UsageError
 from specbench.options import QuantisedName
 
@@ -68,13 +68,18 @@ def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
 
 
 def onednn_packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has packed products of this dtype here."""
+    """Whether weights of this dtype are packed by oneDNN here.
+
+    Where a processor has no instructions for bfloat16, oneDNN takes it apart for every product, if it knows any: native
+    products are quicker (docs/log.md).
+    """
     if not torch.backends.mkldnn.is_available():
         return False
     if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
         return False
     if dtype == torch.bfloat16:
-        return allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        known = allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return known and (has_bfloat16() or not native.available())
     if dtype == torch.float16:
         return allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return dtype == torch.float32
@@ -89,7 +94,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 class PackedLinear(nn.Module):
     """A linear layer whose weight lies in the order in which products read it: oneDNN's, or that of native ones.
 
-    The latter is for bfloat16 where oneDNN has no products of it: on processors with AVX2 alone.
+    The latter is for bfloat16 on processors without instructions for it.
 
     Args:
         weight: [out, in]; can be freed afterwards.
