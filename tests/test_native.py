@@ -283,13 +283,16 @@ def scorer_of(model: Any, way: type[ways.Forward], cache: CacheKind = "dynamic")
     return scorer
 
 
+WIDTHS = (1, 2, 5, 31, 32, 40, 120)
+
+
 def passes(scorer: Scorer) -> list[torch.Tensor]:
     """Logits of prefills and of passes of several widths behind the longer one, with roll-backs in between."""
     scorer.begin()
     found = [scorer.logits(CONTEXT[:7]), scorer.logits(CONTEXT[:9])]
     scorer.begin()
     found.append(scorer.logits(CONTEXT))
-    for width in (1, 2, 5, 31, 32, 40):
+    for width in WIDTHS:
         found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
         scorer.keep(len(CONTEXT))
     return found
@@ -348,8 +351,9 @@ def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(
     exact = passes(Scorer(build(kind, dtype, intermediate_size=128).double(), cache))
     expected = passes(scorer_of(model, ways.OrdinaryPass, cache))
     found = passes(chosen(model, cache))
-    assert {logits.dtype for logits in found[3:-1]} == {torch.float32}
-    for one, usual, truth in zip(found[3:-1], expected[3:-1], exact[3:-1], strict=True):
+    for width, one, usual, truth in zip(WIDTHS, found[3:], expected[3:], exact[3:], strict=True):
+        in_one_call = width < 48 or level > 1 or dtype == torch.bfloat16
+        assert one.dtype == (torch.float32 if in_one_call else usual.dtype)
         assert relative(one, truth) < 1.5 * relative(usual, truth) + 1e-6
     assert deviation(found, exact) < (1e-5 if dtype == torch.float32 else 0.1)
 
@@ -371,16 +375,17 @@ def test_a_row_of_a_target_has_the_same_bits_in_every_pass(kind: str, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_hidden_states_are_those_of_the_model(kind: str, dtype: torch.dtype, level: int) -> None:
-    model = target_of(kind, dtype)
+    model, exact = target_of(kind, dtype), build(kind, dtype, intermediate_size=128).double()
     found = []
-    for scorer in (chosen(model), scorer_of(model, ways.OrdinaryPass)):
+    for scorer in (chosen(model), scorer_of(model, ways.OrdinaryPass), Scorer(exact)):
         scorer.begin()
         scorer.logits(CONTEXT)
-        found.append(scorer.score(Pass(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1))).hidden)
-    assert found[0] is not None
+        hidden = scorer.score(Pass(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1))).hidden
+        assert hidden is not None
+        found.append(hidden)
     assert found[0].shape == (3, 3, 48)
     assert found[0].dtype == dtype
-    assert relative(*found) < (1e-5 if dtype == torch.float32 else 0.03)
+    assert relative(found[0], found[2]) < 1.5 * relative(found[1], found[2]) + 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -502,10 +507,10 @@ def test_more_rows_than_are_read_in_one_call_go_another_way(monkeypatch: pytest.
     seats = [batch.open() for _ in range(2)]
     batch.score([Pass(seat, CONTEXT[:2]) for seat in seats])
     seen = in_one_call(monkeypatch)
-    rows = batch.score([Pass(seat, CONTEXT[: 40 - i], rows=1) for i, seat in enumerate(seats)])
+    rows = batch.score([Pass(seat, CONTEXT[: 80 - i], rows=1) for i, seat in enumerate(seats)])
     assert seen == [False]
     for i, found in enumerate(rows):
-        expected = Scorer(scorer.model, "none").logits(CONTEXT[: 40 - i])
+        expected = Scorer(scorer.model, "none").logits(CONTEXT[: 80 - i])
         assert relative(found.logits, expected) < 1e-4
 
 
@@ -542,7 +547,7 @@ def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(
     scorer = chosen(target_of("Qwen3", dtype))
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
     seats = [batch.open() for _ in range(4)]
-    contexts = [CONTEXT[:size] for size in (20, 90, 33, 7)]
+    contexts = [CONTEXT[:20], CONTEXT[5:], CONTEXT[:33], CONTEXT[:7]]
     drafts: list[tuple[list[int], list[int] | None]] = [
         ([5, 6], None),
         ([], None),

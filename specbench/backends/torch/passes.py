@@ -194,10 +194,6 @@ _POSITIONS = 512
 """So many more are rotated at once."""
 
 
-_MOST_SHARED = 64
-"""Rows of several requests that are read in one call: up to there it is known to be quicker (docs/log.md). Where rows
-are rounded to bytes there may be any number: products are the same ones anyway."""
-
 _AT_ONCE = 512
 """Rows of one request that are read in one call: more would take much memory beside the weights."""
 
@@ -245,9 +241,9 @@ class _Stacked(NamedTuple):
     rotations: Rotations
     empty: torch.Tensor
 
-    def stack_for(self, rows: int, most: int) -> Stack | None:
-        """What makes a pass of so many rows; ``None`` where they are more than ``most``, and not rounded to bytes."""
-        return self.stack if self.stack is None or self.stack.rounds_rows or rows <= most else None
+    def stack_for(self, rows: int) -> Stack | None:
+        """What makes a pass of so many rows; ``None`` where torch's own products are quicker."""
+        return self.stack if self.stack is not None and rows <= self.stack.widest else None
 
 
 class _Stacks:
@@ -272,8 +268,8 @@ class _Stacks:
 
 
 class NativePass(ShortPass):
-    """A short pass in one call, and a long one where rows are rounded to bytes, so that these have the same bits in
-    every pass; one of ``ShortPass`` where the cache is no plain one.
+    """A pass in one call up to ``Stack.widest`` rows, which are any number where they are rounded to bytes and so have
+    the same bits in every pass; one of ``ShortPass`` beyond, or where the cache is no plain one.
 
     Between its products everything is in float32, and so are its logits.
 
@@ -302,7 +298,7 @@ class NativePass(ShortPass):
         tokens, held = ids.shape[1], self._held()
         own = self._layers(held) if len({*layers}) == len(layers) else None
         made = None if own is None else self._stacked(own)
-        stack = None if made is None else made.stack_for(tokens, LONGEST_PASS)
+        stack = None if made is None else made.stack_for(tokens)
         if own is None or made is None or stack is None:
             return super().rows(ids, rows, layers, position_ids, attention_mask)
         past = held.get_seq_length()
@@ -451,11 +447,11 @@ class RaggedPass:
         wanted: torch.Tensor,
         layers: Sequence[int],
     ) -> Rows | None:
-        """``None`` where that cannot be, or is not known to be quicker."""
+        """``None`` where that cannot be, or is slower."""
         if self._stacked is None or len({*layers}) < len(layers):
             return None
         made = self._stacked(own)
-        stack = made.stack_for(ids.shape[1], _MOST_SHARED)
+        stack = made.stack_for(ids.shape[1])
         if stack is None:
             return None
         held = joined.lengthened([layer.place for layer in own], NATIVE_ENTRIES, made.empty)

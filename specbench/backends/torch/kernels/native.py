@@ -10,6 +10,7 @@ threads are those of torch's own OpenMP, so that nobody waits for two pools in t
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import sys
@@ -247,6 +248,9 @@ _WIDTHS = (64, 48, 32, 16, 8)
 
 _LANES = {1: 8, 2: 16, 3: 16}
 """Outputs that are multiplied at once, by the level of instructions."""
+
+_WIDEST = {1: 48, 2: 128, 3: 128}
+"""Rows up to which one call is quicker than torch's products, by the level of instructions (docs/log.md)."""
 
 _DEPTH = 64
 """No more inputs lie together there: to a multiple of them native.c fills rows up with zeros."""
@@ -558,6 +562,8 @@ class Stack:
     Attributes:
         sizes: Of all that a pass is made of: what stacks of the same sizes share is how long their passes take.
         rounds_rows: Whether products round what they are given to bytes.
+        widest: Rows of a pass up to which it is quicker than one in torch's operators; any number where rows are
+            rounded, since products are the same ones, and where bfloat16 is multiplied without instructions for it.
     """
 
     def __init__(
@@ -596,7 +602,9 @@ class Stack:
         self._nbytes = [sum(product.panels.nbytes for product in layer.products) for layer in layers]
         self._head_nbytes = head.panels.nbytes
         self.sizes = (len(layers), hidden, heads, shared, size, middle, self._vocabulary, head.panels.bits)
-        self.rounds_rows = head.panels.bits <= 8
+        bits, level = head.panels.bits, _native().level
+        self.rounds_rows = bits <= 8
+        self.widest = math.inf if self.rounds_rows or (bits == 16 and level < 3) else _WIDEST[level]
 
     def layers_of(self, nbytes: int) -> int:
         """How many of the first layers hold so many bytes of weights, with the head; all where there are fewer."""
