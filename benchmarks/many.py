@@ -7,11 +7,12 @@
 Ways: *alone* is plain decoding by the driver of one request, prompt by prompt; *one* the same through the scheduler, at
 batch 1; *plain* the same at --batch; *transformers* its `generate`, with batches padded on the left; besides these each
 of --rules at --batch. Groups of prompts are decoded by all ways in a fresh random order, every output as long as asked
-for. The scheduler gets them as a closed loop: behind as many others as there are clients, which all come at once and
-are not measured, and kept full by others until the last of the group has ended; tokens per second are clients · tokens
-/ latencies, see docs/metrics.md. Prints them, the ratios with 95% intervals over groups, and of every rule over *plain*
-the tokens of each request over its latency, by category with intervals over prompts. Ends with one line of JSON; exit
-code 1 if a rule has changed an output in float32.
+for: equally long ones let plain requests begin and end together, so that their prompts are read in few wide passes,
+those of --spread do not. The scheduler gets them as a closed loop: behind as many others as there are clients, which
+all come at once and are not measured, and kept full by others until the last of the group has ended; tokens per second
+are clients · tokens / latencies, see docs/metrics.md. Prints them, the ratios with 95% intervals over groups, and of
+every rule over *plain* the tokens of each request over its latency, by category with intervals over prompts. Ends with
+one line of JSON; exit code 1 if a rule has changed an output in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import parts  # noqa: F401 - before torch
 import torch
@@ -65,8 +66,15 @@ class Taken:
         return sum(map(len, self.outputs)) / self.seconds
 
 
-Way = Callable[[Sequence[list[int]]], Taken]
-"""Decodes prompts, token ids."""
+class Job(NamedTuple):
+    """A prompt, and how many tokens are decoded behind it."""
+
+    prompt: list[int]
+    tokens: int
+
+
+Way = Callable[[Sequence[Job]], Taken]
+"""Decodes prompts."""
 
 
 class Ours:
@@ -84,18 +92,18 @@ class Ours:
     ) -> None:
         self.given, self.target, self.drafter, self.rule, self.batch = given, target, drafter, rule, batch
 
-    def __call__(self, prompts: Sequence[list[int]]) -> Taken:
+    def __call__(self, jobs: Sequence[Job]) -> Taken:
         if self.batch is None:
-            return self._one_by_one(prompts)
+            return self._one_by_one(jobs)
         clock = SkippingClock(WallClock())
-        asked = [Asked(prompt, 0) for prompt in prompts]
+        asked = [Asked(job, 0) for job in jobs]
         before = asked[-self.batch :]
         load = Load([*before, *asked], clients=self.batch, beside=asked)
         runs = GenerationRuns(
             [],
             max_batch=self.batch,
             pool=self.given.pool,
-            later=[self._run(prompt) for prompt in prompts],
+            later=[self._run(job) for job in jobs],
             clock=clock,
         )
         served = serve(load, runs, lambda each: self._run(each.prompt), clock).requests[len(before) :]
@@ -103,10 +111,10 @@ class Ours:
         outputs = [each.run.result().token_ids for each in served]
         return Taken(sum(latencies) / self.batch, outputs, latencies)
 
-    def _one_by_one(self, prompts: Sequence[list[int]]) -> Taken:
+    def _one_by_one(self, jobs: Sequence[Job]) -> Taken:
         outputs, latencies = [], []
-        for prompt in prompts:
-            run = self._run(prompt)
+        for job in jobs:
+            run = self._run(job)
             began = time.perf_counter()
             for _ in run:
                 pass
@@ -114,19 +122,19 @@ class Ours:
             outputs.append(run.result().token_ids)
         return Taken(sum(latencies), outputs, latencies)
 
-    def _run(self, prompt: Sequence[int]) -> GenerationRun:
+    def _run(self, job: Job) -> GenerationRun:
         return GenerationRun(
-            prompt,
+            job.prompt,
             self.target,
             self.drafter,
             policy=build_policy(self.rule),
-            max_new_tokens=self.given.tokens,
+            max_new_tokens=job.tokens,
             ignore_eos=True,
         )
 
 
 class Theirs:
-    """``generate`` of ``transformers``, batch after batch.
+    """``generate`` of ``transformers``, batch after batch, each as long as its longest output.
 
     Args:
         given: The options of the benchmark.
@@ -136,20 +144,25 @@ class Theirs:
         self.given = given
         self.model = load_model(given.target, LoadOptions(dtype=given.dtype)).model
 
-    def __call__(self, prompts: Sequence[list[int]]) -> Taken:
-        config = GenerationConfig(
-            do_sample=False, max_new_tokens=self.given.tokens, eos_token_id=None, pad_token_id=0
-        )
+    def __call__(self, jobs: Sequence[Job]) -> Taken:
         began, outputs = time.perf_counter(), []
-        for first in range(0, len(prompts), self.given.batch):
-            part = prompts[first : first + self.given.batch]
-            longest = max(map(len, part))
-            ids = torch.tensor([[0] * (longest - len(each)) + each for each in part])
-            mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in part])
+        for first in range(0, len(jobs), self.given.batch):
+            part = jobs[first : first + self.given.batch]
+            config = GenerationConfig(
+                do_sample=False,
+                max_new_tokens=max(job.tokens for job in part),
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            longest = max(len(job.prompt) for job in part)
+            gaps = [longest - len(job.prompt) for job in part]
+            ids = torch.tensor([[0] * gap + job.prompt for gap, job in zip(gaps, part, strict=True)])
+            mask = torch.tensor([[0] * gap + [1] * (longest - gap) for gap in gaps])
             with torch.inference_mode():
                 found = self.model.generate(ids, attention_mask=mask, generation_config=config)
-            outputs += [tuple(row) for row in found[:, longest:].tolist()]
-        return Taken(time.perf_counter() - began, outputs, [float("nan")] * len(prompts))
+            rows = found[:, longest:].tolist()
+            outputs += [tuple(row[: job.tokens]) for row, job in zip(rows, part, strict=True)]
+        return Taken(time.perf_counter() - began, outputs, [float("nan")] * len(jobs))
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +171,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     drafter = load_drafter(given.drafter, target) if given.rules else None
     prompts = load_prompts(given.sets, limit=given.prompts)
     assert target.tokenizer is not None
-    encoded = [encode_prompt(target.tokenizer, each.turns[0], system=each.system) for each in prompts]
+    choice = Random(0)
+    jobs = [
+        Job(
+            encode_prompt(target.tokenizer, each.turns[0], system=each.system),
+            max(1, round(given.tokens * (1 + given.spread * choice.uniform(-1, 1)))),
+        )
+        for each in prompts
+    ]
     ways: dict[str, Way] = {
         "alone": Ours(given, target, None, "fixed", None),
         "one": Ours(given, target, None, "fixed", 1),
@@ -169,8 +189,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         ways["transformers"] = Theirs(given)
     ways |= {rule: Ours(given, target, drafter, rule, given.batch) for rule in given.rules}
     for way in ways.values():
-        way(encoded[: given.batch])
-    choice = Random(0)
+        way(jobs[: given.batch])
     taken: list[tuple[list[Prompt], dict[str, Taken]]] = []
     for _ in range(given.rounds):
         order = choice.sample(range(len(prompts)), len(prompts))
@@ -178,7 +197,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             members = order[first : first + given.group]
             found = {}
             for name in choice.sample(list(ways), len(ways)):
-                found[name] = ways[name]([encoded[i] for i in members])
+                found[name] = ways[name]([jobs[i] for i in members])
                 print(f"{len(taken) + 1:3} {name:14} {found[name].speed:8.1f} tokens/s", flush=True)
             taken.append(([prompts[i] for i in members], found))
     return {
@@ -187,7 +206,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "dtype": target.dtype,
         "drafter": given.drafter,
         "threads": torch.get_num_threads(),
-        **{name: getattr(given, name) for name in ("prompts", "tokens", "batch", "group", "rounds", "pool")},
+        **{
+            name: getattr(given, name)
+            for name in ("prompts", "tokens", "spread", "batch", "group", "rounds", "pool")
+        },
         "tokens_per_second": {name: _together(taken, name) for name in ways},
         "ratios": _ratios(taken, given.rules),
         "requests": _by_category(taken, given.rules),
@@ -266,6 +288,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sets", nargs="+", default=["all"], help="of prompts, or files")
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        help="of --tokens, by how much an output may be shorter or longer",
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument(
         "--group", type=int, default=24, metavar="N", help="prompts that are decoded at a stretch"

@@ -88,7 +88,7 @@ def test_ways_to_decode_many_prompts_are_timed_in_turn(
         "chat",
     ]
     sizes = ["--prompts", "4", "--tokens", "6", "--batch", "3", "--group", "2", "--rounds", "1"]
-    assert many.main([*arguments, *sizes, "--rules", "auto", "fixed:gamma=2"]) == 0
+    assert many.main([*arguments, *sizes, "--spread", "0.5", "--rules", "auto", "fixed:gamma=2"]) == 0
     found = last_json(capsys)
     assert found["parted"] == 0
     assert found["tokens_per_second"].keys() == {*many.WAYS, "auto", "fixed:gamma=2"}
