@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -180,24 +181,32 @@ class Soak:
         """Start `generate --prompts`, and end it by SIGTERM at some time behind its first line."""
         words = ["generate", "--prompts", "all", "--json", "--quiet", "--batch", "4", "--drafter", "lookup"]
         words += ["--max-new-tokens", "8", "--target", self.given.target]
-        with tempfile.TemporaryFile("w+") as said:
+        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
             process = subprocess.Popen(
-                [sys.executable, "-m", "specbench", *words], stdout=subprocess.PIPE, stderr=said, text=True
+                [sys.executable, "-m", "specbench", *words], stdout=said, stderr=complained
             )
-            assert process.stdout is not None
-            first = process.stdout.readline()
+            while process.poll() is None and not os.fstat(said.fileno()).st_size:
+                time.sleep(0.05)
             time.sleep(self.choice.random())
             process.send_signal(signal.SIGTERM)
-            rest, _ = process.communicate(timeout=120)
-            said.seek(0)
-            complaint = said.read()
-        lines = (first + rest).splitlines(keepends=True)
-        names = [json.loads(line)["id"] for line in lines if line.endswith("\n")]
+            process.wait(timeout=120)
+            for file in (said, complained):
+                file.seek(0)
+            lines, complaint = said.readlines(), complained.read()
+        names = [_name_in(line) for line in lines]
         self.ends["ended by SIGTERM"] += 1
         if process.returncode not in (143, 0, 1) or "Traceback" in complaint:
             self.wrong.append(f"ended by SIGTERM it exits with {process.returncode}: {complaint}")
-        if len(names) != len(lines) or len(set(names)) != len(names):
+        if None in names or len(set(names)) != len(names):
             self.wrong.append("ended by SIGTERM it has printed a line twice, or half of one")
+
+
+def _name_in(line: str) -> str | None:
+    """Of the prompt that a line of output is about; ``None`` where it is not whole."""
+    try:
+        return str(json.loads(line)["id"]) if line.endswith("\n") else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
