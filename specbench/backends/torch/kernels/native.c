@@ -45,6 +45,7 @@ enum {
     SPINS = 400,        /* looks at a stage before the core is given away */
     YIELDS = 100,       /* so many times, before the thread sleeps */
     KEYS = 64,
+    KEYS_AHEAD = 16,    /* fetched before they are multiplied */
     HEADS_AT_ONCE = 8,
     MOST_SIZE = 256,    /* of a head */
 };
@@ -139,6 +140,7 @@ typedef struct {
     const uint8_t *mask;
     float *out, scaling;
     int count, groups, size, is_bfloat16;
+    int is_first; /* of the rows that attend to the same: it has their keys and values fetched */
 } Attention;
 
 typedef struct {
@@ -613,6 +615,7 @@ static Attention attention_of(const Pass *pass, int place, int row, int head, co
         .groups = model->heads / model->shared,
         .size = model->size,
         .is_bfloat16 = pass->is_bfloat16,
+        .is_first = own == 0,
     };
 }
 

@@ -223,6 +223,13 @@ INLINE TARGET VF NAME(load)(const void *states, int64_t at, const int is_bfloat1
     return is_bfloat16 ? F_OF_BFLOAT16((const uint16_t *)states + at) : F_LOAD((const float *)states + at);
 }
 
+/* The keys and values of a position are on their way: behind a pass over all weights they are in memory alone. */
+INLINE void NAME(fetch)(const Attention *a, const void *states, int position) {
+    const int64_t bytes = (int64_t)a->size * (a->is_bfloat16 ? 2 : 4);
+    const char *from = (const char *)states + place_of(a->places, position) * bytes;
+    for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + at, _MM_HINT_T0);
+}
+
 /* Scores of LANES keys, of which there are `count`; those missing stand for others. */
 INLINE TARGET void NAME(score)(
     const Attention *a, int first, int count, int begin, int heads, float scores[][KEYS], int at, const int is_bfloat16) {
@@ -230,6 +237,8 @@ INLINE TARGET void NAME(score)(
     _Alignas(64) float keys[LANES * MOST_SIZE];
     for (int j = 0; j < LANES; j++) {
         const int64_t from = place_of(a->places, first + (j < count ? j : count - 1)) * size;
+        if (a->is_first && j < count) NAME(fetch)(a, a->values, first + j);
+        if (a->is_first && first + j + KEYS_AHEAD < a->count) NAME(fetch)(a, a->keys, first + j + KEYS_AHEAD);
         for (int i = 0; i < size; i += LANES) F_STORE(keys + j * size + i, NAME(load)(a->keys, from + i, is_bfloat16));
     }
     for (int g = 0; g < heads; g++) {
@@ -270,6 +279,7 @@ INLINE TARGET void NAME(weigh)(
 INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
     const int size = a->size;
     _Alignas(64) float scores[HEADS_AT_ONCE][KEYS], sums[HEADS_AT_ONCE][MOST_SIZE];
+    for (int j = 0; a->is_first && j < KEYS_AHEAD && j < a->count; j++) NAME(fetch)(a, a->keys, j);
     for (int begin = 0; begin < a->groups; begin += HEADS_AT_ONCE) {
         const int heads = a->groups - begin < HEADS_AT_ONCE ? a->groups - begin : HEADS_AT_ONCE;
         float most[HEADS_AT_ONCE], weight[HEADS_AT_ONCE];
