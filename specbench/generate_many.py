@@ -90,10 +90,14 @@ class GenerationRuns:
         if clock is None and begun:
             clock = clock_for(str(begun[0].target.scorer.device))
         self.load = Load() if load is None else load
-        self._most_drafting, self._watch = disable_by_batch_size, watch
+        # What these know of this object they know without it, so that it goes as soon as nobody holds it.
         self._scheduler = Scheduler(
-            max_batch=max_batch, max_tokens_per_pass=max_tokens_per_pass, clock=clock, watch=self._made
+            max_batch=max_batch,
+            max_tokens_per_pass=max_tokens_per_pass,
+            clock=clock,
+            watch=partial(_made, self.load if max_batch > 1 else None, watch),
         )
+        self._may_draft = partial(_may_draft, self._scheduler, disable_by_batch_size)
         self.seats: Seats | None = None
         if begun:
             limit = begun[0].target.scorer.context_limit
@@ -147,15 +151,6 @@ class GenerationRuns:
         load = None if self.max_batch == 1 else self.load
         return run.apart(self.seats, load, self._may_draft)
 
-    def _may_draft(self) -> bool:
-        return self._most_drafting is None or self._scheduler.active <= self._most_drafting
-
-    def _made(self, made: SharedPass) -> None:
-        if self.max_batch > 1:
-            self.load.took(made)
-        if self._watch is not None:
-            self._watch(made)
-
     def _taken(self) -> Iterator[tuple[int, Event]]:
         try:
             for i, event in self._scheduler:
@@ -203,6 +198,17 @@ class GenerationRuns:
         for _ in self:
             pass
         return [self.result(index) for index in range(len(self.runs))]
+
+
+def _made(load: Load | None, watch: Callable[[SharedPass], None] | None, made: SharedPass) -> None:
+    if load is not None:
+        load.took(made)
+    if watch is not None:
+        watch(made)
+
+
+def _may_draft(scheduler: Scheduler, most: int | None) -> bool:
+    return most is None or scheduler.active <= most
 
 
 def speculative_generate_many(

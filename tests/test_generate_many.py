@@ -331,3 +331,26 @@ def test_memory_is_given_back_when_all_have_ended() -> None:
     assert taken is not None
     assert many.seats.use is not None
     assert many.seats.use.bytes == taken.bytes
+
+
+@pytest.mark.parametrize("kind", ["paged", "slotted"])
+def test_nothing_is_left_to_the_collector(kind: PoolKind) -> None:
+    """Requests and what they hold go with their last reference, those that are cancelled too."""
+
+    def decode_some() -> None:
+        many = GenerationRuns([run(number) for number in range(len(KINDS))], max_batch=3, pool=kind)
+        for count, _ in enumerate(many):
+            if count == 20:
+                many.cancel(5)
+
+    decode_some()
+    gc.collect()
+    try:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        decode_some()
+        gc.collect()
+        left = [type(each).__name__ for each in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert left == []

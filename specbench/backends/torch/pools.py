@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from weakref import ref
 
 import numpy as np
 import torch
@@ -369,7 +370,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, slot: Slot, store: _Store) -> None:
         CacheLayerMixin.__init__(self)
-        self._slot, self.store = slot, store
+        self._slot, self.store = ref(slot), store  # nobody but the collector would find a circle
         self.used = 0
         self.is_sliding = store.window is not None
         self.sliding_window = store.window
@@ -381,9 +382,11 @@ class _SlotLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         end = self.used + key_states.shape[-2]
-        self._slot.require(end)
+        slot = self._slot()
+        assert slot is not None
+        slot.require(end)
         device = key_states.device
-        places = self._slot.places(0, end)
+        places = slot.places(0, end)
         self.store.write(places[self.used :].to(device), key_states, value_states)
         self.used = end
         reach = _reach(places, device)

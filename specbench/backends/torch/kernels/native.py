@@ -19,7 +19,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, 
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -163,6 +163,12 @@ class _Packing(Structure):
         ("bits", c_int32),
         ("unused", c_int32),
     )
+
+
+@cache
+def _array(kind: Any, count: int) -> Any:
+    """The type of an array, which ctypes forgets, but only the collector finds, where nobody keeps it."""
+    return kind * count
 
 
 class _Native(NamedTuple):
@@ -538,9 +544,11 @@ class Entries:
 
     def __init__(self, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._held = held
-        self.keys = (c_void_p * len(held))(*(keys.data_ptr() for keys, _ in held))
-        self.values = (c_void_p * len(held))(*(values.data_ptr() for _, values in held))
-        self.strides = (c_int64 * (2 * len(held)))(*(each.stride(1) for entries in held for each in entries))
+        self.keys = _array(c_void_p, len(held))(*(keys.data_ptr() for keys, _ in held))
+        self.values = _array(c_void_p, len(held))(*(values.data_ptr() for _, values in held))
+        self.strides = _array(c_int64, 2 * len(held))(
+            *(each.stride(1) for entries in held for each in entries)
+        )
         self.is_bfloat16 = held[0][0].dtype == torch.bfloat16
 
 
@@ -666,10 +674,10 @@ class Stack:
         native, embedded = _native(), _whole(embedded)
         cosines, sines = cosines.contiguous(), sines.contiguous()
         asked = _Told(requests)
-        which = (c_int32 * len(wanted))(*wanted)
+        which = _array(c_int32, len(wanted))(*wanted)
         logits = torch.empty(len(wanted), self._vocabulary)
         states = torch.empty(len(x), len(layers), x.shape[1])
-        told = (c_void_p * (self._model.count + 1))()
+        told = _array(c_void_p, self._model.count + 1)()
         for place, layer in enumerate(layers):
             told[layer] = states[:, place].data_ptr()
         _check(
@@ -713,7 +721,7 @@ class _Told:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._kept: list[torch.Tensor | Entries | None] = []
-        self.given, self.rows = (_Request * len(requests))(), 0
+        self.given, self.rows = _array(_Request, len(requests))(), 0
         for place, request in enumerate(requests):
             mask, places = _whole(request.mask), _whole(request.places)
             self._kept += [mask, places, request.entries]
@@ -777,9 +785,9 @@ class Attention:
                     _Pass(
                         model=ctypes.pointer(model),
                         x=query.data_ptr(),
-                        keys=(c_void_p * 1)(keys.data_ptr()),
-                        values=(c_void_p * 1)(values.data_ptr()),
-                        strides=(c_int64 * 2)(keys.stride(1), values.stride(1)),
+                        keys=_array(c_void_p, 1)(keys.data_ptr()),
+                        values=_array(c_void_p, 1)(values.data_ptr()),
+                        strides=_array(c_int64, 2)(keys.stride(1), values.stride(1)),
                         requests=self._requests.given,
                         logits=out.data_ptr(),
                         rows=rows,
