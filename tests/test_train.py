@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -28,8 +29,10 @@ from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.prepare import Target, load_drafter, wrap_target
 from specbench.options import LoadOptions
 from specbench.specs.models import parse_model
+from specbench.train import hidden_states as hidden_states_module
 from specbench.train import learner as learner_module
 from specbench.train import texts as texts_module
+from specbench.train.hidden_states import HiddenStates
 from specbench.train.learner import Learner
 from specbench.train.lessons import Lesson, Teacher, batches, fitting, padded
 from specbench.train.result import write_head
@@ -223,6 +226,19 @@ def test_a_head_that_does_more_than_a_product_is_asked_itself(model: Any) -> Non
     assert not torch.allclose(plain.p, capped.p)
 
 
+def test_states_are_no_use_where_a_head_does_more_than_a_product(
+    model: Any, target: Target, tmp_path: Path
+) -> None:
+    hook = model.lm_head.register_forward_hook(lambda _module, _given, out: 3 * torch.tanh(out / 3))
+    try:
+        said = refusal(
+            training, target, tmp_path / "head", replace(QUICK, store_states=True), kind=UsageError
+        )
+    finally:
+        hook.remove()
+    assert "do not follow from its hidden states by a product alone" in said
+
+
 # -- texts and batches -----------------------------------------------------------------------------
 
 
@@ -271,6 +287,67 @@ def test_answers_that_had_not_ended_are_kept_apart(target: Target, tmp_path: Pat
         alone = autoregressive_generate(prompts[place], target, max_new_tokens=40)
         assert text.tokens == (*prompts[place], *alone.token_ids[: text.written])
         assert 0 < text.written < 40
+
+
+def test_states_are_heard_while_the_target_writes(model: Any, target: Target, tmp_path: Path) -> None:
+    prompts, layers = [[5, 9, 14], [30, 2], [7, 7, 8, 1]], (1, 2, 3)
+    states = HiddenStates(tmp_path / "states", layers, 32, torch.float32)
+    store, cut = store_for(target, prompts, 20, 0), TextStore(tmp_path / "cut")
+    enough = {
+        "enough": lambda _, everything: everything >= 70
+    }  # of 60 greedy tokens, and some at a temperature
+    write_texts(target, prompts, store, answer_tokens=20, seed=0, cut=cut, states=states, **enough)
+    texts = {**store.read(), **cut.read()}
+    assert {number for number, _ in texts} == {0, 1}
+    for text in texts.values():
+        found = states.of(text)
+        assert found is not None
+        expected = states_of(model, text.tokens, layers)[: len(found)]
+        assert len(found) >= len(text.tokens) - 1
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        shorter = states.of(replace(text, tokens=text.tokens[:6]))
+        assert shorter is not None
+        assert torch.equal(shorter, found[:6])
+        assert states.of(replace(text, tokens=(*text.tokens[:-1], text.tokens[-1] + 1))) is None
+    assert states.of(Text(2, 0, 1, (1, 2, 3))) is None
+    assert HiddenStates(tmp_path / "states", layers[1:], 32, torch.float32).of(texts[0, 0]) is None
+    next((tmp_path / "states").iterdir()).write_bytes(b"x")
+    assert [states.of(text) is None for text in texts.values()].count(True) == 1
+
+
+def test_a_full_disk_ends_a_training_that_goes_on_later(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, settings = tmp_path / "head", replace(QUICK, store_states=True)
+    free = chain(5 * [1 << 40], repeat(1 << 30))
+    with monkeypatch.context() as patched:
+        patched.setattr(hidden_states_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
+        said = refusal(training(target, out, settings).run, kind=RunError)
+    assert "No space is left for hidden states" in said
+    assert "--resume" in said
+    assert list((out / "state" / "states").iterdir())
+    training(target, out, settings, resume=True).run()
+    assert not (out / "state").exists()
+
+
+def test_states_that_are_stored_teach_what_the_target_would(
+    model: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = made_up(9, 14, 11)
+    read = lesson_of(model, make_student("eagle", model, model.lm_head.weight[DRAFTED], DEPTH, 0), texts)
+    states = HiddenStates(tmp_path / "states", (0, 1, 2, 3), 32, torch.float32)
+    learner = Learner(target, model, texts, replace(QUICK, layers=1), processes(cpu=True), states=states)
+    learner._teacher = Teacher(model, DRAFTED)
+    assert learner.student.layers == states.layers[:-1]
+    for _ in range(2):
+        recalled = learner._teacher.lesson(learner._read(texts))
+        for name in ("ids", "places", "choices"):
+            assert torch.equal(getattr(recalled, name), getattr(read, name))
+        torch.testing.assert_close(recalled.p, read.p)
+        for row, text in enumerate(texts):
+            own = slice(len(text.tokens))
+            torch.testing.assert_close(recalled.states[row, own], read.states[row, own])
+        monkeypatch.setattr(learner._teacher, "states", None)  # all of them are known now
 
 
 def test_a_line_cut_short_is_written_again(tmp_path: Path) -> None:
@@ -363,11 +440,13 @@ def test_a_head_learns_and_drafts_exactly(easy: Target, tmp_path: Path, kind: st
         assert found.token_ids == plain.token_ids
 
 
+@pytest.mark.parametrize("stored", [False, True], ids=["read again", "stored"])
 def test_cut_off_anywhere_it_ends_the_same(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    training(target, whole).run()
+    settings = replace(QUICK, store_states=stored)
+    training(target, whole, settings).run()
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "other"))
     random, starts, resume = Random(5), 0, False
     while not (parts / "training.json").is_file() or (parts / "state").exists():
@@ -375,7 +454,7 @@ def test_cut_off_anywhere_it_ends_the_same(
         writing = starts < 4
         watch = Watched(random.randint(1, 100 if writing else 6), writing=writing) if starts < 14 else None
         try:
-            training(target, parts, resume=resume, watch=watch).run()
+            training(target, parts, settings, resume=resume, watch=watch).run()
         except KilledError:
             resume = (parts / "state" / "begun.json").is_file()
     assert starts > 7
@@ -600,6 +679,10 @@ REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
     "layers of a head": (
         lambda _target, _out: replace(QUICK, start="a head", layers=1),
         "Leave --layers and --vocab out.",
+    ),
+    "states of PaSS": (
+        lambda _target, _out: replace(QUICK, kind="pass", store_states=True),
+        "learns from no hidden states",
     ),
     "both": (lambda _target, _out: replace(QUICK, minutes=3), "is said twice"),
     "neither": (lambda _target, _out: replace(QUICK, tokens=None), "is not said"),

@@ -116,6 +116,14 @@ def train(
             help="Prompts, at most a third of them, that are not trained on: the head is measured on them.",
         ),
     ] = 24,
+    store_states: Annotated[
+        bool,
+        _training(
+            "--store-states",
+            help="Store what the target's layers hold while it writes, until the training ends, and do not have it read"
+            " its answers again: faster where that takes long, as on a CPU, for 4 to 32 KiB of disk per token.",
+        ),
+    ] = False,
     seed: Annotated[int, _training("--seed", min=0, metavar="N", help="Of all that is random.")] = 0,
     out: Annotated[
         Path, opt.output("--out", "-o", metavar="FOLDER", help="Where the head goes: a drafter's folder.")
@@ -162,6 +170,7 @@ def train(
         learning_rate=learning_rate,
         held_out=held_out,
         seed=seed,
+        store_states=store_states,
         compact=compact,
         start=None if begun is None else begun.fingerprint,
     )

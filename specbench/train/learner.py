@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from specbench.models.heads import TrainedHead
     from specbench.models.prepare import Target
+    from specbench.train.hidden_states import HiddenStates
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text
 
@@ -74,6 +75,8 @@ class Learner:
         settings: How.
         group: The processes.
         start: A head to go on from; ``None`` to begin anew.
+        states: The target's hidden states, to which those that lack are added; ``None`` to have it read the texts, now
+            and again.
 
     Attributes:
         student: The head.
@@ -94,6 +97,7 @@ class Learner:
         settings: TrainingSettings,
         group: Accelerator,
         start: TrainedHead | None = None,
+        states: HiddenStates | None = None,
     ) -> None:
         self._texts, self._settings, self._group = texts, settings, group
         if start is None:
@@ -125,6 +129,7 @@ class Learner:
         self._round, self._order = 0, self._batches(0)
         self.epoch_steps = max(1, len(self._order) // group.num_processes)
         self.turns = 1
+        self._states = states
         width = (len(self.student.layers) + 1) * self.head.shape[1] * self.head.element_size()
         self._together = (
             1 if self.student.needs_cache else max(1, _READ_BYTES // (settings.batch_tokens * width))
@@ -134,7 +139,7 @@ class Learner:
     def plan(self, steps: int) -> None:
         """There will be about so many steps. All texts come before any of them is read again, and each of them is
         learnt from about equally often."""
-        most = 1 if self.student.needs_cache else _TURNS
+        most = 1 if self.student.needs_cache or self._states is not None else _TURNS
         epochs = max(1, round(steps / self.epoch_steps))
         self.turns = round(epochs / -(-epochs // most))
 
@@ -168,7 +173,17 @@ class Learner:
 
     def _read(self, texts: Sequence[Text]) -> Reading:
         batch = padded(texts, self._teacher.device)
+        if self._states is not None:
+            return self._teacher.recalled(batch, [self._recalled(text, self._states) for text in texts])
         return self._teacher.read(batch, self.student.layers, keeps_cache=self.student.needs_cache)
+
+    def _recalled(self, text: Text, states: HiddenStates) -> torch.Tensor:
+        """The target's states at a text, which it reads by itself where they are not known, and only once."""
+        found = states.of(text)
+        if found is None:
+            found = self._teacher.states(text.tokens, states.layers)
+            states.add(text, found)
+        return found
 
     def step(self, number: int, steps: int) -> Learnt:
         """Learn from a batch.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from specbench.train.texts import Text
 
-__all__ = ["Batch", "Lesson", "Reading", "Teacher", "batches", "fitting", "padded"]
+__all__ = ["Batch", "Lesson", "Reading", "Teacher", "batches", "fitting", "has_plain_head", "padded"]
 
 
 class Batch(NamedTuple):
@@ -132,7 +132,7 @@ class Teacher:
         self.head: torch.Tensor = whole[self._drafted].contiguous()
         self._draftable = torch.zeros(len(whole), dtype=torch.bool, device=self.device)
         self._draftable[self._drafted] = True
-        self._plain = self._has_a_plain_head()
+        self._plain = has_plain_head(model)
 
     @torch.no_grad()
     def read(self, batch: Batch, layers: Sequence[int] = (), *, keeps_cache: bool = False) -> Reading:
@@ -143,23 +143,45 @@ class Teacher:
             layers: Whose hidden states are wanted, see ``Pass``.
             keeps_cache: Whether keys and values are wanted.
         """
-        ids = batch.ids
-        followed = torch.zeros_like(batch.wanted)
-        followed[:, :-1] = self._draftable[ids[:, 1:]]
-        wanted = batch.wanted & followed
-        output = self._read(ids, layers, 1 if self._plain else 0, cached=keeps_cache)
+        wanted = self._wanted(batch)
+        output = self._read(batch.ids, layers, 1 if self._plain else 0, cached=keeps_cache)
         last = output.hidden_states[self._last]
         found = last[wanted] if self._plain else output.logits[wanted][:, self._drafted]
-        places = torch.full(ids.shape, -1, device=ids.device)
-        places[wanted] = torch.arange(len(found), device=ids.device)
         states = [output.hidden_states[layer] for layer in layers]
         return Reading(
-            ids,
-            torch.stack(states, dim=2) if states else last.new_empty(*ids.shape, 0, last.shape[-1]),
-            places,
+            batch.ids,
+            torch.stack(states, dim=2) if states else last.new_empty(*batch.ids.shape, 0, last.shape[-1]),
+            _places(wanted),
             found,
             output.past_key_values if keeps_cache else None,
         )
+
+    @torch.no_grad()
+    def states(self, tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+        """The states of some layers at a text, [tokens, layers, width], which takes a pass of the target."""
+        output = self._read(torch.tensor([tokens], device=self.device), layers, 1)
+        return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
+
+    def recalled(self, batch: Batch, states: Sequence[torch.Tensor]) -> Reading:
+        """What ``read`` gives where the head is plain, from states that are known.
+
+        Args:
+            batch: The texts.
+            states: Of each text, the last layer's behind those that were asked for, [positions, layers + 1, width]; no
+                position that matters may be missing.
+        """
+        ids, (_, layers, width) = batch.ids, states[0].shape
+        known = torch.zeros(*ids.shape, layers, width, dtype=states[0].dtype, device=self.device)
+        for row, each in enumerate(states):
+            known[row, : len(each)] = each
+        wanted = self._wanted(batch)
+        return Reading(ids, known[:, :, :-1], _places(wanted), known[:, :, -1][wanted])
+
+    def _wanted(self, batch: Batch) -> torch.Tensor:
+        """Those of the positions behind which a token stands that can be drafted, bool [texts, longest]."""
+        followed = torch.zeros_like(batch.wanted)
+        followed[:, :-1] = self._draftable[batch.ids[:, 1:]]
+        return batch.wanted & followed
 
     @torch.no_grad()
     def lesson(self, reading: Reading) -> Lesson:
@@ -184,10 +206,23 @@ class Teacher:
             logits_to_keep=rows,
         )
 
-    @torch.no_grad()
-    def _has_a_plain_head(self) -> bool:
-        """Whether logits are the last hidden states times the head, without a scale or a cap: then few are computed."""
-        output = self._read(torch.zeros(1, 4, dtype=torch.long, device=self.device), (), 0)
-        expected = output.logits[0][:, self._drafted].float()
-        found = linear(output.hidden_states[self._last][0], self.head).float()
-        return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
+
+@torch.no_grad()
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether logits are the last hidden states times the head, without a scale or a cap: then few are computed."""
+    untyped: Any = model
+    output = untyped(
+        input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device),
+        use_cache=False,
+        output_hidden_states=[last := model.config.get_text_config(decoder=True).num_hidden_layers],
+    )
+    expected = output.logits[0].float()
+    found = linear(output.hidden_states[last][0], untyped.get_output_embeddings().weight).float()
+    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
+
+
+def _places(wanted: torch.Tensor) -> torch.Tensor:
+    """See ``Reading``."""
+    places = torch.full(wanted.shape, -1, device=wanted.device)
+    places[wanted] = torch.arange(int(wanted.sum()), device=wanted.device)
+    return places

@@ -28,17 +28,19 @@ from specbench.files import explained, try_lock, write_text
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.lengths import FixedLength
+from specbench.models.checkpoints import text_config
 from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.prepare import require_states, wrap_head
 from specbench.models.stories import TRAINING_FILE
 from specbench.specs.models import parse_model
+from specbench.train.hidden_states import HiddenStates
 from specbench.train.learner import Learner, Learnt, check_start
-from specbench.train.lessons import fitting
+from specbench.train.lessons import fitting, has_plain_head
 from specbench.train.prompts import held_out_prompts
 from specbench.train.result import write_head, write_story
 from specbench.train.settings import Measured, TrainingSettings, Watch
 from specbench.train.state import read_state, write_state
-from specbench.train.students import KINDS
+from specbench.train.students import KINDS, read_layers
 from specbench.train.texts import Text, TextStore, store_for, write_texts
 
 if TYPE_CHECKING:
@@ -191,6 +193,11 @@ class Training:
         layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
         settings.head_layers(layers)
         require_states(target, (layers,))
+        if settings.store_states and not has_plain_head(self._model):
+            raise UsageError(
+                f"The logits of {target.name} do not follow from its hidden states by a product alone.",
+                "Leave --store-states out.",
+            )
         if start is not None:
             check_start(start, self._model, settings)
         trained, held = held_out_prompts(prompts, settings.held_out)
@@ -229,10 +236,12 @@ class Training:
         """
         with self._only_one():
             self._begin()
-            self._texts = self._written()
-            best = self._learn(
-                Learner(self._target, self._model, self._texts, self._settings, self._group, self._start)
+            states = self._hidden_states()
+            self._texts = self._written(states)
+            learner = Learner(
+                self._target, self._model, self._texts, self._settings, self._group, self._start, states
             )
+            best = self._learn(learner)
         if self._main:
             shutil.rmtree(self._out / _STATE, ignore_errors=True)
         return best
@@ -297,7 +306,15 @@ class Training:
 
     # -- texts -----------------------------------------------------------------------------------------
 
-    def _written(self) -> list[Text]:
+    def _hidden_states(self) -> HiddenStates | None:
+        """Where the target's are stored; ``None`` for nowhere."""
+        if not self._settings.store_states:
+            return None
+        config = text_config(self._model.config)
+        layers = (*read_layers(self._settings.kind, config.num_hidden_layers), config.num_hidden_layers)
+        return HiddenStates(self._out / _STATE / "states", layers, config.hidden_size, self._model.dtype)
+
+    def _written(self, states: HiddenStates | None) -> list[Text]:
         """The texts to train on; written now, unless they were before."""
         settings, rank = self._settings, self._group.process_index
         store = store_for(self._target, self._prompts, settings.answer_tokens, settings.seed, rank)
@@ -306,6 +323,8 @@ class Training:
         if self._begun["texts"] is None:
             share = slice(rank, None, self._group.num_processes)
             store.check_space(settings.tokens or 0)
+            if states is not None:
+                states.check_space(settings.tokens or 0)
             write_texts(
                 self._target,
                 self._prompts,
@@ -315,6 +334,7 @@ class Training:
                 enough=self._enough_written(),
                 share=share,
                 cut=None if settings.minutes is None else cut,
+                states=states,
             )
             self._group.wait_for_everyone()
             if self._main:

@@ -39,6 +39,7 @@ class TrainingSettings:
         measures: How often it is measured.
         patience: After how many measures in a row without a gain it ends.
         seed: Of all that is random.
+        store_states: Whether the target's hidden states are stored until it ends, see ``HiddenStates``.
         compact: See ``write_head``.
         start: Fingerprint of the head that it goes on from; ``None`` to begin anew.
 
@@ -62,6 +63,7 @@ class TrainingSettings:
     measures: int = 10
     patience: int = 6
     seed: int = 0
+    store_states: bool = False
     compact: bool = False
     start: str | None = None
 
@@ -78,6 +80,10 @@ class TrainingSettings:
 
         if self.layers is not None and self.kind != "eagle":
             raise UsageError(f"A head of the kind {self.kind} has no layers.", "Leave --layers out.")
+        if self.store_states and self.kind == "pass":
+            raise UsageError(
+                "A head of the kind pass learns from no hidden states.", "Leave --store-states out."
+            )
         if self.start is not None and (self.layers, self.vocab) != (None, None):
             raise UsageError(
                 "A head that is gone on from has its layers and its draft vocabulary.",

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
     from specbench.train.lessons import Lesson
 
-__all__ = ["KINDS", "DraftAttention", "Marks", "Student", "make_student", "soft_cross_entropy"]
+__all__ = [
+    "KINDS",
+    "DraftAttention",
+    "Marks",
+    "Student",
+    "make_student",
+    "read_layers",
+    "soft_cross_entropy",
+]
 
 KINDS = ("eagle", "medusa", "pass")
 
@@ -77,6 +85,15 @@ class Student(Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """What it has learnt, by the names of a file."""
         ...
+
+
+def read_layers(kind: str, total: int) -> tuple[int, ...]:
+    """Which layers' states a head of a kind reads, of a target that has so many."""
+    if kind == "pass":
+        return ()
+    if kind == "medusa":
+        return (total,)
+    return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -277,8 +294,7 @@ class EagleStudent(nn.Module):
         super().__init__()
         self.depth, config = depth, text_config(model.config)
         self.every = _EVERY
-        total = config.num_hidden_layers
-        self.layers = tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
+        self.layers = read_layers(self.kind, config.num_hidden_layers)
         shape = EagleShape(len(self.layers), config.hidden_size, len(head), _layer_like(config), layers)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -422,7 +438,7 @@ class MedusaStudent(nn.Module):
         super().__init__()
         self.depth, config = depth, text_config(model.config)
         self._config, self._rows = config, head
-        self.layers = (config.num_hidden_layers,)
+        self.layers = read_layers(self.kind, config.num_hidden_layers)
         self.heads = MedusaHeads(depth, 1, config.hidden_size, 1, shared=True)
         del self.heads.lm_heads
         for parameter in self.heads.parameters():
@@ -471,7 +487,7 @@ class PassStudent(nn.Module):
 
     kind = "pass"
     needs_cache = True
-    layers = ()
+    layers: tuple[int, ...] = ()
     started_from = None
 
     def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int) -> None:

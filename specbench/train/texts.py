@@ -26,10 +26,11 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
 from specbench.shapes import count, misfit
+from specbench.train.hidden_states import StateListener
 
 if TYPE_CHECKING:
-    from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import Target
+    from specbench.train.hidden_states import HiddenStates
 
 __all__ = ["Text", "TextStore", "store_for", "without_a_gap", "write_texts"]
 
@@ -175,6 +176,7 @@ def write_texts(
     enough: Callable[[int, int], bool],
     share: slice = slice(None),
     cut: TextStore | None = None,
+    states: HiddenStates | None = None,
 ) -> None:
     """Let a target answer the prompts, greedily and then at temperatures above 0, until there is enough.
 
@@ -188,6 +190,7 @@ def write_texts(
             written, those under way among them.
         share: Which of a round's prompts are for this process.
         cut: Where answers go that had not ended when there was enough; ``None`` for nowhere.
+        states: Where the target's hidden states go; ``None`` for nowhere.
 
     Raises:
         UsageError: No prompt fits the target's context.
@@ -200,19 +203,28 @@ def write_texts(
         missing = [place for place in places if (number, place) not in known]
         for first in range(0, len(missing), BATCH * _GROUP):
             group = missing[first : first + BATCH * _GROUP]
+            runs = {
+                place: _run(target, prompts[place], number, place, answer_tokens, seed, states)
+                for place in group
+            }
             answers: dict[int, list[int]] = {place: [] for place in group}
-            for place, fresh, ended in _answered(target, prompts, number, group, answer_tokens, seed):
+            for place, fresh, ended in _answered(runs):
                 answers[place] += fresh
                 everything += len(fresh)
                 if ended:
                     text = _text(number, place, prompts[place], answers.pop(place))
+                    _store_states(text, runs[place], states)
                     store.add([text])
                     known[text.key] = text
                     written = without_a_gap(known, places)
                 if enough(written, everything):
-                    if cut is not None:
-                        begun = ((place, answer) for place, answer in answers.items() if answer)
-                        cut.add(_text(number, place, prompts[place], answer) for place, answer in begun)
+                    if cut is None:
+                        return
+                    for place, answer in answers.items():
+                        if answer:
+                            text = _text(number, place, prompts[place], answer)
+                            _store_states(text, runs[place], states)
+                            cut.add([text])
                     return
         if not any(known[number, place].written for place in places):
             raise UsageError(
@@ -237,32 +249,45 @@ def _text(number: int, place: int, prompt: Sequence[int], answer: Sequence[int])
     return Text(number, place, len(prompt), (*prompt, *answer)) if answer else Text(number, place, 0, ())
 
 
-def _answered(
+def _run(
     target: Target,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
     number: int,
-    places: Sequence[int],
+    place: int,
     answer_tokens: int,
     seed: int,
-) -> Iterator[tuple[int, Sequence[int], bool]]:
+    states: HiddenStates | None,
+) -> GenerationRun:
+    """An answer to be."""
+    digest = hashlib.sha256(f"{seed} {number} {place}".encode()).digest()
+    return GenerationRun(
+        prompt,
+        target,
+        None if states is None else states.listener(),
+        sampling=Multinomial(_WARMER[(number - 1) % len(_WARMER)]) if number else Greedy(),
+        max_new_tokens=answer_tokens,
+        seed=int.from_bytes(digest[:4], "big"),
+    )
+
+
+def _answered(runs: Mapping[int, GenerationRun]) -> Iterator[tuple[int, Sequence[int], bool]]:
     """As the answers grow, the places of their prompts, more tokens, and whether these are the last ones."""
-    sampling: Sampling = Multinomial(_WARMER[(number - 1) % len(_WARMER)]) if number else Greedy()
-    runs = []
-    for place in places:
-        digest = hashlib.sha256(f"{seed} {number} {place}".encode()).digest()
-        own_seed = int.from_bytes(digest[:4], "big")
-        runs.append(
-            GenerationRun(
-                prompts[place], target, sampling=sampling, max_new_tokens=answer_tokens, seed=own_seed
-            )
-        )
-    for i, event in GenerationRuns(runs, max_batch=BATCH):
+    places = [*runs]
+    for i, event in GenerationRuns([*runs.values()], max_batch=BATCH):
         if isinstance(event, UsageError):
             yield places[i], (), True
             continue
         if isinstance(event, Exception):
             raise event
         yield places[i], _tokens_of(event), event.finish_reason is not None
+
+
+def _store_states(text: Text, run: GenerationRun, states: HiddenStates | None) -> None:
+    """Where they are wanted, those that the run has heard, which it then forgets."""
+    if states is not None and text.written:
+        listener = run.drafter
+        assert isinstance(listener, StateListener)
+        states.add(text, listener.take())
 
 
 def _tokens_of(event: Prefill | Step) -> Sequence[int]:
