@@ -300,19 +300,20 @@ def test_states_are_heard_while_the_target_writes(model: Any, target: Target, tm
     texts = {**store.read(), **cut.read()}
     assert {number for number, _ in texts} == {0, 1}
     for text in texts.values():
-        found = states.of(text)
+        found = states.of(text.key, text.tokens)
         assert found is not None
         expected = states_of(model, text.tokens, layers)[: len(found)]
         assert len(found) >= len(text.tokens) - 1
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        shorter = states.of(replace(text, tokens=text.tokens[:6]))
+        shorter = states.of(text.key, text.tokens[:6])
         assert shorter is not None
         assert torch.equal(shorter, found[:6])
-        assert states.of(replace(text, tokens=(*text.tokens[:-1], text.tokens[-1] + 1))) is None
-    assert states.of(Text(2, 0, 1, (1, 2, 3))) is None
-    assert HiddenStates(tmp_path / "states", layers[1:], 32, torch.float32).of(texts[0, 0]) is None
+        assert states.of(text.key, (*text.tokens[:-1], text.tokens[-1] + 1)) is None
+    assert states.of((2, 0), (1, 2, 3)) is None
+    other = HiddenStates(tmp_path / "states", layers[1:], 32, torch.float32)
+    assert other.of((0, 0), texts[0, 0].tokens) is None
     next((tmp_path / "states").iterdir()).write_bytes(b"x")
-    assert [states.of(text) is None for text in texts.values()].count(True) == 1
+    assert [states.of(text.key, text.tokens) is None for text in texts.values()].count(True) == 1
 
 
 def test_a_full_disk_ends_a_training_that_goes_on_later(

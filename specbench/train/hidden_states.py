@@ -21,7 +21,6 @@ from specbench.files import explained, write_bytes
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import ScorerLike
-    from specbench.train.texts import Text
 
 __all__ = ["HiddenStates", "StateListener"]
 
@@ -65,7 +64,7 @@ class StateListener(NoDraft):
 
 
 class HiddenStates:
-    """States of texts in a folder, in a file for each.
+    """States of texts in a folder, in a file for each, known by the text's round and prompt.
 
     Args:
         folder: Made when the first ones are added.
@@ -92,31 +91,31 @@ class HiddenStates:
         if shutil.disk_usage(there).free < tokens * self._position_bytes + _SPARED:
             raise self._full()
 
-    def add(self, text: Text, states: torch.Tensor) -> None:
+    def add(self, key: tuple[int, int], tokens: Sequence[int], states: torch.Tensor) -> None:
         """Store those of a text, [positions, layers, width]; in place of others to the same prompt.
 
         Raises:
             RunError: The folder cannot be written, or is full.
         """
-        self.check_space(len(text.tokens))
-        content = {"tokens": torch.tensor(text.tokens), "states": states.to("cpu", self._dtype).contiguous()}
+        self.check_space(len(tokens))
+        content = {"tokens": torch.tensor(tokens), "states": states.to("cpu", self._dtype).contiguous()}
         with explained(
             f"The folder {str(self._folder)!r} cannot be written",
             "Free some space, and add --resume.",
             full=self._full(),
         ):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(self._path(text), save(content))
+            write_bytes(self._path(key), save(content))
 
-    def of(self, text: Text) -> torch.Tensor | None:
+    def of(self, key: tuple[int, int], tokens: Sequence[int]) -> torch.Tensor | None:
         """Those of a text, which may end earlier than the one that was added; ``None`` for another one."""
         try:
-            found = load_file(self._path(text))
-            tokens, states = found["tokens"].tolist(), found["states"]
+            found = load_file(self._path(key))
+            known, states = found["tokens"].tolist(), found["states"]
         except (OSError, SafetensorError, KeyError):
             return None
-        length = len(text.tokens)
-        same = tuple(tokens[:length]) == text.tokens and states.shape[1] == len(self.layers)
+        length = len(tokens)
+        same = known[:length] == list(tokens) and states.shape[1] == len(self.layers)
         return states[:length] if same else None
 
     def _full(self) -> RunError:
@@ -126,5 +125,5 @@ class HiddenStates:
             "Free some, and add --resume; or train into another folder without --store-states.",
         )
 
-    def _path(self, text: Text) -> Path:
-        return self._folder / f"{text.round}-{text.prompt}.safetensors"
+    def _path(self, key: tuple[int, int]) -> Path:
+        return self._folder / "{}-{}.safetensors".format(*key)

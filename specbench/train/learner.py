@@ -179,10 +179,10 @@ class Learner:
 
     def _recalled(self, text: Text, states: HiddenStates) -> torch.Tensor:
         """The target's states at a text, which it reads by itself where they are not known, and only once."""
-        found = states.of(text)
+        found = states.of(text.key, text.tokens)
         if found is None:
             found = self._teacher.states(text.tokens, states.layers)
-            states.add(text, found)
+            states.add(text.key, text.tokens, found)
         return found
 
     def step(self, number: int, steps: int) -> Learnt:

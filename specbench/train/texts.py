@@ -287,7 +287,7 @@ def _store_states(text: Text, run: GenerationRun, states: HiddenStates | None) -
     if states is not None and text.written:
         listener = run.drafter
         assert isinstance(listener, StateListener)
-        states.add(text, listener.take())
+        states.add(text.key, text.tokens, listener.take())
 
 
 def _tokens_of(event: Prefill | Step) -> Sequence[int]:
