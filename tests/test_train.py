@@ -476,6 +476,19 @@ def test_minutes_are_kept_to(target: Target, tmp_path: Path) -> None:
     assert told["steps"] < 10_000
 
 
+def test_more_minutes_may_be_given_later(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    short = replace(QUICK, tokens=None, minutes=0.05, epochs=10_000, patience=10_000)
+    with pytest.raises(KilledError):
+        training(target, out, short, watch=Watched(1)).run()
+    counted = training(target, out, QUICK, resume=True)
+    assert "was begun with another tokens" in refusal(counted.run, kind=UsageError)
+    training(target, out, replace(short, minutes=0.15), resume=True).run()
+    told = story(out)
+    assert told["settings"]["minutes"] == 0.15
+    assert told["seconds"] > 0.1 * 60
+
+
 def test_texts_are_read_once_for_several_turns() -> None:
     course: Any = SimpleNamespace(epoch_steps=5, _together=2, turns=3)
     places = [Learner._place(course, number) for number in range(30)]

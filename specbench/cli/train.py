@@ -138,7 +138,8 @@ def train(
     resume: Annotated[
         bool,
         opt.output(
-            "--resume", help="Go on with a training that was cut off; the options have to be the same."
+            "--resume",
+            help="Go on with a training that was cut off; the options have to be the same, but for --minutes.",
         ),
     ] = False,
     json_output: opt.JsonOption = False,

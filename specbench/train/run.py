@@ -289,6 +289,8 @@ class Training:
                 raise RunError(
                     f"The state {str(path)!r} is damaged.", "Train into another folder."
                 ) from error
+        if None not in (asked["minutes"], earlier.get("minutes")):
+            earlier["minutes"] = asked["minutes"]  # more of them, or fewer, make no other training
         for name, value in asked.items():
             if earlier.get(name) != value:
                 raise UsageError(
