@@ -70,6 +70,8 @@ BLOCKS = ("tests/test_pools.py", "-k", "whatever_others_do")
 RAGGED = ("tests/test_batch.py::test_every_request_gets_the_rows_it_gets_alone[llama-slotted]",)
 TREES = ("tests/test_trees.py", "-k", "targets and not specinfer or keeps_what_it_has_read")
 HEADS = ("tests/test_heads.py", "-k", "formula or every_draft")
+DISTRIBUTIONS = ("tests/test_distributions.py", "-k", "exact_or_refused and specinfer")
+BANNED = ("tests/test_distributions.py", "-k", "banned")
 CONTROL = Mutant(
     "(nothing changed)",
     "decoding/verify.py",
@@ -109,6 +111,20 @@ MUTANTS = (
         "        drafter.keep(len(context) - 1, verdict.path)\n",
         "        drafter.keep(len(context) - 1)\n",
         SIBLINGS,
+    ),
+    Mutant(
+        "specinfer tests what a draw has chosen before that draw",
+        "decoding/verdicts.py",
+        "        node, q = (draws or certain).pop(place)\n",
+        "        node, q = (certain or draws).pop(place if not certain else 0)\n",
+        DISTRIBUTIONS,
+    ),
+    Mutant(
+        "a drafter draws from what is banned",
+        "decoding/sampling.py",
+        "        return self.defaults is not None and bool(\n",
+        "        return self.defaults is None and bool(\n",
+        BANNED,
     ),
     Mutant(
         "a node of a tree is expected whether the one before it is kept or not",

@@ -204,6 +204,16 @@ class Sampling:
                 self._penalise(scores[row : row + 1], torch.tensor(ids, device=scores.device))
         return scores
 
+    def rules_out_all(
+        self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int] = ()
+    ) -> bool:
+        """Return whether the model's own settings leave no token that may follow ``context + drafted``.
+
+        Args:
+            logits: One row, [1, vocab]; for all arguments see ``scores``.
+        """
+        return self.defaults is not None and bool((self.scores(logits, context, drafted) == -math.inf).all())
+
     def _penalise(self, scores: torch.Tensor, ids: torch.Tensor) -> None:
         """Penalise some tokens in all rows, in place. An id that is given twice is read and written alike twice."""
         values = scores.index_select(-1, ids)

@@ -173,12 +173,15 @@ def specinfer(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, ra
     """Multi-step speculative sampling of independent draws (Miao et al. 2024, SpecInfer, Algorithm 2).
 
     A remaining draw at random is kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and that draw goes. Equal
-    draws stand there as often as they were drawn, each with the q of the drafter it came from.
+    draws stand there as often as they were drawn, each with the q of the drafter it came from. Certain candidates come
+    after all draws, since they may have been chosen by what was drawn: tested before it, they would make the output
+    wrong.
     """
-    remaining = list(candidates)
-    while remaining:
-        place = random.draw(torch.ones(len(remaining))) if len(remaining) > 1 else 0
-        node, q = remaining.pop(place)
+    draws = [each for each in candidates if each.q is not None]
+    certain = [each for each in candidates if each.q is None]
+    while draws or certain:
+        place = random.draw(torch.ones(len(draws))) if len(draws) > 1 else 0
+        node, q = (draws or certain).pop(place)
         token = draft.tokens[node]
         if _passes(_ratio(p, q, token), random):
             return _Ruling(node)

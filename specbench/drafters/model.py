@@ -130,9 +130,11 @@ class ModelDrafter(BaseDrafter):
             while frontier:
                 logits = yield from self._frontier_logits(context, tree, draft, len(frontier))
                 prospects = self._prospects(logits, context, tree, frontier, sampling)
+                if not prospects:
+                    break
                 first = len(tree)
-                widths = policy.widths(tree, frontier, prospects)
-                for node, width, each in zip(frontier, widths, prospects, strict=True):
+                widths = policy.widths(tree, [*prospects], [*prospects.values()])
+                for (node, each), width in zip(prospects.items(), widths, strict=True):
                     if width:
                         tree.add(node, drawing(each, width, random), each)
                 frontier = policy.onwards(tree, range(first, len(tree)))
@@ -163,8 +165,11 @@ class ModelDrafter(BaseDrafter):
         tree: GrowingTree,
         nodes: Sequence[int],
         sampling: Sampling,
-    ) -> list[Scores]:
-        """What the model expects behind the nodes that were read last; for their logits see ``Rows``."""
+    ) -> dict[int, Scores]:
+        """Return by node what the model expects after it, of the nodes that were read last; for logits see ``Rows``.
+
+        A node after which every token is ruled out is left out.
+        """
         logits, vocabulary = self._as_seen(logits, sampling)
         rows = self._memory(
             1 + len(self._read_nodes) - len(nodes), len(logits), logits.shape[-1], logits.device
@@ -173,15 +178,18 @@ class ModelDrafter(BaseDrafter):
             scores = sampling.scores(logits, context, out=rows)
             if scores is not rows:
                 rows.copy_(scores)
-            return Scores.of(rows, normalised=False, vocabulary=vocabulary)
-        draft = tree.draft()
+            return dict(zip(nodes, Scores.of(rows, normalised=False, vocabulary=vocabulary), strict=True))
+        draft, ruled_out = tree.draft(), set[int]()
         for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
             behind = [*context, *draft.branch(node)] if sampling.looks_back else context
-            if sampling.greedy:
+            if sampling.rules_out_all(row, behind):
+                ruled_out.add(node)
+            elif sampling.greedy:
                 into.copy_(sampling.scores(row, behind))
             else:
                 sampling.probabilities(row, behind, out=into)
-        return Scores.of(rows, normalised=not sampling.greedy, vocabulary=vocabulary)
+        every = Scores.of(rows, normalised=not sampling.greedy, vocabulary=vocabulary)
+        return {node: each for node, each in zip(nodes, every, strict=True) if node not in ruled_out}
 
     def _as_seen(
         self, logits: torch.Tensor, sampling: Sampling
@@ -230,7 +238,8 @@ class ModelDrafter(BaseDrafter):
         sampling: Sampling,
         random: Randomness,
     ) -> Asking[Drawn | None]:
-        """One pass, and the token behind ``context + draft.tokens``; ``None`` if the rule has seen enough.
+        """One pass, and the token behind ``context + draft.tokens``; ``None`` if the rule has seen enough, or every
+        token is ruled out there.
 
         The pass feeds all that the cache lacks, whoever drafted or emitted it. It is counted in the draft, and timed
         there as prefill if it is the first one or has to catch up with more than a few tokens.
@@ -239,6 +248,8 @@ class ModelDrafter(BaseDrafter):
         if not policy.draws(logits[0]):
             return None
         logits, vocabulary = self._as_seen(logits, sampling)
+        if sampling.rules_out_all(logits, context, draft.tokens):
+            return None
         known = Logits(logits[0], vocabulary)
         if sampling.greedy:
             return Drawn(known.token(sampling.choose(logits, context, draft.tokens)[0]), known, None)

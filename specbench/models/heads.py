@@ -50,7 +50,10 @@ from specbench.progress import Progress
 from specbench.specs.models import ModelSpec
 from specbench.textsafe import excerpt
 
-__all__ = ["HeadFiles", "TrainedHead", "find_head", "load_head", "shape_text"]
+__all__ = ["HEAD_KINDS", "HeadFiles", "TrainedHead", "find_head", "load_head", "shape_text"]
+
+HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa", "pass")
+"""The kinds of heads that are read; ``eagle`` is EAGLE-1 and 2."""
 
 _NOT_READ = {
     "dflash2": "DFlash 2",
@@ -400,7 +403,7 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
         kind = "eagle"
     if kind is None:
         return None
-    if kind not in ("eagle3", "eagle", "peagle", "dflash", "medusa", "pass"):
+    if kind not in HEAD_KINDS:
         raise UsageError(
             f"The head {spec.name} is of a kind that is not read: {_NOT_READ.get(kind, kind)}.", _READ
         )
