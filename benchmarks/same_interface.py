@@ -93,7 +93,7 @@ class Look:
             ),
             "check": self.call("check", *small, *drafting, "-p", prompts, "--json", "--quiet"),
             "check, sampled": self.call(
-                "check", *small, *drafting, "-p", prompts, "--json", "--quiet", "-t", 1, "--bias", 0.5
+                "check", *small, *drafting, "-p", prompts, "--json", "--quiet", "-t", 1
             ),
             "calibrate": self.call(
                 "calibrate",

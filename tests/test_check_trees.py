@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -10,10 +11,10 @@ import pytest
 import torch
 from scripted import ScriptedCache, ScriptedScorer, random_table
 
-from specbench.check.memo import memoised
 from specbench.check.observe import DecodingSetup, observe
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
+from specbench.check.sampled import SampledTest, sample
 from specbench.decoding import verdicts
 from specbench.decoding.drafts import Candidate, Draft, Drawn, GrowingTree
 from specbench.decoding.loop import decode
@@ -59,16 +60,14 @@ def setup_of(
     return replace(made, **changes)
 
 
-def result_of(setup: DecodingSetup, *, sampled: bool = False, prompts: int = 2) -> CheckResult:
-    checking = DecodingCheck(
-        setup, [Case(str(i), prompt) for i, prompt in enumerate(PROMPTS[:prompts])], bias=0.4
-    )
-    checking.greedy()
-    if not setup.sampling.greedy:
-        checking.exact()
-        if sampled:
-            checking.sampled()
+def result_of(setup: DecodingSetup) -> CheckResult:
+    checking = DecodingCheck(setup, [Case(str(i), prompt) for i, prompt in enumerate(PROMPTS)])
+    checking.steps()
     return checking.result()
+
+
+def sampled(setup: DecodingSetup, bias: float = 0.1) -> SampledTest:
+    return sample(setup, PROMPTS, bias=bias, seconds=math.inf)
 
 
 def violated(result: CheckResult) -> set[str]:
@@ -117,9 +116,9 @@ def test_drafts_without_distributions_pass_too() -> None:
 
 def test_several_drafters_pass() -> None:
     models = [ModelDrafter(ScriptedScorer(random_table(seed, VOCAB), VOCAB), str(seed)) for seed in (2, 4)]
-    result = result_of(
-        replace(setup_of(None), policy=FixedLength(2), drafter=SeveralDrafters(models)), sampled=True
-    )
+    setup = replace(setup_of(None), policy=FixedLength(2), drafter=SeveralDrafters(models))
+    result = result_of(setup)
+    assert sampled(setup).sound
     assert result.violations == []
     assert result.verdict == "identical"
     assert enumerated(result) < 1e-6
@@ -140,30 +139,28 @@ def test_a_drafter_that_is_watched_learns_from_rejected_drafts() -> None:
 
 def test_siblings_pass_above_temperature_0() -> None:
     policy = DraftPolicy(FixedLength(3), Siblings(4, lambda _: 0.0))
-    result = result_of(setup_of(None, policy=policy), sampled=True)
+    result = result_of(setup_of(None, policy=policy))
+    assert sampled(setup_of(None, policy=policy)).sound
     assert result.violations == []
     assert result.verdict == "identical"
     steps = [each.record for each in observe(setup_of(None, policy=policy), PROMPTS[0], greedy=False)]
     assert any(step.gained for step in steps if isinstance(step, Step))
 
 
-@pytest.mark.parametrize(("tree", "drafter"), [("static", "model"), ("chains", "self")])
-def test_sampled_outputs_of_trees_pass(tree: str, drafter: str) -> None:
-    method: VerificationName = "specinfer" if tree == "chains" else "traversal"
-    result = result_of(setup_of(tree, method, drafter), sampled=True, prompts=1)
-    assert result.verdict == "identical", [test for test in result.sampled if not test.sound]
-    assert len(result.sampled) >= 2
-
-
-@pytest.mark.parametrize("drafter", ["model", "self"])
-def test_remembered_trees_are_trees(drafter: str) -> None:
-    for greedy in (True, False):
-        direct = [
-            each.tokens for each in observe(setup_of("static", None, drafter), PROMPTS[0], greedy=greedy)
-        ]
-        memo, _ = memoised(setup_of("static", None, drafter))
-        for _ in range(2):
-            assert [each.tokens for each in observe(memo, PROMPTS[0], greedy=greedy)] == direct
+@pytest.mark.parametrize(
+    ("tree", "method", "drafter"),
+    [
+        ("static", "traversal", "model"),
+        ("static", "recursive", "self"),
+        ("dynamic", "naive", "model"),
+        ("chains", "specinfer", "self"),
+        (None, "block", "model"),
+        (None, "traversal", "self"),
+    ],
+)
+def test_sampled_tokens_of_trees_pass(tree: str | None, method: VerificationName, drafter: str) -> None:
+    test = sampled(setup_of(tree, method, drafter), 0.05)
+    assert test.sound, test
 
 
 # --- Planted biases: what decides -----------------------------------------------------------------

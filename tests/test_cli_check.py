@@ -97,16 +97,17 @@ def test_a_sound_configuration_passes(check: Check, drafter: str) -> None:
     assert verdicts["logits"] == verdicts["every step"] == "sound"
     assert "exact distribution" not in verdicts
     assert "Verdict: lossless as far as this check sees.\n" in result.out
-    assert "This will take about" in result.err
+    assert "will take" not in result.err  # it takes less than ten seconds
 
 
 def test_json_has_everything(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["specbench.cli.check"], "_LONG_S", 0.0)
-    result = check("--json", "-t", 0.9, "--top-k", 8, "--bias", 0.3, "--seed", 4)
+    result = check("--json", "-t", 0.9, "--top-k", 8, "--sample", "--bias", 0.3, "--minutes", 2, "--seed", 4)
     figures = result.json()
-    runs = {(test["prompt"], test["context"]): test["runs"] for test in figures["sampled"]["tests"]}
-    assert ", the samples apart.\n" in result.err
-    assert f"Sampling {sum(runs.values()):,} outputs will take about " in result.err
+    assert "The answers of transformers itself will take about 1 s." in result.err
+    assert "The check will take about 1 s more. Sampling will take at most 2 min." in result.err.replace(
+        "\n", " "
+    )
     assert figures["check"] == "decoding"
     assert figures["verdict"] == "identical"
     assert figures["complete"] is True
@@ -127,22 +128,66 @@ def test_json_has_everything(check: Check, monkeypatch: pytest.MonkeyPatch) -> N
     assert figures["logits"]["sound"] is True
     assert figures["logits"]["rows"] == 30
     assert figures["exact"]["largest_error"] < 1e-5
-    assert figures["sampled"]["bias"] == 0.3
-    tests = figures["sampled"]["tests"]
-    assert tests
-    assert all(test["p_value"] >= test["limit"] for test in tests)
+    sampled = figures["sampled"]
+    assert sampled["sound"] is True
+    assert sampled["p_value"] >= sampled["limit"]
+    assert 0 < sampled["smallest"] <= 0.3
+    assert sampled["tokens"] <= 10 * sampled["outputs"]
     assert figures["invariants"]["violations"] == []
 
 
+def test_nothing_is_sampled_unless_requested(check: Check) -> None:
+    """The verdict from p and q of every step comes first, and takes what decoding the prompts takes."""
+    result = check("-t", 0.9)
+    assert result.code == 0
+    assert "sampled" not in rows(result.out)
+    assert rows(result.out)["exact distribution"] == "sound"
+    assert check("-t", 0.9, "--json").json()["sampled"] is None
+
+
+def test_sampling_says_what_it_can_have_missed(check: Check) -> None:
+    result = check("-t", 0.9, "--top-k", 8, "--sample", "--bias", 0.3)
+    assert rows(result.out)["sampled"] == "sound"
+    said = " ".join(result.out.split())
+    (share,) = re.findall(r"Samples: a bias that shifts ([\d.]+)% of the tokens between", said)
+    assert 20 < float(share) <= 30
+    assert "They can have missed a smaller one, one within such a group, and one on other prompts." in said
+    several = check("-t", 0.9, "--sample", "--bias", 0.3, "--drafter", "lookup", "--drafter", "none")
+    assert several.out.count("Samples: a bias that shifts") == 1
+
+
+def test_sampling_ends_with_its_minutes(check: Check) -> None:
+    result = check("-t", 0.9, "--sample", "--bias", 0.001, "--minutes", 1e-4)
+    assert result.code == 0
+    assert "So few tokens were sampled that no bias would have been found" in result.out
+
+
 def test_it_repeats_with_its_seed(check: Check) -> None:
-    asked = ("--json", "-t", 1, "--top-k", 6, "--bias", 0.3, "--quiet", "--drafter", "self:layers=1")
-    first = check(*asked).out
-    assert check(*asked).out == first
-    assert check(*asked, "--seed", 1).out != first
+    asked = (
+        "--json",
+        "-t",
+        1,
+        "--top-k",
+        6,
+        "--sample",
+        "--bias",
+        0.3,
+        "--quiet",
+        "--drafter",
+        "self:layers=1",
+    )
+
+    def found(*more: object) -> dict[str, Any]:
+        figures = check(*asked, *more).json()
+        return {**figures["exact"], **figures["sampled"], "seconds": 0}
+
+    first = found()
+    assert found() == first
+    assert found("--seed", 1) != first
 
 
 def test_without_the_residual_adjustment_it_is_wrong(check: Check) -> None:
-    asked = ("-t", 1, "--top-k", 8, "--drafter", "self:layers=1", "--no-residual-adjustment", "--bias", 0.3)
+    asked = ("-t", 1, "--top-k", 8, "--drafter", "self:layers=1", "--no-residual-adjustment")
     result = check(*asked)
     assert result.code == 1
     verdicts = rows(result.out)
@@ -259,7 +304,7 @@ def test_an_interrupt_between_configurations_keeps_those_done(
 
 def test_a_drafter_model_is_checked_too(check: Check, tmp_path: Path) -> None:
     other = save_tiny(tmp_path / "other", seed=1)
-    result = check("--drafter", other, "--drafter-dtype", "float32", "-t", 0.8, "--top-k", 6, "--bias", 0.3)
+    result = check("--drafter", other, "--drafter-dtype", "float32", "-t", 0.8, "--top-k", 6)
     assert result.code == 0, result.out + result.err
     assert "drafter other (float32)" in result.out
     assert rows(result.out)["exact distribution"] == "sound"
@@ -374,8 +419,11 @@ def test_an_interrupt_loses_nothing(check: Check, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (["--bias", "0"], ["--bias is 0"]),
-        (["--bias", "0.7"], ["--bias is 0.7", "up to 0.5"]),
+        (["--sample", "--bias", "0"], ["--bias is 0"]),
+        (["--sample", "--bias", "0.7"], ["--bias is 0.7", "up to 0.5"]),
+        (["--sample", "--minutes", "0"], ["--minutes is 0"]),
+        (["--bias", "0.1"], ["--bias is given without --sample", "Add --sample"]),
+        (["--minutes", "1"], ["--minutes is given without --sample", "Add --sample"]),
         (["--stop", ""], ["stop string is empty"]),
         (["--egag", "--length-policy", "egag"], ["egag is given twice"]),
         (["--gamma", "8..1"], ["runs backwards", "1..8"]),

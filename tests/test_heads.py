@@ -63,8 +63,7 @@ from specbench.backends.torch.heads import (
 )
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.bench.passes import time_passes
-from specbench.check.memo import MemoHead, _Rows, memoised
-from specbench.check.observe import DecodingSetup, observe
+from specbench.check.observe import DecodingSetup
 from specbench.check.run import Case, DecodingCheck
 from specbench.cli import run
 from specbench.decoding.clocks import WallClock
@@ -939,56 +938,6 @@ def check_setup(drafter: str | Drafter) -> DecodingSetup:
     )
 
 
-@pytest.mark.parametrize(
-    "drafter", ["eagle", "eagle-1", "peagle", "dflash", "medusa", "lookup+eagle", "eagle|medusa", "pass"]
-)
-def test_remembered_decoding_is_decoding(drafter: str) -> None:
-    for greedy in (True, False):
-        setup, other = check_setup(drafter), check_setup(drafter)
-        memo, _ = memoised(other)
-        for _ in range(2):
-            direct = [each.tokens for each in observe(setup, PROMPT, greedy=greedy)]
-            assert [each.tokens for each in observe(memo, PROMPT, greedy=greedy)] == direct
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "medusa"])
-def test_a_head_is_not_asked_twice(kind: str) -> None:
-    setup = check_setup(kind)
-    memo, _ = memoised(setup)
-    assert isinstance(memo.drafter, HeadDrafter)
-    head = memo.drafter.scorer
-    assert isinstance(head, MemoHead)
-    first = [each.tokens for each in observe(memo, PROMPT, greedy=True)]
-    passes = head.passes
-    assert passes > 0
-    assert [each.tokens for each in observe(memo, PROMPT, greedy=True)] == first
-    assert head.passes == passes
-
-
-def test_a_remembering_head_gives_what_the_head_gives_for_what_it_was_fed() -> None:
-    """Whatever is handed to it: drafts that are not taken back stay, and other states are other rows."""
-    states = torch.stack([states_of(PROMPT[: i + 1]) for i in range(len(PROMPT))])
-    for kind in ("eagle", "medusa"):
-        real = small_scorer(kind)
-        memo = MemoHead(small_scorer(kind), _Rows())
-        for scorer in (real, memo):
-            scorer.begin()
-            scorer.take_states(2, states[:2, list(real.layers)] if kind == "eagle" else states[:2, 2:])
-        rows = [scorer.score(Pass(scorer, PROMPT, [1])).logits for scorer in (real, memo)]
-        torch.testing.assert_close(*rows)
-        stale = [scorer.score(Pass(scorer, PROMPT, [2])).logits for scorer in (real, memo)]
-        torch.testing.assert_close(*stale)
-        for scorer in (real, memo):
-            scorer.keep(2)
-        fresh = [scorer.score(Pass(scorer, PROMPT, [2, 1], [-1, -1])).logits for scorer in (real, memo)]
-        torch.testing.assert_close(*fresh)
-        passes = memo.passes
-        memo.begin()
-        memo.take_states(2, 1 + (states[:2, list(real.layers)] if kind == "eagle" else states[:2, 2:]))
-        assert not torch.equal(memo.score(Pass(memo, PROMPT)).logits, rows[1][:1])
-        assert memo.passes == passes + 1
-
-
 class Flattering(HeadDrafter):
     """Says that it drew from something flatter than it did."""
 
@@ -1002,12 +951,8 @@ class Flattering(HeadDrafter):
 @pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa"])
 def test_the_check_passes_heads_and_finds_a_wrong_q(kind: str) -> None:
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
-        checking = DecodingCheck(
-            check_setup(drafter(small_scorer(kind), kind)), [Case("a", tuple(PROMPT))], bias=0.2
-        )
-        checking.greedy()
-        checking.exact()
-        checking.sampled()
+        checking = DecodingCheck(check_setup(drafter(small_scorer(kind), kind)), [Case("a", tuple(PROMPT))])
+        checking.steps()
         result = checking.result()
         assert (result.violations == []) == sound
 
@@ -1257,6 +1202,6 @@ def test_heads_in_the_check(cli: Any, folder: Path, tmp_path: Path) -> None:
     )
     done = cli(
         "check", "--target", folder / "tiny", "--dtype", "float32", "--drafter", folder / "eagle", "-n", 4, "-t", 1,
-        "--prompts", prompts, "--bias", 0.4, "--json",
+        "--prompts", prompts, "--sample", "--bias", 0.4, "--json",
     )  # fmt: skip
     assert done.json()["verdict"] == "identical"

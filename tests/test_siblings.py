@@ -275,7 +275,7 @@ def checked(siblings: int = 8) -> CheckResult:
         max_new_tokens=40,
     )
     checking = DecodingCheck(setup, [Case("a", PROMPT)])
-    checking.greedy()
+    checking.steps()
     return checking.result()
 
 

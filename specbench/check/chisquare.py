@@ -1,219 +1,111 @@
-"""One-sample χ² tests of sampled tokens, and how many samples they need. No models, no torch."""
+"""A χ² test of sampled tokens against the target's own probabilities, and what it can miss. No models, no torch."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
-__all__ = [
-    "POWER",
-    "SIGNIFICANCE",
-    "Branch",
-    "Cells",
-    "TestOutcome",
-    "chi_square",
-    "freedom",
-    "plan_cells",
-    "power",
-    "runs_needed",
-    "share",
-]
+__all__ = ["POWER", "SIGNIFICANCE", "TokenCounts"]
 
 SIGNIFICANCE = 0.001
-"""Of all tests of a check together: a sound configuration comes out wrong once in a thousand checks."""
+"""A lossless configuration fails the test once in a thousand checks."""
 
 POWER = 0.95
-"""Chance with which a bias of the stated size is found, by every single test."""
+"""Probability of finding a bias of the stated size."""
 
-_LEAST_EXPECTED = 5.0
-_MOST_CELLS = 24
-"""More cells see finer biases and need more samples for the coarse ones."""
-
-_MOST_RUNS = 1e12
-_TINY = 1e-300
+_LEAST_VARIANCE = 10.0
+"""Of a group's count; groups with less are merged, because their counts are not close enough to normal."""
 
 
-@dataclass(frozen=True)
-class Branch:
-    """A context that sampled outputs reach.
+class TokenCounts:
+    """Sampled tokens by group, and how many of them the target's probabilities predict.
 
-    Attributes:
-        tokens: What was sampled behind the fixed context.
-        weight: Probability of sampling just these.
-        p: The target's distribution there, float64 [vocab], of sum 1.
-    """
+    Given the tokens before it, a sampled token falls into group g with the target's probability s_g, independently of
+    the earlier ones. So observed minus expected counts are a sum of differences with mean 0 and covariance diag(s) -
+    s·sᵀ each, and their squared length in units of the summed covariance follows χ². Contexts may all differ.
 
-    tokens: tuple[int, ...]
-    weight: float
-    p: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Cells:
-    """How the tokens behind one branch are counted: some by themselves, all others together.
+    Args:
+        groups: How many groups there are.
 
     Attributes:
-        branch: The tokens before them.
-        weight: Probability of getting there.
-        tokens: Those with a cell of their own.
-        probabilities: Of these, given the branch.
-        rest: Of all others together; 0 if there are no others.
+        tokens: Tokens counted.
+        impossible: How many of them had probability 0.
     """
 
-    branch: tuple[int, ...]
-    weight: float
-    tokens: tuple[int, ...]
-    probabilities: tuple[float, ...]
-    rest: float
+    def __init__(self, groups: int) -> None:
+        self.tokens = self.impossible = 0
+        self._excess = np.zeros(groups)
+        self._covariance = np.zeros((groups, groups))
+
+    def add(self, shares: Sequence[float], group: int | None) -> None:
+        """Count a token.
+
+        Args:
+            shares: The target's probability of each group.
+            group: The token's own; ``None`` for a token that has probability 0.
+        """
+        expected = np.asarray(shares, dtype=np.float64)
+        self.tokens += 1
+        if group is None:
+            self.impossible += 1
+            return
+        self._excess -= expected
+        self._excess[group] += 1.0
+        self._covariance += np.diag(expected) - np.outer(expected, expected)
+
+    def test(self) -> tuple[int, float]:
+        """Degrees of freedom and p-value; (0, 1) where there is too little to test."""
+        excess, covariance = self._merged()
+        freedom = _rank(covariance)
+        if self.impossible:
+            return freedom, 0.0
+        if freedom == 0:
+            return 0, 1.0
+        statistic = float(excess @ np.linalg.pinv(covariance, rcond=1e-9, hermitian=True) @ excess)
+        return freedom, float(chi2.sf(statistic, freedom))
 
     @property
-    def freedom(self) -> int:
-        """Degrees of freedom: cells minus one."""
-        return len(self.tokens) + (self.rest > 0) - 1
+    def observed_bias(self) -> float:
+        """Share of the tokens that are in another group than expected; noise is part of it."""
+        return float(np.abs(self._excess).sum()) / 2 / max(1, self.tokens)
+
+    @property
+    def smallest_bias(self) -> float | None:
+        """The smallest share of tokens in a wrong group that the test finds with 95% power; ``None`` if it finds none.
+
+        A shift d of the groups' mean shares makes the statistic noncentral χ² with noncentrality λ = n²·dᵀV⁻¹d. Of all
+        shifts with total variation b the hardest to find has λ = (2·b·n)² / max sᵀVs, over all signs s: the dual norm.
+        """
+        covariance = self._merged()[1]
+        freedom = _rank(covariance)
+        if freedom == 0:
+            return None
+        signs = itertools.product((-1.0, 1.0), repeat=len(covariance))
+        widest = max(float(np.array(s) @ covariance @ np.array(s)) for s in signs)
+        return min(1.0, math.sqrt(_noncentrality(freedom) * widest) / 2 / self.tokens)
+
+    def _merged(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Excess and covariance, where groups with too small a variance are merged with the next larger one."""
+        excess, covariance = self._excess, self._covariance
+        while len(excess) > 1 and float(np.diag(covariance).min()) < _LEAST_VARIANCE:
+            first, second, *others = np.argsort(np.diag(covariance)).tolist()
+            kept = np.eye(len(excess))[others]
+            merging = np.vstack([kept, np.eye(len(excess))[[first, second]].sum(axis=0)])
+            excess, covariance = merging @ excess, merging @ covariance @ merging.T
+        return excess, covariance
 
 
-@dataclass(frozen=True)
-class TestOutcome:
-    """A χ² test.
-
-    Attributes:
-        runs: Samples that fell into tested branches.
-        statistic: Sum of (observed - expected)² / expected.
-        freedom: Degrees of freedom.
-        p_value: Chance of so large a statistic, or a larger one, if the samples follow the probabilities.
-        bias: Total variation between what was observed and expected over the cells; it holds noise too.
-    """
-
-    __test__ = False  # no test class of pytest
-
-    runs: int
-    statistic: float
-    freedom: int
-    p_value: float
-    bias: float
+def _rank(covariance: NDArray[np.float64]) -> int:
+    return int(np.linalg.matrix_rank(covariance, tol=1e-9 * max(1.0, covariance.max()), hermitian=True))
 
 
-def plan_cells(branches: Sequence[Branch], runs: int) -> list[Cells]:
-    """Choose, before anything is sampled, which tokens of which branches get cells.
-
-    The tokens with the largest expected counts get one each, at most 24 and none below 5 expected counts. The others
-    behind a branch are pooled; where that pool would be too small, the branch's smallest cell joins it.
-
-    Args:
-        branches: Contexts of one depth.
-        runs: Samples in all.
-
-    Returns:
-        One entry per branch that has at least two cells.
-    """
-    found: list[tuple[float, int, int]] = []
-    for index, branch in enumerate(branches):
-        expected = runs * branch.weight * branch.p
-        large = np.flatnonzero(expected >= _LEAST_EXPECTED).tolist()
-        found += [(float(expected[token]), index, token) for token in large]
-    found.sort(key=lambda cell: (-cell[0], cell[1], cell[2]))
-    kept: dict[int, list[int]] = {}
-    for _, index, token in found[:_MOST_CELLS]:
-        kept.setdefault(index, []).append(token)
-    planned = []
-    for index in sorted(kept):
-        cells = _branch_cells(branches[index], kept[index], runs)
-        if cells.freedom > 0:
-            planned.append(cells)
-    return planned
-
-
-def _branch_cells(branch: Branch, tokens: list[int], runs: int) -> Cells:
-    tokens = list(tokens)  # the most probable first
-    possible = int(np.count_nonzero(branch.p))
-    while True:
-        others = len(tokens) < possible
-        rest = max(_TINY, 1.0 - float(branch.p[tokens].sum())) if others else 0.0
-        if not others or not tokens or runs * branch.weight * rest >= _LEAST_EXPECTED:
-            break
-        tokens.pop()
-    return Cells(
-        branch.tokens,
-        branch.weight,
-        tuple(tokens),
-        tuple(float(p) for p in branch.p[tokens]),
-        rest,
-    )
-
-
-def freedom(cells: Sequence[Cells]) -> int:
-    """Degrees of freedom of one test over the cells of several branches."""
-    return sum(each.freedom for each in cells)
-
-
-def share(cells: Sequence[Cells]) -> float:
-    """Which share of the samples falls into branches that are tested."""
-    return min(1.0, sum(each.weight for each in cells))
-
-
-def power(runs: float, bias: float, significance: float, freedom: int, share: float = 1.0) -> float:
-    """Chance that a χ² test finds a bias.
-
-    Of all ways to move a total variation of ``bias`` between the cells, the hardest to find is the one that shifts
-    every cell by 2·bias of itself, up or down (Cauchy-Schwarz: Σδ²/p >= (Σ|δ|)² = (2·bias)²). The statistic is then
-    noncentral χ² with noncentrality runs·share·(2·bias)².
-
-    Args:
-        runs: Samples.
-        bias: Total variation between the true distribution and the tested one, over the cells.
-        significance: Of this test.
-        freedom: Degrees of freedom.
-        share: Of the samples that fall into tested branches.
-    """
-    threshold = chi2.isf(significance, freedom)
-    return float(ncx2.sf(threshold, freedom, runs * share * (2 * bias) ** 2))
-
-
-def runs_needed(bias: float, significance: float, freedom: int, share: float = 1.0) -> int:
-    """The fewest samples with which ``power`` is 95%."""
-    low, high = 1.0, _MOST_RUNS
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        enough = power(middle, bias, significance, freedom, share) >= POWER
-        low, high = (low, middle) if enough else (middle, high)
-    return math.ceil(high)
-
-
-def chi_square(cells: Sequence[Cells], counts: Mapping[tuple[int, ...], Mapping[int, int]]) -> TestOutcome:
-    """Test samples against the probabilities, in one test over several branches.
-
-    Given how often each branch was reached, the tokens behind it are independent draws, so the statistics of the
-    branches add up.
-
-    Args:
-        cells: See ``plan_cells``.
-        counts: By branch and token, how often it was sampled.
-    """
-    statistic, degrees, total, apart = 0.0, 0, 0, 0.0
-    for each in cells:
-        seen = counts.get(each.branch, {})
-        runs = sum(seen.values())
-        if runs == 0:
-            continue
-        observed = [seen.get(token, 0) for token in each.tokens]
-        expected = [runs * p for p in each.probabilities]
-        others = runs - sum(observed)
-        if each.rest > 0:
-            observed.append(others)
-            expected.append(runs * each.rest)
-        elif others:
-            statistic = math.inf  # something impossible was sampled
-        statistic += sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
-        degrees += each.freedom
-        total += runs
-        apart += sum(abs(o - e) for o, e in zip(observed, expected, strict=True)) / 2
-    if degrees == 0:
-        return TestOutcome(0, 0.0, 0, 1.0, 0.0)
-    return TestOutcome(
-        total, statistic, degrees, float(chi2.sf(statistic, degrees)), apart / total if total else 0.0
-    )
+def _noncentrality(freedom: int) -> float:
+    """With which the test finds what is wrong with ``POWER``."""
+    threshold = chi2.isf(SIGNIFICANCE, freedom)
+    return float(brentq(lambda nc: ncx2.sf(threshold, freedom, nc) - POWER, 1e-3, 1e4))

@@ -27,7 +27,6 @@ from specbench.decoding.verify import Verification, acceptance_probabilities
 __all__ = [
     "ENUMERATION_LIMIT",
     "acceptance_of_all",
-    "bias_without_adjustment",
     "emitted",
     "enumeration_error",
     "error_limit",
@@ -105,11 +104,6 @@ def error_limit(draft: Draft, p: torch.Tensor, i: int) -> float:
         sums.append(draft.q[i].double().sum())
     drift = sum(abs(float(total) - 1.0) for total in sums)
     return _LARGEST_ERROR + min(drift, _LARGEST_DRIFT)
-
-
-def bias_without_adjustment(draft: Draft, p: torch.Tensor, i: int) -> float:
-    """How wrong position i would be if corrected tokens were drawn from p: how sharply this place tests a decoder."""
-    return total_variation(emitted(draft, i, acceptance_of_all(draft, p, i), p[i]), p[i])
 
 
 # -- every outcome ---------------------------------------------------------------------------------

@@ -186,18 +186,22 @@ class Observation:
         return Draft(list(self.passes[-1].tokens), parents=self.passes[-1].parents)
 
     @property
-    def deciding(self) -> list[torch.Tensor]:
-        """The logits before every emitted token, [vocab] each, as far as the target's pass has them."""
-        if not self.passes:
+    def nodes(self) -> list[int]:
+        """The node that each emitted token follows, -1 for the context, as far as the target's pass has rows."""
+        if not self.passes or not self.tokens:
             return []
-        given, draft = self.passes[-1], self.verified
-        rows, node = [given.logits[0]], draft.child(-1, self.tokens[0])
-        for token in self.tokens[1:]:
+        verified, nodes = self.verified, [-1]
+        for token in self.tokens[:-1]:
+            node = verified.child(nodes[-1], token)
             if node is None:
                 break
-            rows.append(given.logits[node + 1])
-            node = draft.child(node, token)
-        return rows
+            nodes.append(node)
+        return nodes
+
+    @property
+    def deciding(self) -> list[torch.Tensor]:
+        """The logits before every emitted token, [vocab] each, as far as the target's pass has them."""
+        return [self.passes[-1].logits[node + 1] for node in self.nodes]
 
 
 @dataclass(slots=True)

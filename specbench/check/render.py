@@ -49,6 +49,7 @@ def show_check(result: CheckResult, console: Console, *, dtype: str, piece: Piec
         _add(table, console, row)
     console.print(table)
     _show_details(result, console, dtype, piece)
+    _show_missed([result], console)
     if not result.complete:
         _line(console, "Interrupted: this is what was checked until then.", "yellow")
     if result.verdict == "wrong" or result.greedy:
@@ -76,6 +77,7 @@ def show_checks(
             console.print()
             _line(console, label, "bold")
             _show_details(result, console, dtype, piece)
+    _show_missed([result for _, result in results], console)
     prompts = max(len(result.greedy) for _, result in results)
     tokens = max(sum(each.tokens for each in result.greedy) for _, result in results)
     verdict = worst([result.verdict for _, result in results])
@@ -106,8 +108,8 @@ def _short_row(result: CheckResult) -> dict[str, str]:
     cells["steps"] = f"{broken:,} wrong" if broken else f"{result.steps:,} sound"
     if result.exact:
         cells["exact"] = f"{result.largest_error:.0e}"
-    if result.sampled:
-        cells["sampled"] = _sound(all(test.sound for test in result.sampled))
+    if result.sampled is not None:
+        cells["sampled"] = _sound(result.sampled.sound)
     return cells
 
 
@@ -138,8 +140,10 @@ def _rows(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
         error = f"total variation {result.largest_error:.0e}"
         sound = _sound(all(case.sound for case in result.exact))
         yield ("exact distribution", _count(places, "position"), error, sound if places else "–")
-    if result.bias is not None and (result.exact or result.sampled):
-        yield _sampled(result)
+    if (test := result.sampled) is not None:
+        on = f"{_count(test.tokens, 'token')} in {test.seconds:.0f} s"
+        found = f"p-value {test.p_value:.2g}" if test.freedom or test.impossible else "too few to test"
+        yield ("sampled", on, found, _sound(test.sound) if test.freedom or test.impossible else "–")
 
 
 def _comparison(result: CheckResult, against: str) -> tuple[str, str]:
@@ -161,19 +165,21 @@ def _differing(result: CheckResult, against: Literal["plain", "transformers"]) -
     return ", ".join(parts) or "identical"
 
 
-def _sampled(result: CheckResult) -> tuple[str, str, str, str]:
-    what = f"sampled, {100 * (result.bias or 0):g}% bias"
-    if not result.sampled:
-        reason = "no context to sample from" if result.complete else "not finished"
-        return what, "not sampled", reason, "–"
-    outputs = {(test.prompt, test.context): test.runs for test in result.sampled}
-    least = min(test.p_value for test in result.sampled)
-    sound = all(test.sound for test in result.sampled)
-    return (
-        what,
-        _count(sum(outputs.values()), "output") + ("" if sound else ", until one failed"),
-        f"{_count(len(result.sampled), 'test')}, p-values from {least:.2g}",
-        _sound(sound),
+def _show_missed(results: Sequence[CheckResult], console: Console) -> None:
+    """What the samples can have missed: of several configurations, those of the one that shows least."""
+    smallest = [result.sampled.smallest for result in results if result.sampled and result.sampled.sound]
+    if not smallest:
+        return
+    console.print()
+    found = [share for share in smallest if share is not None]
+    if len(found) < len(smallest):
+        _line(console, "So few tokens were sampled that no bias would have been found: allow more --minutes.")
+        return
+    _line(
+        console,
+        f"Samples: a bias that shifts {max(found):.1%} of the tokens between the most probable, the likely (2% or more)"
+        " and the unlikely ones, or towards what the drafter prefers, would have been found in 95 of 100 checks."
+        " They can have missed a smaller one, one within such a group, and one on other prompts.",
     )
 
 
@@ -216,12 +222,13 @@ def _biases(result: CheckResult) -> Iterator[str]:
     for place in sorted(places, key=lambda place: -place.error):
         step = "the first token" if place.step is None else f"step {place.step}, position {place.position}"
         yield f"exact: {place.prompt}, {step} ({place.kind}): total variation from p {place.error:.3g}"
-    for test in result.sampled:
-        if not test.sound:
-            yield (
-                f"sampled: {test.prompt}, token {test.token}: p-value {test.p_value:.2g} (limit {test.limit:.2g}),"
-                f" about {test.bias:.1%} off in {_count(test.tested, 'output')}"
-            )
+    if (test := result.sampled) is not None and not test.sound:
+        yield (
+            f"sampled: {_count(test.impossible, 'token')} of probability 0"
+            if test.impossible
+            else f"sampled: p-value {test.p_value:.2g} (limit {test.limit:g}), about {test.observed:.1%} of"
+            f" {_count(test.tokens, 'token')} are off"
+        )
 
 
 def show_outputs(result: OutputsResult, console: Console, *, dtype: str, piece: Piece | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from specbench.backends.torch.parity import Difference
-from specbench.check.chisquare import POWER, SIGNIFICANCE
+from specbench.check.chisquare import POWER
 from specbench.check.deviation import DeviationResult
 from specbench.check.greedy import GreedyResult, Verdict, verdict_of
 from specbench.check.invariants import Violation
@@ -40,8 +40,7 @@ class CheckResult:
         greedy: One result per prompt.
         deviations: What their logits amount to; ``None`` before there are any.
         exact: One result per prompt; empty in greedy decoding.
-        sampled: One result per χ² test.
-        bias: The bias that these find with 95% power; ``None`` if nothing was to be sampled.
+        sampled: The test of sampled tokens; ``None`` if it was not requested or not finished.
         no_transformers: Why there is no comparison with ``transformers``; ``None`` if there is one.
         bit_exact: Whether plain and speculative logits have to be the same to the last bit.
         complete: False if the check was interrupted.
@@ -50,8 +49,7 @@ class CheckResult:
     greedy: tuple[GreedyResult, ...] = ()
     deviations: DeviationResult | None = None
     exact: tuple[ExactCase, ...] = ()
-    sampled: tuple[SampledTest, ...] = ()
-    bias: float | None = None
+    sampled: SampledTest | None = None
     no_transformers: str | None = None
     bit_exact: bool = False
     complete: bool = True
@@ -94,7 +92,7 @@ class CheckResult:
             bool(self.violations)
             or (self.deviations is not None and not self.deviations.sound)
             or not all(case.sound for case in self.exact)
-            or any(not test.sound for test in self.sampled)
+            or (self.sampled is not None and not self.sampled.sound)
             or (self.bit_exact and self.bitwise[0] != self.bitwise[1])
         )
         if faulty:
@@ -174,15 +172,9 @@ class CheckResult:
         }
 
     def _sampled(self) -> dict[str, Any] | None:
-        if self.bias is None:
+        if self.sampled is None:
             return None
-        return {
-            "sound": all(test.sound for test in self.sampled) if self.sampled else None,
-            "bias": self.bias,
-            "power": POWER,
-            "significance": SIGNIFICANCE,
-            "tests": [{"sound": test.sound, **_finite(asdict(test))} for test in self.sampled],
-        }
+        return {"sound": self.sampled.sound, "power": POWER, **asdict(self.sampled)}
 
 
 @dataclass(frozen=True)

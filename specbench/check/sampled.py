@@ -1,31 +1,20 @@
-"""Sampled outputs: the exact distribution of every step, then many short outputs against the target's own p."""
+"""Sampled outputs: the exact distribution of every step, and on request tokens counted against the target's own p."""
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections import Counter, defaultdict
+import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from specbench.check.chisquare import (
-    Branch,
-    Cells,
-    chi_square,
-    freedom,
-    plan_cells,
-    runs_needed,
-    share,
-)
+from specbench.check.chisquare import SIGNIFICANCE, TokenCounts
 from specbench.check.exact import (
     ENUMERATION_LIMIT,
     acceptance_of_all,
-    bias_without_adjustment,
     emitted,
     enumeration_error,
     error_limit,
@@ -33,49 +22,19 @@ from specbench.check.exact import (
     total_variation,
 )
 from specbench.check.invariants import Rules, Violation, check_observation, check_run, target_distributions
-from specbench.check.memo import MemoScorer
 from specbench.check.observe import DecodingSetup, Drawn, Observation, Tested, observe
-from specbench.decoding.clocks import Stopwatch, clock_for
 from specbench.decoding.drafts import Draft
-from specbench.decoding.loop import driven
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPolicy, Request
-from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.decoding.verify import verification_of
 
-__all__ = [
-    "CONTEXTS",
-    "DEPTH",
-    "Candidate",
-    "ContextPlan",
-    "ExactCase",
-    "ExactPosition",
-    "SampledTest",
-    "check_exact",
-    "choose_contexts",
-    "plan_context",
-    "sample_context",
-]
+__all__ = ["ExactCase", "ExactPosition", "SampledTest", "check_exact", "sample"]
 
-CONTEXTS = 4
-"""Fixed contexts that are sampled from."""
+_LIKELY = 0.02
+"""Tokens with this probability or more are likely."""
 
-DEPTH = 3
-"""Tokens sampled behind each of them; the drafts there are two tokens long at most."""
-
-_EARLY_LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-_EARLY_SHARE = 0.1
-"""Looks before all is sampled, as shares of the outputs, and what they may spend of the significance together.
-
-Each look tests at its own part of it, so that all of them reject a sound decoder no more often than one test would: the
-union bound, whatever the looks have in common. (Spending the error over looks: Lan & DeMets, Biometrika 70, 1983.)
-"""
-
-_WORTH = 3.0
-"""A deeper token is tested if that takes no more than so many times the samples of the first one."""
-
-_SIGHT = 0.01
-"""Tokens more probable than this are expected to get cells."""
+_GROUPS = 6
+"""The most probable token, likely and unlikely ones, each by whether the drafter gives it more than the target does."""
 
 _ENUMERATED = 2
 """Places of an output at which every outcome of a verdict is gone through."""
@@ -110,24 +69,6 @@ class ExactPosition:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A context that the sampled test may use.
-
-    Attributes:
-        prompt: Id of the prompt.
-        context: Prompt and output so far.
-        emitted: How many of these are output.
-        sharpness: How wrong a decoder without the residual adjustment would be there, as total variation; weighted by
-            the share of p that lies in tokens with cells of their own.
-    """
-
-    prompt: str
-    context: tuple[int, ...]
-    emitted: int
-    sharpness: float
-
-
-@dataclass(frozen=True)
 class ExactCase:
     """What the exact test of one prompt found.
 
@@ -136,7 +77,6 @@ class ExactCase:
         steps: Steps looked at.
         positions: Where the distribution is known.
         acceptances: α of every tested draft, as the loop recorded it.
-        candidates: Contexts for the sampled test.
         violations: Invariants that do not hold.
     """
 
@@ -144,7 +84,6 @@ class ExactCase:
     steps: int
     positions: tuple[ExactPosition, ...]
     acceptances: tuple[float, ...]
-    candidates: tuple[Candidate, ...]
     violations: tuple[Violation, ...]
 
     @property
@@ -161,7 +100,6 @@ def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> Exact
     """
     rules = Rules.of(setup, prompt, greedy=False)
     positions: list[ExactPosition] = []
-    candidates: list[Candidate] = []
     violations: list[Violation] = []
     sharp: list[_Sharp] = []
     acceptances: list[float] = []
@@ -176,9 +114,6 @@ def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> Exact
         if isinstance(seen.record, Step):
             steps += 1
             acceptances += seen.record.expected_acceptance
-            candidate = _candidate(seen, name, len(output), rules.sampling)
-            if candidate is not None:
-                candidates.append(candidate)
         output += seen.tokens
         before = seen
     verification = verification_of(setup.sampling, rules.method)
@@ -189,7 +124,7 @@ def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> Exact
         positions.append(ExactPosition(name, place.step, 0, "enumerated", error, ENUMERATION_LIMIT))
     reason = None if before is None else before.record.finish_reason
     violations += check_run(output, reason, rules)
-    return ExactCase(name, steps, tuple(positions), tuple(acceptances), tuple(candidates), tuple(violations))
+    return ExactCase(name, steps, tuple(positions), tuple(acceptances), tuple(violations))
 
 
 def _places(seen: Observation, name: str, rules: Rules) -> Iterator[ExactPosition]:
@@ -281,251 +216,111 @@ def _share(weights: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _candidate(seen: Observation, name: str, emitted_before: int, sampling: Sampling) -> Candidate | None:
-    if emitted_before < 1 or not seen.proposals or not seen.passes:
-        return None
-    p = target_distributions(seen, sampling)[:1]
-    first = seen.draft.behind(-1)[:1]
-    draft = Draft([seen.draft.tokens[each.node] for each in first])
-    draft.q = next((each.q[None] for each in first if each.q is not None), None)
-    visible = float(p[0][p[0] >= _SIGHT].sum())
-    sharpness = visible * bias_without_adjustment(draft, p, 0) if draft.tokens else 0.0
-    return Candidate(name, seen.context, emitted_before, sharpness)
-
-
-def choose_contexts(
-    candidates: Sequence[Candidate], room: int | None, count: int = CONTEXTS
-) -> list[Candidate]:
-    """The sharpest contexts, from as many prompts as there are.
-
-    Args:
-        candidates: What the exact test met.
-        room: The target's context limit, ``None`` for none.
-        count: How many at most.
-    """
-    fitting = [c for c in candidates if room is None or len(c.context) + DEPTH <= room]
-    ranked = sorted(fitting, key=lambda c: (-c.sharpness, c.prompt, c.emitted))
-    taken: dict[str, int] = defaultdict(int)
-    rounds = []
-    for candidate in ranked:
-        rounds.append((taken[candidate.prompt], candidate))
-        taken[candidate.prompt] += 1
-    rounds.sort(key=lambda pair: pair[0])  # stable: within a round the sharpest first
-    return [candidate for _, candidate in rounds[:count]]
-
-
-@dataclass(frozen=True)
-class ContextPlan:
-    """What is sampled behind one context.
-
-    Attributes:
-        candidate: The context.
-        runs: Outputs to sample.
-        depths: Cells of the 1st, 2nd, ... token behind it; empty where a token is not tested.
-        early: Numbers of outputs at which to look before all are there, with the cells of each look.
-    """
-
-    candidate: Candidate
-    runs: int
-    depths: tuple[tuple[Cells, ...], ...]
-    early: tuple[tuple[int, tuple[tuple[Cells, ...], ...]], ...] = ()
-
-    @property
-    def tests(self) -> int:
-        """Number of χ² tests."""
-        return sum(bool(cells) for cells in self.depths)
-
-
-def plan_context(
-    target: MemoScorer, sampling: Sampling, candidate: Candidate, bias: float, significance: float
-) -> ContextPlan:
-    """Choose cells and the number of samples from the target's own probabilities, before anything is sampled.
-
-    The first token behind the context decides the number, so that a bias of the stated size is found with 95% power.
-    Deeper ones are tested too where they need at most three times as many, and then all get as many as the neediest.
-    The power is that of the last look, with what the early ones leave of the significance.
-    """
-    significance *= 1 - _EARLY_SHARE
-    sampling = _behind(sampling, candidate.context)
-    branches = [Branch((), 1.0, _probabilities(target, sampling, candidate.context))]
-    runs, cells = _settle(branches, bias, significance)
-    depths, tested = [tuple(cells)], [branches]
-    needed = runs
-    for _ in range(1, DEPTH):
-        branches = [
-            Branch(tokens, weight, _probabilities(target, sampling, (*candidate.context, *tokens)))
-            for tokens, weight in _reached(cells)
-        ]
-        cells = plan_cells(branches, runs)
-        asks = runs_needed(bias, significance, freedom(cells), share(cells)) if cells else 0
-        worth = bool(cells) and asks <= _WORTH * runs
-        depths.append(tuple(cells) if worth else ())
-        tested.append(branches if worth else [])
-        if worth:
-            needed = max(needed, asks)
-    early = (math.ceil(needed * share) for share in _EARLY_LOOKS)
-    # No more cells than the last look has: outputs are not followed behind others.
-    looks = tuple((n, tuple(tuple(plan_cells(each, min(n, runs))) for each in tested)) for n in early)
-    return ContextPlan(candidate, needed, tuple(depths), looks)
-
-
-def _settle(branches: Sequence[Branch], bias: float, significance: float) -> tuple[int, list[Cells]]:
-    """Runs and cells that fit each other: more runs allow for more cells, which need more runs."""
-    runs = runs_needed(bias, significance, 1)
-    while True:
-        cells = plan_cells(branches, runs)
-        asks = runs_needed(bias, significance, max(1, freedom(cells)), share(cells) or 1.0)
-        if asks <= runs:
-            return runs, cells
-        runs = asks
-
-
-def _reached(cells: Sequence[Cells]) -> Iterator[tuple[tuple[int, ...], float]]:
-    """The branches behind the cells, and their probabilities."""
-    for each in cells:
-        for token, probability in zip(each.tokens, each.probabilities, strict=True):
-            yield (*each.branch, token), each.weight * probability
-
-
-def _behind(sampling: Sampling, context: Sequence[int]) -> Sampling:
-    """The transforms of outputs that begin behind a context, as ``sample_context`` decodes them."""
-    return sampling.at(len(context), len(context) + DEPTH, ())
-
-
-def _probabilities(target: MemoScorer, sampling: Sampling, context: Sequence[int]) -> NDArray[np.float64]:
-    p = sampling.probabilities(target.row(context).unsqueeze(0), context)[0].double().cpu().numpy()
-    return np.asarray(p / p.sum(), dtype=np.float64)
-
-
 @dataclass(frozen=True)
 class SampledTest:
-    """One χ² test.
+    """The χ² test of sampled tokens.
 
     Attributes:
-        prompt: Id of the prompt.
-        context: Tokens of output before the sampled ones.
-        token: Which token of the output, counted from 1.
-        runs: Outputs that were sampled.
-        tested: How many of them fell into tested branches.
-        freedom: Degrees of freedom.
-        p_value: See ``TestOutcome``; 0 where something impossible was sampled.
-        limit: The p-value below which the token counts as biased.
-        bias: Observed total variation over the cells, noise included.
+        outputs, tokens: How many were sampled; the last output may have been cut off by the time limit.
+        seconds: How long that took.
+        freedom: Degrees of freedom; 0 where there were too few tokens to test.
+        p_value: See ``TokenCounts``; 0 where a token came that the transforms rule out.
+        limit: The p-value below which the tokens count as biased.
+        observed: Share of the tokens in another group than expected, noise included.
+        smallest: The smallest such share that this many tokens show with 95% power; ``None`` if there were too few.
+        impossible: Tokens that the transforms rule out.
     """
 
-    prompt: str
-    context: int
-    token: int
-    runs: int
-    tested: int
+    outputs: int
+    tokens: int
+    seconds: float
     freedom: int
     p_value: float
     limit: float
-    bias: float
+    observed: float
+    smallest: float | None
+    impossible: int
 
     @property
     def sound(self) -> bool:
         return self.p_value >= self.limit
 
 
-Told = Callable[[int], None]
+def sample(
+    setup: DecodingSetup,
+    prompts: Sequence[Sequence[int]],
+    *,
+    bias: float,
+    seconds: float,
+    report: Callable[[float], None] = lambda _: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> SampledTest:
+    """Sample outputs of the prompts in turn, and count the tokens against the distributions that they should follow.
 
-
-def sample_context(
-    setup: DecodingSetup, target: MemoScorer, plan: ContextPlan, limit: float, told: Told | None = None
-) -> list[SampledTest]:
-    """Decode as often as planned behind one context, and test what came; a look that proves a bias is the last.
+    Ends when a bias of the given size would be found, which does not depend on what was drawn but on the probabilities
+    met, or when the time is up.
 
     Args:
-        setup: What ``memoised`` made; its end tokens and stop strings are left out of the sampled outputs.
-        target: What it returned beside.
-        plan: For one context.
-        limit: Significance of each test, over all of its looks.
-        told: Called behind every output with how many there are; ``None`` for nobody.
+        setup: What decodes.
+        prompts: Token ids.
+        bias: Share of tokens in a wrong group, see ``TokenCounts.smallest_bias``.
+        seconds: Time limit, checked after every step.
+        report: Called after every step with the seconds that sampling has taken.
+        clock: In seconds.
     """
-    context = plan.candidate.context
-    looks = dict(plan.early)
-    branches = [each.branch for cells in plan.depths for each in cells]
-    prefixes = {branch[:end] for branch in branches for end in range(len(branch) + 1)}
-    request = Request(
-        prompt=context,
-        target=setup.target,
-        drafter=setup.drafter,
-        policy=DraftPolicy.of(setup.policy),
-        sampling=setup.sampling,
-        random=Randomness(setup.seed, setup.target.device),
-        max_new_tokens=DEPTH,
-        first_target=False,
-        residual_adjustment=setup.residual_adjustment,
+    counts, began, number, spent = TokenCounts(_GROUPS), clock(), 0, 0.0
+    for number, prompt in enumerate(itertools.cycle(prompts), start=1):
+        transforms = setup.transforms(prompt, greedy=False)
+        for seen in observe(setup, prompt, greedy=False, seed=setup.seed + number):
+            _count(seen, transforms, counts)
+            spent = clock() - began
+            report(spent)
+            if spent >= seconds:
+                break
+        smallest = counts.smallest_bias
+        if spent >= seconds or (smallest is not None and smallest <= bias):
+            break
+    freedom, p_value = counts.test()
+    return SampledTest(
+        outputs=number,
+        tokens=counts.tokens,
+        seconds=spent,
+        freedom=freedom,
+        p_value=p_value,
+        limit=SIGNIFICANCE,
+        observed=counts.observed_bias,
+        smallest=counts.smallest_bias,
+        impossible=counts.impossible,
     )
-    watch = Stopwatch(clock_for(str(setup.target.device)))
-    counts: list[dict[tuple[int, ...], Counter[int]]] = [defaultdict(Counter) for _ in range(DEPTH)]
-    for run in range(plan.runs):
-        tokens: list[int] = []
-        for record in driven(setup.decoder(request, watch)):
-            if isinstance(record, Step):
-                tokens += record.tokens
-            if tuple(tokens) not in prefixes:
-                break  # nothing is tested behind these tokens, and going on would cost passes
-        for depth, token in enumerate(tokens[:DEPTH]):
-            prefix = tuple(tokens[:depth])
-            if prefix in prefixes:
-                counts[depth][prefix][token] += 1
-        if told is not None:
-            told(run + 1)
-        if run + 1 in looks and run + 1 < plan.runs:
-            share = _EARLY_SHARE / len(looks)
-            tests = _tests(setup, target, plan, looks[run + 1], counts, run + 1, limit * share)
-            if not all(test.sound for test in tests):
-                return tests
-    return _tests(setup, target, plan, plan.depths, counts, plan.runs, limit * (1 - _EARLY_SHARE))
 
 
-def _tests(
-    setup: DecodingSetup,
-    target: MemoScorer,
-    plan: ContextPlan,
-    depths: Sequence[Sequence[Cells]],
-    counts: Sequence[dict[tuple[int, ...], Counter[int]]],
-    runs: int,
-    limit: float,
-) -> list[SampledTest]:
-    """The tests of one look at what was counted in ``runs`` outputs."""
-    context = plan.candidate.context
-    impossible = _impossible(target, _behind(setup.sampling, context), context, counts)
-    tests = []
-    for depth, cells in enumerate(depths):
-        if not cells:
-            continue
-        outcome = chi_square(cells, counts[depth])
-        tests.append(
-            SampledTest(
-                prompt=plan.candidate.prompt,
-                context=plan.candidate.emitted,
-                token=plan.candidate.emitted + depth + 1,
-                runs=runs,
-                tested=outcome.runs,
-                freedom=outcome.freedom,
-                p_value=0.0 if depth in impossible else outcome.p_value,
-                limit=limit,
-                bias=outcome.bias,
-            )
-        )
-    return tests
+def _count(seen: Observation, sampling: Sampling, counts: TokenCounts) -> None:
+    """Count the tokens of a step."""
+    for i, (node, row) in enumerate(zip(seen.nodes, seen.deciding, strict=True)):
+        token = seen.tokens[i]
+        p = sampling.probabilities(row.unsqueeze(0), [*seen.context, *seen.tokens[:i]])[0]
+        groups = _groups(p, _preferred(seen.draft, node, p))
+        shares = torch.zeros(_GROUPS, dtype=torch.float64, device=p.device).index_add_(0, groups, p.double())
+        counts.add((shares / shares.sum()).tolist(), int(groups[token]) if float(p[token]) > 0.0 else None)
 
 
-def _impossible(
-    target: MemoScorer,
-    sampling: Sampling,
-    context: Sequence[int],
-    counts: Sequence[dict[tuple[int, ...], Counter[int]]],
-) -> set[int]:
-    """Depths at which a token came that the transforms rule out."""
-    if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.defaults):
-        return set()
-    return {
-        depth
-        for depth, branches in enumerate(counts)
-        for branch, seen in branches.items()
-        if any(_probabilities(target, sampling, (*context, *branch))[token] == 0 for token in seen)
-    }
+def _groups(p: torch.Tensor, preferred: torch.Tensor) -> torch.Tensor:
+    """The group of every token, int64 [vocab], see ``_GROUPS``."""
+    likelihood = (p < _LIKELY).long() + 1
+    likelihood[p.argmax()] = 0
+    return 2 * likelihood + preferred
+
+
+def _preferred(draft: Draft, node: int, p: torch.Tensor) -> torch.Tensor:
+    """Which tokens the drafter gives more probability after a node than the target, bool [vocab].
+
+    A group may depend on the tokens before, not on what was drafted by chance. Behind the context and in a chain, whose
+    drafts up to a node are the tokens before, it does not; for other nodes of a tree the answer is: none.
+    """
+    preferred = torch.zeros_like(p, dtype=torch.bool)
+    for candidate in draft.behind(node)[:1] if node < 0 or draft.parents is None else ():
+        if candidate.q is None:
+            preferred[draft.tokens[candidate.node]] = True
+        else:
+            preferred = candidate.q.to(p.device) > p
+    return preferred

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check"]
 
-_DEFAULT_PROMPTS, _DEFAULT_LIMIT, _DEFAULT_BIAS = "all", 12, 0.05
+_DEFAULT_PROMPTS, _DEFAULT_LIMIT, _DEFAULT_BIAS, _DEFAULT_MINUTES = "all", 12, 0.05, 5.0
 _LARGEST_BIAS = 0.5
 _check = partial(typer.Option, rich_help_panel="What is checked")
 
@@ -74,13 +74,28 @@ class _Checked:
             help=f"Prompts in all, taken in turn from the categories ({_DEFAULT_LIMIT}); with --outputs, lines (all).",
         ),
     ] = None
+    sample: Annotated[
+        bool,
+        _check(
+            "--sample",
+            help="Above temperature 0: also sample outputs and count their tokens against the target's probabilities.",
+        ),
+    ] = False
+    minutes: Annotated[
+        float | None,
+        _check(
+            "--minutes",
+            metavar="X",
+            help=f"Sample for at most this long, over all configurations together ({_DEFAULT_MINUTES:g}).",
+        ),
+    ] = None
     bias: Annotated[
         float | None,
         _check(
             "--bias",
             metavar="X",
-            help=f"Above temperature 0: find sampled tokens that are off by so much ({_DEFAULT_BIAS}; 0.01 takes 25"
-            " times as long).",
+            help="Stop sampling as soon as a bias would be found that shifts this share of the tokens"
+            f" ({_DEFAULT_BIAS}).",
         ),
     ] = None
     outputs: Annotated[
@@ -100,6 +115,11 @@ class _Checked:
             raise UsageError("--outputs brings its own prompts.", "Leave --prompts and --category out.")
         if self.bias is not None and not 0 < self.bias <= _LARGEST_BIAS:
             raise UsageError(f"--bias is {self.bias:g}.", f"Give a share above 0, up to {_LARGEST_BIAS:g}.")
+        if self.minutes is not None and not 0 < self.minutes < float("inf"):
+            raise UsageError(f"--minutes is {self.minutes:g}.", "Give more than 0.")
+        given = [name for name in ("minutes", "bias") if getattr(self, name) is not None]
+        if given and not self.sample:
+            raise UsageError(f"--{given[0]} is given without --sample.", "Add --sample, or leave it out.")
 
 
 def check(
@@ -207,7 +227,7 @@ def check(
                 _chosen_prompts(checked),
                 tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
                 rules,
-                checked.bias or _DEFAULT_BIAS,
+                checked,
                 sampling.seed,
             )
         job.prepare(progress)
@@ -295,7 +315,7 @@ def _chosen_prompts(checked: _Checked) -> list[Prompt]:
 
 
 _LONG_S = 10.0
-"""What takes less need not be said beforehand."""
+"""What takes less is not announced."""
 
 
 def _about(seconds: float) -> str:
@@ -311,11 +331,14 @@ class _DecodingJob:
         prompts: Sequence[Prompt],
         drafters: Sequence[DrafterSpec],
         rules: Sequence[LengthRule],
-        bias: float,
+        checked: _Checked,
         seed: int,
     ) -> None:
         self.request, self.prompts, self.drafters = request, prompts, drafters
-        self.rules, self.bias, self.seed = rules, bias, seed
+        self.rules, self.seed = rules, seed
+        self._samples = checked.sample and not request.sampling.greedy
+        self._bias = checked.bias or _DEFAULT_BIAS
+        self._minutes = checked.minutes or _DEFAULT_MINUTES
         self._checks: list[tuple[str, DecodingCheck]] = []
 
     def run(self) -> int:
@@ -334,11 +357,10 @@ class _DecodingJob:
                     several = len(self._checks) > 1
                     place = f"{label} ({number + 1} of {len(self._checks)}): " if several else ""
                     checking.progress = _Prefixed(progress, place)
-                    checking.announce = self._say_cost_of_samples
-                    checking.greedy()
-                    if not self.request.sampling.greedy:
-                        checking.exact()
-                        checking.sampled()
+                    checking.announce = None if number else self._announce
+                    checking.steps()
+                    if self._samples:
+                        checking.sampled(bias=self._bias, seconds=60 * self._minutes / len(self._checks))
             complete = True
         finally:  # an interrupt loses nothing of what is checked
             results = [
@@ -375,9 +397,8 @@ class _DecodingJob:
             self._model = model
             request.apply_defaults(model)
             prompts.extend(self._encode(model, self.prompts))
-            count = sum(len(self._rules_for(spec)) for spec in self.drafters)
             references.extend(
-                [None] * len(prompts) if rounded else self._references(model, prompts, count, progress)
+                [None] * len(prompts) if rounded else self._references(model, prompts, progress)
             )
 
         target, proposers = prepare(
@@ -418,7 +439,6 @@ class _DecodingJob:
             checking = DecodingCheck(
                 setup,
                 cases,
-                bias=self.bias,
                 dtype=target.scorer.rounding,
                 no_transformers=f"it has no such {rounded} model" if rounded else None,
                 bit_exact=decode.bit_exact or target.bit_exact,
@@ -429,7 +449,9 @@ class _DecodingJob:
 
     def _say_what_has_no_effect(self) -> None:
         sampling = self.request.sampling
-        names = ("top_k", "top_p", "min_p", "seed", "bias", "no_residual_adjustment")
+        names = (
+            "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias", "no_residual_adjustment",
+        )  # fmt: skip
         if sampling.greedy and (given := self.request.given(*names)):
             verb = "has" if len(given) == 1 else "have"
             self.request.note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is sampled.")
@@ -463,7 +485,6 @@ class _DecodingJob:
         self,
         model: LanguageModel,
         prompts: Sequence[tuple[str, list[int]]],
-        configurations: int,
         progress: Progress,
     ) -> list[Any]:
         import time
@@ -485,25 +506,19 @@ class _DecodingJob:
         for done, (_, ids) in enumerate(prompts):
             progress.update("transformers' own answers", done, len(prompts))
             answers.append(reference_output(model.model, ids, settings))
-            if done == 0:
-                seconds = (time.monotonic() - began) * len(prompts)
-                self._say_how_long(seconds, configurations)
+            if done == 0 and (seconds := (time.monotonic() - began) * (len(prompts) - 1)) >= _LONG_S:
+                self.request.note(f"The answers of transformers itself will take about {_about(seconds)}.")
         return answers
 
-    def _say_how_long(self, plainly_s: float, configurations: int) -> None:
-        from specbench.check.run import estimated_seconds
-
-        sampled = not self.request.sampling.greedy
-        seconds = estimated_seconds(plainly_s, sampled=sampled, configurations=configurations)
-        self.request.note(
-            f"This will take about {_about(seconds)}{', the samples apart' if sampled else ''}."
-        )
-
-    def _say_cost_of_samples(self, outputs: int, seconds: float) -> None:
-        if seconds >= _LONG_S:
-            self.request.note(
-                f"Sampling {outputs:,} outputs will take about {_about(seconds)}, less if a bias is proven before."
-            )
+    def _announce(self, seconds: float, plainly_s: float) -> None:
+        """Say how long the check will take, by what its first prompt took; plain decoding is shared."""
+        prompts = len(self._checks[0][1].cases)
+        left = (prompts - 1) * seconds + (len(self._checks) - 1) * prompts * (seconds - plainly_s)
+        said = [f"The check will take about {_about(left)} more."] if left >= _LONG_S else []
+        if self._samples:
+            said.append(f"Sampling will take at most {_about(60 * self._minutes)}.")
+        if said:
+            self.request.note(" ".join(said))
 
     def _describe(self, target: Target) -> None:
         request = self.request
@@ -579,7 +594,7 @@ class _OutputsJob:
         if without := request.given(
             "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "egag", "gamma",
             LengthOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "no_residual_adjustment",
-            "temperature", "top_k", "top_p", "min_p", "seed", "bias",
+            "temperature", "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias",
         ):  # fmt: skip
             verb = "has" if len(without) == 1 else "have"
             request.note(f"{', '.join(without)} {verb} no effect on outputs that were made elsewhere.")
