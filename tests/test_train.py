@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
@@ -31,6 +32,7 @@ from specbench.options import LoadOptions
 from specbench.specs.models import parse_model
 from specbench.train import hidden_states as hidden_states_module
 from specbench.train import learner as learner_module
+from specbench.train import run as run_module
 from specbench.train import texts as texts_module
 from specbench.train.hidden_states import HiddenStates
 from specbench.train.learner import Learner
@@ -462,7 +464,7 @@ def test_cut_off_anywhere_it_ends_the_same(
     expected, found = story(whole), story(parts)
     assert found["loss"] == expected["loss"]
     for before, after in zip(expected["measured"], found["measured"], strict=True):
-        assert before | {"seconds": 0} == after | {"seconds": 0}
+        assert before | {"seconds": 0, "step_cost": 0} == after | {"seconds": 0, "step_cost": 0}
     first, second = (load_file(folder / "model.safetensors") for folder in (whole, parts))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -474,6 +476,135 @@ def test_minutes_are_kept_to(target: Target, tmp_path: Path) -> None:
     told = story(out)
     assert told["data"]["texts"] > 0
     assert told["steps"] < 10_000
+
+
+class Clock:
+    """Time that passes only where work is done: so many seconds for each record of decoding and each step."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *, writing: float, measuring: float, learning: float
+    ) -> None:
+        self.now, self._seconds = 0.0, {"writing": writing, "measuring": measuring, "learning": learning}
+        self.spent = dict.fromkeys(self._seconds, 0.0)
+        for module in (run_module, learner_module):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        for module, what in ((texts_module, "writing"), (run_module, "measuring")):
+            patch.setattr(module, "GenerationRuns", self._timed(what, module.GenerationRuns))
+        gradients = Learner._gradients
+
+        def learnt(learner: Learner, reading: Any) -> Any:
+            self.pass_by("learning")
+            return gradients(learner, reading)
+
+        patch.setattr(Learner, "_gradients", learnt)
+
+    def pass_by(self, what: str) -> None:
+        self.now += self._seconds[what]
+        self.spent[what] += self._seconds[what]
+
+    def slow_down(self, factor: float) -> None:
+        self._seconds = {what: factor * seconds for what, seconds in self._seconds.items()}
+
+    def _timed(self, what: str, kind: type) -> type:
+        clock = self
+
+        class Timed(kind):  # type: ignore[misc]
+            def __iter__(self) -> Any:
+                for event in super().__iter__():
+                    clock.pass_by(what)
+                    yield event
+
+        return Timed
+
+
+@pytest.mark.parametrize(
+    ("writing", "measuring", "learning"),
+    [(1.0, 0.1, 1.0), (9.0, 2.0, 1.0), (1.0, 9.0, 10.0), (4.0, 0.1, 30.0)],
+    ids=["quick", "slow to write", "slow to measure", "slow to learn"],
+)
+def test_minutes_hold_however_slow_the_machine_is(
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writing: float,
+    measuring: float,
+    learning: float,
+) -> None:
+    """Five minutes, of which the target writes in half at most: a step or measure under way is all that may follow."""
+    clock = Clock(monkeypatch, writing=writing, measuring=measuring, learning=learning)
+    settings = replace(QUICK, tokens=None, minutes=5.0, epochs=None, patience=100)
+    training(target, tmp_path / "head", settings).run()
+    assert clock.spent["writing"] <= 0.5 * 300 + writing
+    assert clock.spent["learning"] >= 0.25 * 300
+    assert clock.now <= 1.1 * 300 + learning + measuring
+    measured = story(tmp_path / "head")["measured"]
+    assert len(measured) >= 2
+    assert measured[-1]["tokens"] > 0
+
+
+def test_minutes_hold_where_the_machine_becomes_slow(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, writing=1.0, measuring=0.2, learning=1.0)
+
+    class Slowed(Watched):
+        def trained(self, step: int, steps: int, loss: float, left_s: float) -> None:
+            assert left_s <= max(0.0, 300 - clock.now)
+            if step == 20:
+                clock.slow_down(5.0)
+
+    settings = replace(QUICK, tokens=None, minutes=5.0, epochs=None, patience=100)
+    training(target, tmp_path / "head", settings, watch=Slowed()).run()
+    assert clock.now <= 1.1 * 300
+
+
+def test_a_measure_that_is_cut_off_is_repeated_as_far_as_it_came(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that all of them are of the same texts."""
+    Clock(monkeypatch, writing=1.0, measuring=3.0, learning=1.0)
+    watch = Watched()
+    seen: list[int] = []
+    decoded = Training._decoded
+
+    def counted(self: Training, drafter: Any, stand: Any) -> Any:
+        found = decoded(self, drafter, stand)
+        seen.append(sum(len(step.tokens) for steps in found.values() for step in steps))
+        return found
+
+    monkeypatch.setattr(Training, "_decoded", counted)
+    settings = replace(QUICK, tokens=None, minutes=5.0, epochs=None, patience=100)
+    training(target, tmp_path / "head", settings, watch=watch).run()
+    assert len(seen) >= 2
+    assert len({*seen}) == 1
+    assert 0 < seen[0] < 2 * 15
+
+
+def test_what_a_head_brings_is_held_against_what_its_drafts_cost() -> None:
+    untrained = Measured(0, 472, None, 1.03, (0.02, 0.0, 0.0, 0.0), step_cost=1.4)
+    speedup = untrained.speedup("eagle")
+    assert speedup is not None
+    assert speedup < 1
+    assert replace(untrained, step_cost=None).speedup("eagle") is None
+    trained = replace(untrained, accepted=(0.5, 0.5, 0.5, 0.5), tokens_per_step=1.94)
+    assert trained.speedup("eagle") == pytest.approx(
+        1.75 / 1.2
+    )  # two drafts: 1.5 / 1.1, 1.75 / 1.2, 1.875 / 1.3
+    assert trained.speedup("medusa") == pytest.approx(1.94 / 1.4)  # which cost as much as one
+
+
+@pytest.mark.parametrize(("tokens", "pays"), [(1.03, False), (1.6, True)])
+def test_a_head_is_recommended_only_where_it_pays(
+    tokens: float, pays: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = Measured(5, 472, 5.0, tokens, (tokens - 1, 0.0), step_cost=1.2)
+    sys.modules["specbench.cli.train"]._tell(best, "eagle", Path("head"), as_json=False)
+    said = capsys.readouterr().out
+    assert ("--drafter head" in said) == pays
+    assert ("SLOWS decoding" in said) != pays
+    assert "A step with it takes 1.20 times a plain one" in said
+    sys.modules["specbench.cli.train"]._tell(best, "eagle", Path("head"), as_json=True)
+    assert (json.loads(capsys.readouterr().out)["expected_speedup"] > 1) == pays
 
 
 def test_more_minutes_may_be_given_later(target: Target, tmp_path: Path) -> None:
@@ -782,7 +913,9 @@ def test_train_on_the_command_line(cli: Any, tmp_path: Path) -> None:
     told = cli(*short, "--out", out, "--compact")
     assert told.code == 0, told.err
     assert "tokens per step on prompts it was not trained on" in told.out
-    assert f"--drafter {out}" in told.out
+    assert "SLOWS decoding" in told.out  # a target this small is as quick as its head
+    assert f"--start {out}" in told.out
+    assert "--drafter" not in told.out
     assert "untrained" in told.err
     common = ("--target", tmp_path / "tiny", "--dtype", "float32", "the thing", "-n", 12, "--json")
     plain = cli.call("generate", *common, "--drafter", "none").json()

@@ -66,7 +66,10 @@ def train(
     minutes: Annotated[
         float | None,
         _training(
-            "--minutes", metavar="X", help="Or take so many minutes for all of it, over all starts together."
+            "--minutes",
+            metavar="X",
+            help="Or take this many minutes once the target is loaded, over all starts together; a step or measure"
+            " that is under way is finished.",
         ),
     ] = None,
     epochs: Annotated[
@@ -213,7 +216,7 @@ def train(
     with display:
         best = training.run()
     if group.is_main_process:
-        _tell(best, out, as_json=json_output)
+        _tell(best, kind, out, as_json=json_output)
 
 
 def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
@@ -230,21 +233,39 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
     return load_head(files, allow_pickle=allow_pickle)
 
 
-def _tell(best: Measured, out: Path, *, as_json: bool) -> None:
+def _tell(best: Measured, kind: str, out: Path, *, as_json: bool) -> None:
     from specbench.cli.watchers import write_out
     from specbench.textsafe import terminal_safe
 
+    speedup = best.speedup(kind)
     if as_json:
-        write_out(json.dumps({"folder": str(out), "best": asdict(best)}) + "\n")
+        found = {"folder": str(out), "best": asdict(best), "expected_speedup": speedup}
+        write_out(json.dumps(found) + "\n")
         return
     accepted = ", ".join(f"{share:.0%}" for share in best.accepted)
     lines = [
         f"{best.tokens_per_step:.2f} tokens per step on prompts it was not trained on; drafts kept of those tested,"
         f" by place: {accepted}.",
         *(f"  {name}: {figure:.2f}" for name, figure in sorted(best.categories.items())),
-        f"Kept in {out}: --drafter {out}",
+        *_verdict(best, speedup, out),
     ]
     write_out(terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8"))
+
+
+def _verdict(best: Measured, speedup: float | None, out: Path) -> list[str]:
+    """Whether to draft with it."""
+    if speedup is None:
+        return [f"Kept in {out}: --drafter {out}"]
+    cost = f"A step with it takes {best.step_cost:.2f} times a plain one"
+    if speedup > 1:
+        return [
+            f"{cost}: about {speedup:.2f} times plain decoding, at the best draft length.",
+            f"Kept in {out}: --drafter {out}",
+        ]
+    return [
+        f"{cost}, more than its tokens pay for: drafting with it SLOWS decoding, to about {speedup:.2f} times plain.",
+        f"Kept in {out}, to train on from: specbench train --start {out}, with more --minutes or --tokens.",
+    ]
 
 
 class _Display:

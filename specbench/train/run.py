@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from specbench._version import __version__
 from specbench.bench.encoding import encode_turns
 from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
+from specbench.decoding.records import Step
 from specbench.errors import RunError, UsageError
 from specbench.files import explained, try_lock, write_text
 from specbench.generate import GenerationRun
@@ -41,13 +45,13 @@ from specbench.train.result import write_head, write_story
 from specbench.train.settings import Measured, TrainingSettings, Watch
 from specbench.train.state import read_state, write_state
 from specbench.train.students import KINDS, read_layers
-from specbench.train.texts import Text, TextStore, store_for, write_texts
+from specbench.train.texts import Text, TextStore, store_for, tokens_of, write_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbench.bench.prompts import Prompt
-    from specbench.decoding.records import Step
+    from specbench.decoding.protocols import Drafter
     from specbench.models.prepare import Target
 
 __all__ = ["Training", "check_folder", "processes"]
@@ -55,16 +59,26 @@ __all__ = ["Training", "check_folder", "processes"]
 _STATE = "state"
 """Folder of a training that has not ended, within its result's."""
 
-_WRITING = 0.4
-"""Share of the time given in which the target writes (docs/training.md)."""
+_WRITING, _WRITING_AT_MOST = 0.4, 0.5
+"""Share of the time given in which the target writes (docs/training.md); the larger one where it has hardly begun."""
 
 _EPOCHS = 4
 """How often each text is seen where the tokens decide."""
 
 _MEASURING = 0.15
-"""Share of the time left for learning that measures may take: where each takes long, there are fewer."""
+"""Share of the time left for learning that measures may take: where each takes long, there are fewer. One that takes
+longer by itself is cut off."""
+
+_SLACK = 1.5
+"""A measure of the same tokens may take this many times as long as the first one before it is cut off."""
 
 _TIMED_STEPS = 2
+_TIMING = 0.05
+"""Share of the time left that timing steps may take, after the first one."""
+
+_COST_STEPS, _COST_ROUNDS = 8, 2
+"""Steps decoded with and without the head, in turn, to time them."""
+
 _RECORDS = 200
 """Points of the loss curve."""
 
@@ -354,7 +368,7 @@ class Training:
         if not texts:
             raise UsageError(
                 "What the target wrote is too short to learn from.",
-                "Name other prompts, or give more --tokens.",
+                f"Name other prompts, or give more {'--tokens' if settings.minutes is None else '--minutes'}.",
             )
         return texts
 
@@ -372,9 +386,13 @@ class Training:
                 noted = now
                 self._note()
             if settings.minutes is not None:
-                limit = _WRITING * 60 * settings.minutes
+                limit = (
+                    60
+                    * settings.minutes
+                    * (_WRITING if everything >= settings.answer_tokens else _WRITING_AT_MOST)
+                )
                 self._watch.wrote(total, None, max(0.0, limit - now))
-                return everything >= settings.answer_tokens and now >= limit
+                return now >= limit
             wanted = settings.tokens or 0
             pace = (total - first[0]) / (now - first[1]) if now > first[1] else 0
             self._watch.wrote(total, wanted, max(0, wanted - total) / pace if pace else None)
@@ -416,7 +434,7 @@ class Training:
         while stand.step < stand.steps and not self._agreed(stand.ended):
             stand.took(learner.step(stand.step, stand.steps))
             self._watch.trained(stand.step, stand.steps, stand.loss, self._left(stand, pace))
-            if stand.step == stand.measured_next or self._agreed(self._time_is_up):
+            if stand.step == stand.measured_next or self._agreed(self._time_is_up(stand)):
                 self._measure(learner, stand)
                 self._plan_again(learner, stand, pace)
                 save()
@@ -428,23 +446,27 @@ class Training:
             write_story(self._out, self._story(learner, stand))
         return max(map(Measured.of, self._agreed(stand.measures)), key=lambda each: each.tokens_per_step)
 
-    @property
-    def _time_is_up(self) -> bool:
+    def _time_is_up(self, stand: _Stand) -> bool:
+        """Whether there is time for a measure at most."""
         minutes = self._settings.minutes
-        return minutes is not None and self._seconds >= 60 * minutes
+        return minutes is not None and self._seconds + stand.measure_s >= 60 * minutes
 
     def _left(self, stand: _Stand, pace: _Pace) -> float:
         """Seconds to the end, as things go."""
-        measures = stand.measures_left(self._measures(stand))
-        return (stand.steps - stand.step) * pace.of(stand.step) + measures * stand.measure_s
+        measures, minutes = stand.measures_left(self._measures(stand)), self._settings.minutes
+        left = (stand.steps - stand.step) * pace.of(stand.step) + measures * stand.measure_s
+        return left if minutes is None else max(0.0, min(left, 60 * minutes - self._seconds))
 
     def _measures(self, stand: _Stand) -> int:
         """How often it is measured, besides untrained."""
-        minutes, most = self._settings.minutes, self._settings.measures
-        if minutes is None:
-            return most
-        fitting = int(_MEASURING * (1 - _WRITING) * 60 * minutes / max(stand.first_measure_s, 1e-3))
-        return min(most, max(1, fitting))
+        fitting = self._measuring_s / max(stand.first_measure_s, 1e-3)
+        return int(min(self._settings.measures, max(1, fitting)))
+
+    @property
+    def _measuring_s(self) -> float:
+        """Seconds that all measures together may take, the untrained head's apart, and any of them by itself."""
+        minutes = self._settings.minutes
+        return math.inf if minutes is None else _MEASURING * (1 - _WRITING) * 60 * minutes
 
     def _plan(self, learner: Learner, stand: _Stand) -> None:
         """Settle how many steps there will be, for the learning rate goes by it; noted before the first is made."""
@@ -452,9 +474,10 @@ class Training:
             if self._settings.minutes is None:
                 steps = (self._settings.epochs or _EPOCHS) * learner.epoch_steps
             else:
-                learner.rehearse(0)
-                timed = [learner.rehearse(number) for number in range(_TIMED_STEPS)]
-                reading_s, learning_s = (sum(each) / _TIMED_STEPS for each in zip(*timed, strict=True))
+                timed = [learner.rehearse(0)]
+                if sum(timed[0]) <= _TIMING * (60 * self._settings.minutes - self._seconds):
+                    timed = [learner.rehearse(number) for number in range(_TIMED_STEPS)]
+                reading_s, learning_s = (sum(each) / len(timed) for each in zip(*timed, strict=True))
                 learner.plan(self._in_time(learner, stand, learning_s))
                 steps = self._in_time(learner, stand, learning_s + reading_s / learner.turns)
             if self._main:
@@ -486,7 +509,11 @@ class Training:
         """Let the real decoder draft with the head as it is, for all prompts side by side; the best head is kept."""
         if self._main:
             began = time.monotonic()
-            by_category = self._decoded(learner)
+            drafter = self._candidate(learner)
+            by_category = self._decoded(drafter, stand)
+            stand.measure_s = time.monotonic() - began
+            stand.first_measure_s = stand.first_measure_s or stand.measure_s
+            stand.step_cost = stand.step_cost or self._step_cost(drafter)
             every = [step for steps in by_category.values() for step in steps]
             measured = Measured(
                 stand.step,
@@ -496,11 +523,10 @@ class Training:
                 tuple(rate.rate or 0.0 for rate in acceptance_by_position(every)),
                 {name: tokens_per_step(steps) or 1.0 for name, steps in by_category.items()},
                 round(self._seconds, 1),
+                stand.step_cost,
             )
-            stand.measure_s = time.monotonic() - began
-            stand.first_measure_s = stand.first_measure_s or stand.measure_s
             best = stand.add(measured, self._settings.patience)
-            stand.ended = stand.ended or self._time_is_up
+            stand.ended = stand.ended or self._time_is_up(stand)
             if best:
                 self._write(learner, self._out)
                 write_story(self._out, self._story(learner, stand))
@@ -508,28 +534,53 @@ class Training:
         stand.measures_made += 1
         self._group.wait_for_everyone()
 
-    def _decoded(self, learner: Learner) -> dict[str, list[Step]]:
-        """The steps of the held-out prompts, by category."""
+    def _candidate(self, learner: Learner) -> Drafter:
+        """The head as it is, from its files."""
         candidate = (self._out / _STATE / "candidate").resolve()
         self._write(learner, candidate)
         head = find_head(parse_model(str(candidate)))
         assert head is not None
-        drafter = wrap_head(load_head(head), self._target)
+        return wrap_head(load_head(head), self._target)
+
+    def _run(self, ids: Sequence[int], drafter: Drafter | None, tokens: int, **more: Any) -> GenerationRun:
         gamma = FixedLength(self._settings.depth + (self._settings.kind == "pass"))
-        runs = [
-            GenerationRun(
-                ids, self._target, drafter, policy=gamma, max_new_tokens=self._settings.measured_tokens
-            )
-            for _, ids in self._held
-        ]
+        return GenerationRun(ids, self._target, drafter, policy=gamma, max_new_tokens=tokens, **more)
+
+    def _decoded(self, drafter: Drafter, stand: _Stand) -> dict[str, list[Step]]:
+        """The steps of the held-out prompts, by category: as far as the first measure came in its time."""
+        limits = stand.reached or [self._settings.measured_tokens] * len(self._held)
+        places = [place for place, tokens in enumerate(limits) if tokens > 1]
+        runs = [self._run(self._held[place][1], drafter, limits[place]) for place in places]
+        ends = time.monotonic() + self._measuring_s * (_SLACK if stand.reached else 1.0)
         found: dict[str, list[Step]] = {}
-        for (prompt, _), made in zip(
-            self._held, GenerationRuns(runs, max_batch=len(runs)).results(), strict=True
-        ):
-            if isinstance(made, Exception):
-                raise made
-            found.setdefault(prompt.category, []).extend(made.steps)
+        written = [0] * len(limits)
+        made = GenerationRuns(runs, max_batch=len(runs))
+        for i, event in made:
+            if isinstance(event, Exception):
+                raise event
+            written[places[i]] += len(tokens_of(event))
+            if isinstance(event, Step):
+                found.setdefault(self._held[places[i]][0].category, []).append(event)
+            if found and time.monotonic() >= ends:
+                made.close()
+                limits = written
+                break
+        stand.reached = stand.reached or limits
         return found
+
+    def _step_cost(self, drafter: Drafter) -> float | None:
+        """How many plain steps a step with the whole draft takes, of one prompt by itself: medians; or ``None``."""
+        ids = min((ids for _, ids in self._held), key=len)
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for drafts in (True, False) * _COST_ROUNDS:
+            run = self._run(ids, drafter if drafts else None, 8 * _COST_STEPS, ignore_eos=True)
+            steps = [record for record in islice(run, _COST_STEPS + 2) if isinstance(record, Step)]
+            times[drafts] += [
+                step.times.total_s for step in steps[1:]
+            ]  # in the first one the head reads the prompt
+        if not (times[True] and times[False]):
+            return None
+        return statistics.median(times[True]) / statistics.median(times[False])
 
     def _write(self, learner: Learner, folder: Path) -> None:
         write_head(
@@ -597,6 +648,8 @@ class _Stand:
         stale: Measures since the best one.
         ended: Whether to stop.
         measure_s, first_measure_s: How long the last measure took, and the first one.
+        reached: How many tokens of each held-out prompt are decoded in a measure: those of the first one.
+        step_cost: See ``Measured``.
         seconds: All of it so far.
     """
 
@@ -614,6 +667,8 @@ class _Stand:
     ended: bool = False
     measure_s: float = 0.0
     first_measure_s: float = 0.0
+    reached: list[int] = field(default_factory=list)
+    step_cost: float | None = None
     seconds: float = 0.0
 
     @classmethod

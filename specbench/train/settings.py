@@ -145,6 +145,8 @@ class Measured:
         accepted: By place of the draft: of those tested the share accepted.
         categories: Tokens per step by category of the prompts.
         seconds: Of the training so far.
+        step_cost: How many plain steps a step with the whole draft takes, of one prompt by itself; ``None`` where that
+            was not measured.
     """
 
     step: int
@@ -154,6 +156,24 @@ class Measured:
     accepted: tuple[float, ...]
     categories: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    step_cost: float | None = None
+
+    def speedup(self, kind: str) -> float | None:
+        """Over plain decoding, at the best length of drafts, by these figures; ``None`` where nothing was timed.
+
+        A draft of γ tokens brings 1 + a₁ + a₁·a₂ + … tokens. An EAGLE head drafts one token in a pass, so γ of them
+        cost in proportion; heads of the other kinds draft all at once.
+        """
+        if self.step_cost is None:
+            return None
+        depth, tokens, kept = len(self.accepted), 1.0, 1.0
+        best = self.tokens_per_step / self.step_cost
+        for gamma, accepted in enumerate(self.accepted, start=1):
+            kept *= accepted
+            tokens += kept
+            cost = 1 + (self.step_cost - 1) * (gamma / depth if kind == "eagle" else 1.0)
+            best = max(best, tokens / cost)
+        return best
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Measured:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.train.hidden_states import HiddenStates
 
-__all__ = ["Text", "TextStore", "store_for", "without_a_gap", "write_texts"]
+__all__ = ["Text", "TextStore", "store_for", "tokens_of", "without_a_gap", "write_texts"]
 
 BATCH = 64
 """Texts that are written side by side."""
@@ -279,7 +279,7 @@ def _answered(runs: Mapping[int, GenerationRun]) -> Iterator[tuple[int, Sequence
             continue
         if isinstance(event, Exception):
             raise event
-        yield places[i], _tokens_of(event), event.finish_reason is not None
+        yield places[i], tokens_of(event), event.finish_reason is not None
 
 
 def _store_states(text: Text, run: GenerationRun, states: HiddenStates | None) -> None:
@@ -290,7 +290,8 @@ def _store_states(text: Text, run: GenerationRun, states: HiddenStates | None) -
         states.add(text.key, text.tokens, listener.take())
 
 
-def _tokens_of(event: Prefill | Step) -> Sequence[int]:
+def tokens_of(event: Prefill | Step) -> Sequence[int]:
+    """The tokens of an answer that a record brings."""
     if isinstance(event, Prefill):
         return () if event.token is None else (event.token,)
     return event.tokens
