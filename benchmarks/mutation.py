@@ -1010,6 +1010,34 @@ MUTANTS = (
         "each for each in",
         HEADS,
     ),
+    Mutant(
+        "a pass with hidden states is no native one",
+        "backends/torch/passes.py",
+        "        own = self._layers(held)\n        made = None",
+        "        own = None if layers else self._layers(held)\n        made = None",
+        ("tests/test_bitexact.py", "-k", "states or twice"),
+    ),
+    Mutant(
+        "a layer named twice gives the states of another one",
+        "backends/torch/passes.py",
+        "[once.index(layer) for layer in layers]",
+        "[min(i, len(once) - 1) for i in range(len(layers))]",
+        ("tests/test_native.py", "-k", "hidden_states"),
+    ),
+    Mutant(
+        "the trial of passes of every width asks for no hidden states",
+        "backends/torch/trials.py",
+        "_WIDTHS_WITH_STATES = (1, 5, 32)",
+        "_WIDTHS_WITH_STATES = ()",
+        ("tests/test_bitexact.py", "-k", "trial"),
+    ),
+    Mutant(
+        "hidden states of another shape are taken for a head's",
+        "models/prepare.py",
+        "hidden.shape == (len(tokens), len(layers), width)",
+        "hidden.shape[-1] == width",
+        ("tests/test_heads.py", "-k", "shape"),
+    ),
 )
 
 

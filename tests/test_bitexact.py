@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from head_files import VOCAB, WIDTH, eagle_tensors, speculators_settings, write_head
 from tiny import tiny_llama
 from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -13,13 +15,18 @@ from specbench.backends.torch import trials
 from specbench.backends.torch.kernels import attention, linear, llama_layers, native
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
+from specbench.backends.torch.passes import NativePass
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Pass
+from specbench.decoding.records import Generation
+from specbench.decoding.request import DraftPolicy
 from specbench.errors import UsageError
-from specbench.generate import speculative_generate
+from specbench.generate import GenerationRun, speculative_generate
+from specbench.generate_many import GenerationRuns
+from specbench.lengths import FixedLength
 from specbench.models.load import wrap_model
 from specbench.models.prepare import Target, _prepare_target, default_cache, load_drafter, wrap_target
-from specbench.options import QuantisedName
+from specbench.options import LoadOptions, QuantisedName
 
 
 def grouped_llama(groups: int, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -244,11 +251,60 @@ def test_hidden_states_change_no_bit_of_a_rounded_targets_logits(rounded: Quanti
     scorer = bit_exact_target(rounded).scorer
     context = list(range(40))
     found = []
-    for layers in ((), (0, 1), (2,)):
+    asked: tuple[tuple[int, ...], ...] = ((), (0, 1), (2,), (1, 1, 2), (2, 0, 2))
+    for layers in asked:
         scorer.begin()
         scorer.score(Pass(scorer, context, layers=layers))
         for drafted in ([5], [6, 7, 8]):
             found.append(scorer.score(Pass(scorer, [*context, 3], drafted, layers=layers)).logits)
             scorer.keep(len(context))
-    for logits, expected in zip(found, found[:2] * 3, strict=True):
+    for logits, expected in zip(found, found[:2] * len(asked), strict=True):
         assert torch.equal(logits, expected)
+
+
+@pytest.mark.usefixtures("way")
+def test_the_trial_finds_what_depends_on_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_pack(torch.float32, "cpu"):
+        pytest.skip("no packed layers here")
+    scorer = scorer_of(tiny_llama())
+    assert scorer.why_not_bit_exact() is None
+    rows = type(scorer._pass)._rows
+
+    def shaky(way: Any, ids: Any, count: int, layers: Any, *others: Any) -> Any:
+        made = rows(way, ids, count, layers, *others)
+        return made._replace(logits=made.logits * (1 + 1e-6)) if layers else made
+
+    monkeypatch.setattr(type(scorer._pass), "_rows", shaky)
+    reason = scorer.why_not_bit_exact()
+    assert reason is not None
+    assert "hidden states" in reason
+
+
+@pytest.mark.parametrize("layers", [(1, 1, 2), (2, 0, 2)])
+@pytest.mark.parametrize("rounded", ["int8", "int4"])
+def test_a_head_that_reads_a_layer_twice_changes_nothing_of_a_rounded_targets_output(
+    rounded: QuantisedName, layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """EAGLE-3's own layers 2, n/2 and n - 3 coincide in targets of up to six layers."""
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        target = rounded_target(LlamaForCausalLM(config).bfloat16().eval(), rounded)
+    if not target.bit_exact:
+        assert type(target.scorer._pass) is not NativePass, target.widths_differ
+        pytest.skip(target.widths_differ or "activations are not rounded here")
+    files = write_head(tmp_path / "head", speculators_settings(layers), eagle_tensors(2))
+    head = load_drafter(str(files), target, LoadOptions(dtype="float32"))
+    asked = [[3 * start + 5 * i for i in range(3 + 7 * start)] for start in range(4)]
+    policy = DraftPolicy(FixedLength(4))
+    plain = [speculative_generate(prompt, target, None, max_new_tokens=32).token_ids for prompt in asked]
+    runs = [GenerationRun(prompt, target, head, policy=policy, max_new_tokens=32) for prompt in asked]
+    for run in runs:
+        list(run)
+    assert [run.result().token_ids for run in runs] == plain
+    again = [GenerationRun(prompt, target, head, policy=policy, max_new_tokens=32) for prompt in asked]
+    together = GenerationRuns(again, max_batch=3).results()
+    assert [made.token_ids for made in together if isinstance(made, Generation)] == plain

@@ -383,6 +383,10 @@ def test_hidden_states_are_those_of_the_model(kind: str, dtype: torch.dtype, lev
         hidden = scorer.score(Pass(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1))).hidden
         assert hidden is not None
         found.append(hidden)
+        scorer.keep(len(CONTEXT))
+        again = scorer.score(Pass(scorer, [*CONTEXT, 5], [6, 7], layers=(0, 3, 0, 1, 3))).hidden
+        assert again is not None
+        assert torch.equal(again, hidden[:, [1, 0, 1, 2, 0]])
     assert found[0].shape == (3, 3, 48)
     assert found[0].dtype == dtype
     assert relative(found[0], found[2]) < 1.5 * relative(found[1], found[2]) + 1e-6

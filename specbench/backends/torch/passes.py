@@ -74,7 +74,7 @@ class Forward:
         Args:
             ids: [1, tokens].
             rows: How many positions' logits are wanted, counted from the end; at least 1.
-            layers: See ``Pass``.
+            layers: See ``Pass``; in any order, and one as often as it is wanted.
             position_ids: [1, tokens]; ``None`` for those that follow the cache.
             attention_mask: Bool [1, 1, tokens, ``cache.keys(tokens)``], true where a token attends; ``None`` for what
                 comes before it, and itself.
@@ -82,6 +82,21 @@ class Forward:
         Returns:
             All of it the caller's own.
         """
+        once = [*dict.fromkeys(layers)]
+        made = self._rows(ids, rows, once, position_ids, attention_mask)
+        if made.hidden is None or len(once) == len(layers):
+            return made
+        return made._replace(hidden=made.hidden[:, [once.index(layer) for layer in layers]])
+
+    def _rows(
+        self,
+        ids: torch.Tensor,
+        rows: int,
+        layers: Sequence[int],
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+    ) -> Rows:
+        """The same for layers of which none is named twice."""
         raise NotImplementedError
 
 
@@ -97,13 +112,13 @@ class OrdinaryPass(Forward):
         self._model, self._cache = model, cache
         self._keeps_logits = _keeps_logits(model)
 
-    def rows(
+    def _rows(
         self,
         ids: torch.Tensor,
         rows: int,
         layers: Sequence[int],
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
     ) -> Rows:
         arguments = self._cache.model_arguments()
         if position_ids is not None:
@@ -152,13 +167,13 @@ class ShortPass(Forward):
         """Whether the model is one that is known, and has no hooks now, some of which would be passed by."""
         return self._layers(self._held()) is not None
 
-    def rows(
+    def _rows(
         self,
         ids: torch.Tensor,
         rows: int,
         layers: Sequence[int],
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
     ) -> Rows:
         tokens, held = ids.shape[1], self._held()
         own = self._layers(held) if tokens <= LONGEST_PASS else None
@@ -287,24 +302,24 @@ class NativePass(ShortPass):
         """Whether the model is one that is known, of native products, and has no hooks now."""
         return self.stack() is not None
 
-    def rows(
+    def _rows(
         self,
         ids: torch.Tensor,
         rows: int,
         layers: Sequence[int],
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
     ) -> Rows:
         tokens, held = ids.shape[1], self._held()
-        own = self._layers(held) if len({*layers}) == len(layers) else None
+        own = self._layers(held)
         made = None if own is None else self._stacked(own)
         stack = None if made is None else made.stack_for(tokens)
         if own is None or made is None or stack is None:
-            return super().rows(ids, rows, layers, position_ids, attention_mask)
+            return super()._rows(ids, rows, layers, position_ids, attention_mask)
         past = held.get_seq_length()
         entries = self._lengthened(held, own, tokens, made.empty)
         if entries is None:
-            return super().rows(ids, rows, layers, position_ids, attention_mask)
+            return super()._rows(ids, rows, layers, position_ids, attention_mask)
         x = self._model.model.embed_tokens(ids)[0].float()
         cosines, sines = made.rotations.of(
             range(past, past + tokens) if position_ids is None else position_ids[0]
@@ -418,7 +433,7 @@ class RaggedPass:
             ids: [1, tokens].
             joined: What the requests hold; it holds these tokens afterwards.
             wanted: Which tokens' logits are wanted: their places, ascending.
-            layers: See ``Pass``.
+            layers: See ``Pass``; none twice.
         """
         own = None if self._layers is None else self._layers(joined.mark)
         if own is not None:
@@ -448,7 +463,7 @@ class RaggedPass:
         layers: Sequence[int],
     ) -> Rows | None:
         """``None`` where that cannot be, or is slower."""
-        if self._stacked is None or len({*layers}) < len(layers):
+        if self._stacked is None:
             return None
         made = self._stacked(own)
         stack = made.stack_for(ids.shape[1])
@@ -592,13 +607,13 @@ class GraphPass(Forward):
         self._captured: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
         self._generation = cache.generation
 
-    def rows(
+    def _rows(
         self,
         ids: torch.Tensor,
         rows: int,
         layers: Sequence[int],
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
     ) -> Rows:
         count, past, device = ids.shape[1], self._cache.length, ids.device
         self._cache.reserve(past + count)

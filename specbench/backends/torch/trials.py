@@ -365,6 +365,9 @@ _BEFORE, _BEHIND = 3, 6
 
 _WIDTHS = (2, 3, 5, 9, 17, 32)
 
+_WIDTHS_WITH_STATES = (1, 5, 32)
+"""Those that are read once more with hidden states, as heads ask for them, which plain decoding does without."""
+
 
 @torch.inference_mode()
 def why_widths_differ(
@@ -373,7 +376,8 @@ def why_widths_differ(
     """Why passes of different widths may give different logits here, in a sentence; ``None`` if they do not.
 
     Reads random tokens with passes of one token and of several over the edge of a block of keys (as far as the model's
-    context goes), and compares the logits bit by bit. Empties the cache. Takes about 15 passes.
+    context goes), some of them with hidden states, one layer twice, and compares the logits bit by bit. Empties the
+    cache. Takes about 20 passes.
     """
     embeddings = _embeddings(model)
     if embeddings.device.type != "cpu":
@@ -388,19 +392,27 @@ def why_widths_differ(
     choice = random.Random(0)
     ids = torch.tensor([[choice.randrange(len(embeddings)) for _ in range(start + widest)]])
 
-    def read(length: int, width: int) -> torch.Tensor:
+    def read(length: int, width: int, layers: Sequence[int] = ()) -> torch.Tensor:
         cache.rollback(length)
-        return forward(ids[:, length : length + width], width)
+        return forward.rows(ids[:, length : length + width], width, layers).logits
 
     cache.reset()
     forward(ids[:, : min(_READ, start)], 1)
     cache.repeat(start)
     alone = [read(start + i, 1)[0] for i in range(min(widest, KEY_BLOCK + _BEHIND - start))]
+    last = model.config.get_text_config(decoder=True).num_hidden_layers
+    with_states = [(width, (last, 0, last)) for width in _WIDTHS_WITH_STATES]
     try:
-        for width in _WIDTHS:
-            together = read(start, width)
+        for width, layers in [*((width, ()) for width in _WIDTHS), *with_states]:
+            try:
+                together = read(start, width, layers)
+            except _NOT_POSSIBLE:
+                if layers:  # nor can a head draft for this model
+                    break
+                raise
             if any(not torch.equal(one, many) for one, many in zip(alone, together, strict=False)):
-                return f"On this processor, a pass of {width} tokens gives other logits than passes of one."
+                more = " that also gives hidden states" if layers else ""
+                return f"On this processor, a pass of {width} tokens{more} gives other logits than passes of one."
     finally:
         cache.reset()
     return None
