@@ -42,7 +42,7 @@ from head_files import (
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
 from tiny import save_tiny, tiny_language_model
 from told import Result, refusal
-from transformers import LlamaConfig
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig
 
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.head_scorers import (
@@ -1095,6 +1095,26 @@ def test_a_head_goes_with_its_target_alone(tmp_path: Path) -> None:
     torch.save(eagle_tensors(), folder / "pytorch_model.bin")
     assert "--allow-pickle" in refusal(load_drafter, str(folder), target, PLAIN, kind=UsageError)
     assert load_drafter(str(folder), target, PLAIN, allow_pickle=True).draftable
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash"])
+def test_a_target_whose_hidden_states_have_another_shape_takes_no_head(tmp_path: Path, kind: str) -> None:
+    """Gemma 3n keeps several states for every token and layer."""
+    config = Gemma3nTextConfig(
+        vocab_size=9, hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=5,
+        intermediate_size=[48] * 5, num_kv_shared_layers=2, vocab_size_per_layer_input=9,
+        hidden_size_per_layer_input=8, layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        activation_sparsity_pattern=[0.0] * 5, sliding_window=64,
+    )  # fmt: skip
+    target = wrap_target(Gemma3nForCausalLM(config).eval(), name="gemma", pack=False)
+    tensors, settings = {
+        "eagle": (eagle_tensors(vocab=9, drafted=6), eagle_settings((1, 2, 3), 9, draft_vocab_size=6)),
+        "medusa": (medusa_tensors(vocab=9), medusa_settings(9)),
+        "dflash": (block_tensors(vocab=9), block_settings(9)),
+    }[kind]
+    files = write_head(tmp_path / kind, settings, tensors)
+    with pytest.raises(UsageError, match="gemma does not give one hidden state for each token and layer"):
+        load_drafter(str(files), target, PLAIN)
 
 
 def test_a_llama_of_one_layer_is_no_head(tmp_path: Path) -> None:

@@ -525,26 +525,24 @@ def _head_of(target: Target) -> torch.Tensor:
 
 
 def require_states(target: Target, layers: Sequence[int]) -> None:
-    """Refuse a target that gives no hidden states, or others than its configuration tells of.
+    """Refuse a target that gives no hidden states, or others than one of its width for each token and layer.
 
     Raises:
         UsageError: It does.
     """
-    scorer = target.scorer
+    scorer, width = target.scorer, text_config(target.language_model.model.config).hidden_size
+    tokens = [0, 0]
     scorer.begin()
     try:
-        hidden = scorer.score(Pass(scorer, [0], layers=layers)).hidden
-        right = (
-            hidden is not None
-            and hidden.shape[-1] == text_config(target.language_model.model.config).hidden_size
-        )
+        hidden = scorer.score(Pass(scorer, tokens, layers=layers)).hidden
+        right = hidden is not None and hidden.shape == (len(tokens), len(layers), width)
     except (TypeError, IndexError, AttributeError, RuntimeError):
         right = False
     finally:
         scorer.begin()
     if not right:
         raise UsageError(
-            f"The hidden states of {target.name} cannot be had, and a head drafts on them.",
+            f"{target.name} does not give one hidden state for each token and layer, and a head drafts on these.",
             "Use another drafter.",
         )
 
