@@ -1038,6 +1038,42 @@ MUTANTS = (
         "hidden.shape[-1] == width",
         ("tests/test_heads.py", "-k", "shape"),
     ),
+    Mutant(
+        "a pass that fails fails all who took part",
+        "decoding/schedule.py",
+        "            for each in parts:  # one by one, only those whose fault it is fail\n"
+        "                self._make([each], events)\n",
+        "            for job, _ in parts:\n                self._fail(job, error, events)\n",
+        ("tests/test_schedule.py", "-k", "breaks or raises"),
+    ),
+    Mutant(
+        "states that cannot be joined end all requests",
+        "decoding/schedule.py",
+        "                    rows = job.with_states(rows)\n",
+        "                    pass\n",
+        ("tests/test_schedule.py", "-k", "states"),
+    ),
+    Mutant(
+        "who cannot be put back ends the one that wanted the room",
+        "decoding/schedule.py",
+        "            self._fail(job, error, events)\n            return\n        job.states = []",
+        "            raise error\n        job.states = []",
+        ("tests/test_schedule.py", "-k", "put_back"),
+    ),
+    Mutant(
+        "a context of a head counts as read though its pass has failed",
+        "backends/torch/head_scorers.py",
+        "        ids, states = self._news(context)\n        found = yield",
+        "        ids, states = self._news(context)\n        self._was_read(context, states)\n        found = yield",
+        ("tests/test_heads.py", "-k", "shared_pass_that_fails"),
+    ),
+    Mutant(
+        "a consumer that fails ends the engine",
+        "serve/engine.py",
+        "            except Exception:  # nobody is there to be told; the others go on\n",
+        "            except KeyError:\n",
+        ("tests/test_serve.py", "-k", "consumer_that_fails"),
+    ),
 )
 
 

@@ -197,7 +197,13 @@ class GenerationRuns:
         """Decode all that is left, and return what came of each, in the order of the runs."""
         for _ in self:
             pass
-        return [self.result(index) for index in range(len(self.runs))]
+        return [self._result(index) for index in range(len(self.runs))]
+
+    def _result(self, index: int) -> Generation | Exception:
+        try:
+            return self.result(index)
+        except Exception as error:  # say of a tokenizer that cannot decode these tokens
+            return error
 
 
 def _made(load: Load | None, watch: Callable[[SharedPass], None] | None, made: SharedPass) -> None:

@@ -828,6 +828,56 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path: Path, kept: Any
     assert any(len(each.requests) > 1 for each in drafting) == shared
 
 
+@pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa"])
+def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared passes of the head fail when they have been made, and so do all of one request's of the target."""
+    target = wrap_target(few_tokens(), pack=False)
+    head = few_head(tmp_path / "head", kind, target)
+    prompts = [[1, 2, 3], [4, 5, 3, 4, 5], [8, 8, 1], [2, 7]]
+    policy = DraftPolicy(FixedLength(3))
+
+    def runs() -> list[GenerationRun]:
+        return [GenerationRun(each, target, head, policy=policy, max_new_tokens=14) for each in prompts]
+
+    alone = runs()
+    assert all(True for each in alone for _ in each)
+    made, fit, calls = type(head.scorer).made, Scorer.fit, []
+
+    def failing(scorer: Any, wanted: Sequence[Any]) -> Any:
+        given = made(scorer, wanted)
+        calls.append(len(wanted))
+        if len(wanted) > 1 and len(calls) % 3 == 0:
+            raise RuntimeError("made in vain")
+        return given
+
+    def failing_fit(scorer: Scorer, logits: torch.Tensor) -> torch.Tensor:
+        slot: Any = scorer.cache
+        if slot.length >= 12 and not doomed:
+            doomed.append(scorer)
+        if scorer in doomed:
+            raise RuntimeError("no logits")
+        return fit(scorer, logits)
+
+    doomed: list[Scorer] = []
+    monkeypatch.setattr(type(head.scorer), "made", failing)
+    monkeypatch.setattr(Scorer, "fit", failing_fit)
+    many = GenerationRuns(runs(), max_batch=4)
+    found = many.results()
+    wrong = [i for i, each in enumerate(found) if isinstance(each, Exception)]
+    assert len(wrong) == 1
+    assert str(found[wrong[0]]) == "no logits"
+    for each, expected in zip(found, alone, strict=True):
+        if not isinstance(each, Exception):
+            assert each.token_ids == expected.result().token_ids
+            assert [step.drafted for step in each.steps] == [step.drafted for step in expected.result().steps]
+    assert max(calls) > 1
+    assert many.seats is not None
+    assert many.seats.use is not None
+    assert many.seats.use.used == 0
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "medusa"])
 def test_what_several_requests_want_of_a_head_is_made_in_one(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -64,7 +64,13 @@ class Together:
         for each in asked:
             each.scorer.refuse()
         self.passes.append([len(each.context) + len(each.tokens) - each.scorer.held for each in asked])
-        return [each.scorer.score(each) for each in asked]
+        held = [len(each.scorer.cache.entries) for each in asked]
+        try:
+            return [each.scorer.score(each) for each in asked]
+        except BaseException:
+            for each, length in zip(asked, held, strict=True):
+                del each.scorer.cache.entries[length:]
+            raise
 
 
 class Member(ScriptedScorer):
@@ -268,10 +274,10 @@ def test_nothing_is_lost_where_memory_is_short(
     house, put_back = House(Room(room), Room(drafters_room)), []
     honest = Scheduler._put_back
 
-    def counting(scheduler: Scheduler, job: Any) -> None:
+    def counting(scheduler: Scheduler, job: Any, events: Any) -> None:
         assert job is not min(scheduler._active, key=lambda other: other.number)
         put_back.append(job.asked.scorer is job.request.target)
-        honest(scheduler, job)
+        honest(scheduler, job, events)
 
     monkeypatch.setattr(Scheduler, "_put_back", counting)
     found = run(Scheduler(max_batch=8, max_tokens_per_pass=20), MIXED, house)
@@ -466,15 +472,139 @@ def test_one_that_fails_ends_alone(target: Together | None) -> None:
     assert house.room.taken == 0
 
 
-def test_a_pass_that_breaks_ends_those_who_took_part() -> None:
+def test_a_pass_that_breaks_ends_those_whose_own_pass_does() -> None:
     house = House()
-    scheduler = Scheduler(max_batch=2)
+    scheduler = Scheduler(max_batch=3)
+    beside = Case((2, 2))
+    scheduler.add(partial(beside.request, house))
     scheduler.add(partial(with_target, Breaking, Case((1, 2)), house))
-    scheduler.add(partial(Case((2, 2)).request, house))
     scheduler.add(partial(MIXED[0].request, house))
     found = told_by_number(scheduler)
-    assert [repr(found[number][-1]) for number in (0, 1)] == ["RuntimeError('broken')"] * 2
-    assert found[2] == ALONE[0]
+    assert repr(found[1][-1]) == "RuntimeError('broken')"
+    assert [found[0], found[2]] == [beside.alone(), ALONE[0]]
+    assert house.room.taken == 0
+
+
+class BrokenError(Exception):
+    """Of nobody else's making."""
+
+
+def breaking(case: Case, house: House, place: str, at: int) -> Request:
+    """A request of which something raises when it is called for that time, and passes always from then on."""
+    request = case.request(house)
+    whose, name = place.rsplit(".", 1)
+    owner: Any = request
+    for part in whose.split("."):
+        owner = getattr(owner, part)
+    honest, calls = getattr(owner, name), 0
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at or (calls > at and name == "score"):
+            raise BrokenError
+        return honest(*arguments, **options)
+
+    object.__setattr__(owner, name, called)
+    return request
+
+
+PLACES = (
+    "target.score",
+    "target.keep",
+    "target.begin",
+    "target.reserve",
+    "drafter.scorer.score",
+    "drafter.scorer.keep",
+    "drafter.begin",
+    "drafter.propose",
+    "drafter.commit",
+    "drafter.learn",
+    "random.draw",
+    "random.test",
+    "sampling.at",
+    "stops.cut",
+    "policy.rule.reset",
+    "policy.rule.begin",
+    "policy.rule.observe",
+    "policy.rule.another",
+)
+ONCE = ("target.begin", "drafter.begin", "sampling.at", "policy.rule.reset")  # called once for a request
+
+
+@pytest.mark.parametrize("room", [10**6, 70], ids=["room for all", "little room"])
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_one_raises_ends_that_one(place: str, room: int) -> None:
+    for at in (1,) if place in ONCE else (1, 3):
+        house = House(Room(room), Room(10**6))
+        scheduler = Scheduler(max_batch=4, max_tokens_per_pass=16)
+        case = Case((1, 2, 3, 1, 2), "model", "heuristic", Multinomial(1.0), tokens=12)
+        own = [0, 4, 6, 7]
+        for number in own[:2]:
+            scheduler.add(partial(MIXED[number].request, house))
+        scheduler.add(partial(breaking, case, house, place, at))
+        for number in own[2:]:
+            scheduler.add(partial(MIXED[number].request, house))
+        found = told_by_number(scheduler)
+        assert [found[number] for number in (0, 1, 3, 4)] == [ALONE[number] for number in own]
+        *before, last = found[2]
+        assert isinstance(last, BrokenError)
+        assert before == case.alone()[: len(before)]
+        assert house.room.taken == house.drafters_room.taken == 0
+
+
+def test_one_that_cannot_be_put_back_ends_in_place_of_the_one_that_wants_its_room() -> None:
+    house = House(Room(40))
+    first, second = Case((1,) * 10, tokens=20), Case((2,) * 10, tokens=20)
+
+    def stuck() -> Request:
+        request = second.request(house)
+        keep, broken = request.target.keep, []
+
+        def kept(length: int, path: Sequence[int] = ()) -> None:
+            if not length and not broken:
+                broken.append(length)
+                raise BrokenError
+            keep(length, path)
+
+        request.target.keep = kept  # type: ignore[method-assign]
+        return request
+
+    scheduler = Scheduler(max_batch=2)
+    scheduler.add(partial(first.request, house))
+    scheduler.add(stuck)
+    found = told_by_number(scheduler)
+    assert found[0] == first.alone()
+    assert isinstance(found[1][-1], BrokenError)
+    assert house.room.taken == 0
+
+
+def test_states_of_other_shapes_in_its_parts_end_that_one() -> None:
+    class Odd(Listening):
+        layers = (0,)
+
+    house, beside = House(), Case((4,) * 9)
+    scheduler = Scheduler(max_batch=2, max_tokens_per_pass=4)
+
+    def odd() -> Request:
+        target, sizes = Member(TARGET, house.room, house.target, states=last_token), iter((1, 2, 3))
+        honest = target.score
+
+        def score(asked: Pass) -> Rows:
+            rows = honest(asked)
+            assert rows.hidden is not None
+            size = next(sizes)
+            return rows._replace(hidden=rows.hidden[:, :1].expand(-1, size, -1))
+
+        target.score = score  # type: ignore[method-assign]
+        return replace(Case((1,) * 9).request(house), target=target, drafter=Odd())
+
+    scheduler.add(partial(beside.request, house))
+    scheduler.add(odd)
+    found = told_by_number(scheduler)
+    assert found[0] == beside.alone()
+    assert "size" in str(found[1][-1]).lower()
+    assert house.room.taken == 0
 
 
 def test_one_that_never_fits_says_so() -> None:

@@ -530,6 +530,31 @@ def test_what_is_under_way_ends_with_the_engine() -> None:
     assert use.used == 0
 
 
+def test_a_consumer_that_fails_loses_its_own_answer_alone() -> None:
+    engine = engine_of()
+    came: queue.Queue[Any] = queue.Queue()
+    seen: list[Any] = []
+
+    def failing(event: Any) -> None:
+        seen.append(event)
+        if len(seen) == 2:
+            raise RuntimeError("the connection is gone")
+
+    engine.submit(endless(), failing)
+    engine.submit(
+        GenerationRun([5, 6], engine.target, engine.drafter, policy=POLICY, max_new_tokens=12), came.put
+    )
+    while (event := came.get(timeout=PATIENCE_S)).finish_reason is None:
+        pass
+    assert event.finish_reason == "length"
+    engine.stop(PATIENCE_S)
+    engine.join()
+    assert len(seen) == 2
+    assert engine.counts.ended == {"failed": 1, "length": 1}
+    assert engine.seats.use is not None
+    assert engine.seats.use.used == 0
+
+
 def test_nobody_waits_for_an_engine_that_has_broken_down(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
     monkeypatch.setattr(threading, "excepthook", told.append)

@@ -305,8 +305,10 @@ class Batch(Protocol):
     def score(self, asked: Sequence[Pass]) -> Sequence[Rows]:
         """Make one pass of all that is asked, of no scorer more than once; every one gets its rows.
 
+        Whatever it raises, each scorer then holds what it held before, and may be asked again by itself.
+
         Raises:
-            UsageError: See ``Scorer.score``; no pass has been made.
+            UsageError: See ``Scorer.score``.
         """
         ...
 

@@ -107,7 +107,8 @@ class _Job:
 class Scheduler:
     """Decodes requests side by side.
 
-    A request's output is what it would be alone. It needs a target's and a drafter's scorers, and a draft-length rule,
+    A request's output is what it would be alone, and what one raises ends that one: a pass of several that fails is
+    made again for each by itself. It needs a target's and a drafter's scorers, and a draft-length rule,
     that no other request has; what these share (weights, a pool of memory) is up to them.
 
     Memory is theirs too: a pass is made when ``Scorer.reserve`` has found room for it. Where there is none, the request
@@ -224,23 +225,29 @@ class Scheduler:
         try:
             answers = _answers([part for _, part in parts])
         except Exception as error:
-            if len(parts) > 1 and isinstance(error, UsageError):  # nothing has been made: whose fault is it?
-                for each in parts:
-                    self._make([each], events)
+            if len(parts) == 1:
+                self._fail(parts[0][0], error, events)
                 return
-            for job, _ in parts:
-                self._fail(job, error, events)
+            for each in parts:  # one by one, only those whose fault it is fail
+                self._make([each], events)
             return
         self._tell(parts, fed, began)
         for (job, part), rows in zip(parts, answers, strict=True):
             job.passed_over = False
+            try:
+                if part is job.asked:
+                    rows = job.with_states(rows)
+                else:
+                    part.scorer.keep(len(part.context))
+            except Exception as error:
+                self._fail(job, error, events)
+                continue
             if part is job.asked:
-                self._go_on(job, job.with_states(rows), events)
-            else:
-                part.scorer.keep(len(part.context))
-                if rows.hidden is not None:
-                    job.states.append(rows.hidden)
-                job.since, job.reading = self._passes, True
+                self._go_on(job, rows, events)
+                continue
+            if rows.hidden is not None:
+                job.states.append(rows.hidden)
+            job.since, job.reading = self._passes, True
 
     def _tell(self, parts: Sequence[tuple[_Job, Pass]], fed: tuple[int, ...], began: float) -> None:
         if self._watch is None:
@@ -319,13 +326,17 @@ class Scheduler:
                             "There is no room for this request, though no other one is under way.",
                             "Give more memory.",
                         )
-                    self._put_back(self._active[-1])
+                    self._put_back(self._active[-1], events)
             except Exception as error:
                 self._fail(job, error, events)
 
-    def _put_back(self, job: _Job) -> None:
-        for scorer in job.scorers:
-            scorer.keep(0)
+    def _put_back(self, job: _Job, events: list[tuple[int, Event]]) -> None:
+        try:
+            for scorer in job.scorers:
+                scorer.keep(0)
+        except Exception as error:
+            self._fail(job, error, events)
+            return
         job.states = []
         self._active.remove(job)
         place = next((i for i, other in enumerate(self._waiting) if other.number > job.number), None)
@@ -374,7 +385,8 @@ class Scheduler:
 
     def _end(self, job: _Job) -> None:
         if job.decoding is not None:
-            job.decoding.close()
+            with suppress(Exception):
+                job.decoding.close()
         for scorer in job.scorers:
             with suppress(Exception):
                 scorer.keep(0)

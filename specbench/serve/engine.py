@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -218,7 +219,11 @@ class Engine:
                 continue
             if not isinstance(event, Exception):
                 self.counts.take(event)
-            job.deliver(event)
+            try:
+                job.deliver(event)
+            except Exception:  # nobody is there to be told; the others go on
+                self._end(job, "failed")
+                continue
             if isinstance(event, Exception):
                 self._end(job, "failed")
             elif event.finish_reason is not None:
@@ -229,7 +234,8 @@ class Engine:
         with self._changed:
             jobs = [*self._jobs]
         for job in jobs:
-            job.deliver(error)
+            with suppress(Exception):
+                job.deliver(error)
             self._end(job, "failed")
 
     def _end(self, job: Job, reason: str) -> None:

@@ -96,17 +96,18 @@ class BatchedModel:
             made = self._forward(
                 ids, Joined(self.pool, [feeds[i].part for i in order], device), places, layers
             )
+            found = []
+            for i, (scorer, each) in enumerate(zip(scorers, asked, strict=True)):
+                hidden = None
+                if each.layers and made.hidden is not None:
+                    hidden = made.hidden[fed[i]][:, [layers.index(layer) for layer in each.layers]]
+                found.append(Rows(scorer.fit(made.logits[given[i]]), hidden))
         except BaseException:
             for feed, length in zip(feeds, held, strict=True):
                 feed.part.slot.rollback(length)
             raise
-        found = []
-        for i, (scorer, each) in enumerate(zip(scorers, asked, strict=True)):
+        for scorer, each in zip(scorers, asked, strict=True):
             scorer.was_fed(each)
-            hidden = None
-            if each.layers and made.hidden is not None:
-                hidden = made.hidden[fed[i]][:, [layers.index(layer) for layer in each.layers]]
-            found.append(Rows(scorer.fit(made.logits[given[i]]), hidden))
         return found
 
 

@@ -167,16 +167,23 @@ class HeadBatch:
         }
         given: dict[int, Any] = {}
         logits: dict[int, torch.Tensor] = {}
-        while under_way:
-            wanted: dict[int, Any] = {}
-            for i, reads in under_way.items():
-                try:
-                    wanted[i] = reads.send(given.get(i))
-                except StopIteration as end:
-                    logits[i] = end.value
-            under_way = {i: under_way[i] for i in wanted}
-            given = dict(zip(wanted, self._loaded.made([*wanted.values()]) if wanted else (), strict=True))
-        return [Rows(scorer.fitted(logits[i])) for i, scorer in enumerate(scorers)]
+        try:
+            while under_way:
+                wanted: dict[int, Any] = {}
+                for i, reads in under_way.items():
+                    try:
+                        wanted[i] = reads.send(given.get(i))
+                    except StopIteration as end:
+                        logits[i] = end.value
+                under_way = {i: under_way[i] for i in wanted}
+                given = dict(
+                    zip(wanted, self._loaded.made([*wanted.values()]) if wanted else (), strict=True)
+                )
+            return [Rows(scorer.fitted(logits[i])) for i, scorer in enumerate(scorers)]
+        except BaseException:
+            for scorer in scorers:  # drafts were read in part, and are read again
+                scorer.keep(scorer.held)
+            raise
 
 
 class EagleScorer(HeadScorer[Reading, HeadRows]):
@@ -267,17 +274,20 @@ class EagleScorer(HeadScorer[Reading, HeadRows]):
     def _read_context(self, context: Sequence[int]) -> Generator[Reading, HeadRows]:
         """Read what is new, each token with the target's state at the one before it."""
         past = self._read
-        ids, features = self._news(context)
-        found = yield self._reading(ids, features, range(past, past + len(ids)), None, 1)
+        ids, states = self._news(context)
+        found = yield self._reading(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)
+        self._was_read(context, states)
         self._features, self._rows = [found.features[-1]], [found.logits[0]]
 
     def _news(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is new as of now counts as read: its tokens, and the features that go with them, [tokens, hidden]."""
+        """The tokens that are new, and the states that go with them, [tokens, layers, width]."""
         self._drop_drafts()
         states = self._states[0] if len(self._states) == 1 else torch.cat(self._states)
-        self._states, self._last = [], states[-1:]
-        past, self._read = self._read, len(context) - 1
-        return torch.tensor(context[past + 1 :], device=self.device), self.head.fuse(states)
+        return torch.tensor(context[self._read + 1 :], device=self.device), states
+
+    def _was_read(self, context: Sequence[int], states: torch.Tensor) -> None:
+        """The pass over these has been made."""
+        self._states, self._last, self._read = [], states[-1:], len(context) - 1
 
     def _read_draft(
         self, tokens: Sequence[int], parents: Sequence[int], *, chain: bool
@@ -341,10 +351,11 @@ class ParallelScorer(EagleScorer):
     def _read_context(self, context: Sequence[int]) -> Generator[Reading, HeadRows]:
         """Read what is new, and masks behind it, which the next pass drops."""
         past = self._read
-        ids, features = self._news(context)
+        ids, states = self._news(context)
         ids = torch.cat((ids, ids.new_full((len(self._masks),), self.head.mask)))
-        features = torch.cat((features, self._masks))
+        features = torch.cat((self.head.fuse(states), self._masks))
         found = yield self._reading(ids, features, range(past, past + len(ids)), None, self.head.ahead)
+        self._was_read(context, states)
         self._rows = [*found.logits]
 
     def _drop_drafts(self) -> None:
