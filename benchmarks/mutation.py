@@ -1074,6 +1074,13 @@ MUTANTS = (
         "            except KeyError:\n",
         ("tests/test_serve.py", "-k", "consumer_that_fails"),
     ),
+    Mutant(
+        "what drafts cost long ago is believed for ever",
+        "lengths/load.py",
+        "            self._forget()\n",
+        "",
+        ("tests/test_load.py", "-k", "learnt_anew"),
+    ),
 )
 
 

@@ -268,6 +268,32 @@ def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(rule: 
     assert speed > 0.95 * plain
 
 
+@pytest.mark.parametrize("kind", ["good", "lookup"])
+def test_costs_learnt_on_a_busy_machine_are_learnt_anew(kind: str) -> None:
+    """Passes with drafts take eight times as long at first, and answers are too short to save up for a look."""
+    house = House(lambda rows: 1.0, lambda rows: 0.3)
+    quiet = 300.0
+
+    def busy(rows: int) -> float:
+        return (1.0 + 0.02 * rows) * (8.0 if house.clock.time < quiet and rows > 1 else 1.0)
+
+    house.target.seconds = busy
+    for model in house.models.values():
+        model.seconds = lambda rows: 0.3 * (8.0 if house.clock.time < quiet else 1.0)
+    scheduler = Scheduler(max_batch=1, clock=house.clock, watch=house.load.took)
+    for number in range(24):
+        scheduler.add(partial(house.request, number, kind, "auto", 40))
+    began: dict[int, float] = {}
+    drafted: dict[int, int] = {}
+    for number, event in scheduler:
+        assert not isinstance(event, Exception), event
+        began.setdefault(number, house.clock.time)
+        drafted[number] = drafted.get(number, 0) + (event.gamma if isinstance(event, Step) else 0)
+    first = next(number for number, time in began.items() if time > quiet)
+    assert first < 12
+    assert all(drafted[number] > 5 for number in range(first + 6, 24))
+
+
 def test_where_drafts_pay_for_it_every_prompt_is_read() -> None:
     """A pass takes as long for 24 rows as for one."""
     kinds = ["good"] * 4

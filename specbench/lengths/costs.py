@@ -202,6 +202,7 @@ class WidthTimes:
     def __init__(self, first: int | None = 1) -> None:
         self._first = first
         self._samples: dict[int, deque[tuple[int, float]]] = {}
+        self._latest: dict[int, int] = {}
         self._medians: dict[int, float] = {}
         self._line = (1.0, SLOPE)
         self._off_line: dict[int, float] = {}
@@ -209,9 +210,10 @@ class WidthTimes:
         self.widest = self.count = 0
         self._known: dict[int, float] = {}
 
-    def add(self, n: int, seconds: float, step: int = 1) -> None:
+    def add(self, n: int, seconds: float, step: int = 1, when: int = 0) -> None:
         """Take in a sample; numbers of tokens up to the same multiple of ``step`` count as one, along the line."""
         place, slope = step * -(-n // step), self.slope_s
+        self._latest[place] = when
         self._samples.setdefault(place, deque(maxlen=_STEPS)).append((n, seconds))
         self.widest = max(self.widest, n)
         self.count += 1
@@ -223,6 +225,19 @@ class WidthTimes:
                     seconds + slope * (each - number) for number, seconds in samples
                 )
         self._fit()
+
+    def forget(self, before: int) -> None:
+        """Drop numbers of tokens whose latest sample is older."""
+        old = [place for place, when in self._latest.items() if when < before]
+        if not old:
+            return
+        for place in old:
+            del self._samples[place], self._medians[place], self._latest[place]
+        self.count = sum(map(len, self._samples.values()))
+        self.widest = max((n for samples in self._samples.values() for n, _ in samples), default=0)
+        self._known.clear()
+        if self._samples:
+            self._fit()
 
     def samples(self, n: int) -> int:
         """How many there are of so many tokens."""

@@ -45,6 +45,13 @@ _PLAIN = 64
 _SCOUTED = 3
 """Passes with drafts of one request that are timed before all may draft: of fewer the median may be a disturbed one."""
 
+_OLD = 128
+"""What passes with drafts took so many rounds ago is not believed any more: it may have been a disturbed machine that
+said drafts do not pay, and while nobody drafts nothing says otherwise."""
+
+_RELEARNING = 0.015
+"""Share of the time of plain rounds since then that reading a context may take, to learn it anew."""
+
 _INSTANT = 1e-9
 """No pass takes less."""
 
@@ -56,12 +63,14 @@ class _DraftPass(NamedTuple):
         seconds: How long it took.
         requests: How many drafted in it.
         before: How many such the model had made before in this round.
+        round: In which round.
         scouted: Whether one drafted before all did.
     """
 
     seconds: float
     requests: int
     before: int
+    round: int
     scouted: bool
 
 
@@ -91,6 +100,8 @@ class Load:
         self._scout: ReferenceType[object] | None = None
         self._scouting = 0  # in which round its last step ended, or it became it
         self._looking = -1  # the round in which everybody may
+        self._forgot = False  # whether a drafter's passes were known before
+        self._asked_at = 0  # the round of a drafter's last pass
         self._known: dict[int, float] = {}  # of the target's passes, by rows, until there is another one
 
     def took(self, made: SharedPass) -> None:
@@ -107,6 +118,7 @@ class Load:
             self.drafters = sum(each > 0 for each in made.drafted)
             if not reading:
                 self._timed(made.seconds)
+            self._forget()
             if self._timed_any:
                 self._rounds = _MEMORY * self._rounds + 1.0
                 self._lasted = _MEMORY * self._lasted + self._in_plain_rounds(self.target_s(self.rows))
@@ -116,10 +128,27 @@ class Load:
         else:
             passes = self._drafts.setdefault(made.model, deque(maxlen=_DRAFTS))
             scouted = self.drafted_s.count < _SCOUTED
-            passes.append(_DraftPass(made.seconds, requests, self._in_round[made.model], scouted))
+            passes.append(
+                _DraftPass(made.seconds, requests, self._in_round[made.model], self.rounds, scouted)
+            )
             self._in_round[made.model] += 1
+            self._asked_at = self.rounds
             if self._timed_any:
                 self._lasted += self._in_plain_rounds(median_low(each.seconds for each in passes))
+
+    def _forget(self) -> None:
+        """Drop what was learnt of drafts long ago: they are then tried again, by one request first."""
+        self.drafted_s.forget(self.rounds - _OLD)
+        for passes in self._drafts.values():
+            while passes and passes[0].round < self.rounds - _OLD:
+                passes.popleft()
+                self._forgot = True
+
+    def affords(self, reading_s: float) -> bool:
+        """Whether a context may be read that long to learn what drafts cost: the first time, and later if time has
+        passed for it."""
+        since = self.rounds - self._asked_at
+        return not self._forgot or reading_s <= _RELEARNING * since * self.target_s(self.requests)
 
     def _timed(self, seconds: float) -> None:
         """The target's last pass, in which nobody read a prompt, took so long."""
@@ -127,7 +156,7 @@ class Load:
             self.plain_s.add(self.requests, seconds)
             return
         # A width in rows is hardly ever seen twice: those within half a row for each are told as one.
-        self.drafted_s.add(self.rows, seconds, max(1, self.requests // 2))
+        self.drafted_s.add(self.rows, seconds, max(1, self.requests // 2), self.rounds)
 
     def target_s(self, rows: int) -> float:
         """Seconds of a pass by the requests of the last one, over so many rows in all; in units of one before any."""
@@ -283,7 +312,9 @@ class SharedCosts:
     def reach(self) -> float:
         if self._given is not None:
             return math.inf
-        if self._load.plain or not (self._is_known or self._load.may_scout(self)):
+        if self._load.plain:
+            return 0
+        if not self._is_known and not (self._load.affords(self.catching_up_s) and self._load.may_scout(self)):
             return 0
         return max(FIRST_REACH, 2 * self._longest) if self.timings else FIRST_REACH
 
