@@ -21,10 +21,16 @@ from specbench.specs.models import parse_model
 from specbench.specs.rules import RuleSpec, parse_rule, parse_tree
 from specbench.textsafe import one_line, visible
 
-__all__ = ["FILE_NAME", "Config", "read_config", "write_config"]
+__all__ = ["FILE_NAME", "PROVISIONAL", "Config", "read_config", "write_config"]
 
 FILE_NAME = "specbench.toml"
 VERSION = 1
+PROVISIONAL = (
+    "is provisional: it is not sure yet that this is faster than plain decoding. To find out: `specbench tune --resume"
+    " --overwrite`."
+)
+"""What is said of a provisional configuration, behind its name."""
+
 _LARGEST = 10_000
 """Bytes; a longer file is none of these."""
 
@@ -44,6 +50,7 @@ class Config:
         length_policy: A draft-length rule with its options.
         tree: What ``--tree`` takes; a tree excludes a rule.
         cache, dtype, drafter_dtype: Words of the options of that name.
+        provisional: Whether `specbench tune` could not tell yet that this is faster than plain decoding.
 
     Raises:
         UsageError: A value that its option does not take, or a model that is no name.
@@ -56,6 +63,7 @@ class Config:
     cache: str | None = None
     dtype: str | None = None
     drafter_dtype: str | None = None
+    provisional: bool = False
 
     def __post_init__(self) -> None:
         for key, value in self.given.items():
@@ -73,7 +81,7 @@ class Config:
     @property
     def given(self) -> dict[str, str]:
         """What it holds, by the names of options in Python."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if isinstance(value, str)}
 
     @property
     def rule(self) -> RuleSpec | None:
@@ -86,10 +94,13 @@ class Config:
 
     def without(self, *names: str) -> Config:
         """The same with less in it."""
-        return replace(self, **dict.fromkeys(names))
+        less: dict[str, Any] = dict.fromkeys(names)
+        return replace(self, **less)
 
     def __str__(self) -> str:
         lines = [f"version = {VERSION}", *(f'{_key(name)} = "{value}"' for name, value in self.given.items())]
+        if self.provisional:
+            lines += [f"# This setting {PROVISIONAL}", "provisional = true"]
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -133,7 +144,9 @@ def _config(values: Mapping[str, Any]) -> Config:
     for key, value in values.items():
         if key != "version" and key not in names:
             raise UsageError(f"It holds {key!r}, which it may not.", f"It may hold {', '.join(names)}.")
-        if key != "version" and not isinstance(value, str):
+        if key == "provisional" and not isinstance(value, bool):
+            raise UsageError(f"{key} is {one_line(value)}.", "Write true or false.")
+        if key not in ("version", "provisional") and not isinstance(value, str):
             raise UsageError(f"{key} is {one_line(value)}, which is no text.", "Put it in quotes.")
     return Config(**{names[key]: value for key, value in values.items() if key != "version"})
 

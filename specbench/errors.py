@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = ["RunError", "SpecbenchError", "UsageError"]
 
 
@@ -11,6 +13,7 @@ class SpecbenchError(Exception):
     Args:
         message: One sentence that says what is wrong, in the user's words.
         hint: What to change; printed behind the message. ``None`` when the message already says it.
+        commands: Any of which does that; printed below, to be copied.
 
     Attributes:
         exit_code: 2 when the command line or its input is at fault, 1 when the run failed.
@@ -18,10 +21,11 @@ class SpecbenchError(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str, hint: str | None = None) -> None:
+    def __init__(self, message: str, hint: str | None = None, commands: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.commands = commands
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message} {self.hint}"

@@ -120,6 +120,18 @@ def test_files_that_are_none(here: Path) -> None:
     assert "cannot be read" in refusal(read_config, here / "none.toml", kind=UsageError)
 
 
+def test_a_provisional_setting_says_so(here: Path) -> None:
+    config = Config(drafter="lookup", provisional=True)
+    write_config(here / FILE_NAME, config)
+    assert read_config(here / FILE_NAME) == config
+    assert config.given == {"drafter": "lookup"}
+    assert "# This setting is provisional: " in str(config)
+    assert "provisional" not in str(Config(drafter="lookup"))
+    path = written(here)
+    path.write_text('version = 1\nprovisional = "yes"\n')
+    assert "Write true or false." in refusal(read_config, path, kind=UsageError)
+
+
 # -- what commands make of it ----------------------------------------------------------------------
 
 

@@ -191,6 +191,8 @@ def _keep_few_kernels() -> None:
 
 def _explain(error: BaseException) -> int:
     """Say what went wrong in a sentence; return the exit code."""
+    from specbench.textsafe import terminal_safe
+
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("interrupted.")
         return exit_code_of_interrupt()
@@ -202,6 +204,8 @@ def _explain(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, SpecbenchError):
         _say(str(error))
+        for command in error.commands:
+            _print(f"    {' '.join(terminal_safe(command, sys.stderr.encoding or 'utf-8').split())}")
         return error.exit_code
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's own errors
         context = getattr(error, "ctx", None)
@@ -238,8 +242,12 @@ def _say(message: str) -> None:
     from specbench.textsafe import terminal_safe
 
     line = " ".join(terminal_safe(message, sys.stderr.encoding or "utf-8").split())
+    _print(_wrapped(f"specbench: {line}"))
+
+
+def _print(line: str) -> None:
     with suppress(OSError):  # stderr may be closed as well
-        print(_wrapped(f"specbench: {line}"), file=sys.stderr, flush=True)  # noqa: T201
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _wrapped(line: str) -> str:

@@ -33,7 +33,7 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     Raises:
         UsageError: The file is none, or --config and --no-config are both given.
     """
-    from specbench.config import FILE_NAME, read_config
+    from specbench.config import FILE_NAME, PROVISIONAL, read_config
     from specbench.errors import UsageError
 
     if "config" in given and given.get("no_config"):
@@ -49,6 +49,8 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     if "config" not in given:
         used = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in config.given.items())
         _say(f"using {path}: {used or 'nothing of it'} (--no-config ignores it)")
+    if config.provisional and config.drafter is not None:
+        _say(f"{path} {PROVISIONAL}")
     return {name: [value] if name in lists else value for name, value in _options(config).items()}
 
 

@@ -85,7 +85,7 @@ def _exported(
     """The setting that is meant, its export, and what it is from."""
     from dataclasses import replace
 
-    from specbench.config import read_config
+    from specbench.config import PROVISIONAL, read_config
     from specbench.errors import UsageError
     from specbench.specs.rules import default_rule
     from specbench.tune.export.engines import export_fastest, export_setting
@@ -95,6 +95,8 @@ def _exported(
         if wanted is not None:
             raise UsageError("A configuration holds one setting.", "Leave --setting out.")
         config = read_config(source)
+        if config.provisional:
+            typer.echo(f"specbench: {source.name} {PROVISIONAL}", err=True)
         rule = None if config.rule is not None else str(default_rule(greedy=True))
         target = config.target or DEFAULT_TARGET
         whole = replace(

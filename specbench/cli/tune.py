@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import sys
+import textwrap
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbench.cli import options as opt
+from specbench.cli.signals import exit_code_of_interrupt
 from specbench.options import (
     DECODING,
     MODELS,
@@ -26,6 +30,7 @@ from specbench.options import (
 if TYPE_CHECKING:
     from specbench.bench.grid import Sweep
     from specbench.cli.progress import StageProgress
+    from specbench.errors import UsageError
     from specbench.results.advice import RunWarning
     from specbench.results.store import RunStore
     from specbench.tune.answer import Answer
@@ -44,9 +49,6 @@ _MOST = 1_000_000
 
 _ENDING_S, _ENDING_SHARE = 3.0, 0.03
 """Of the time, for what comes behind the race."""
-
-_OF_SWEEPS = ("few-prompts", "wide-intervals")
-"""Warnings whose advice is for sweeps: how sure an answer is, its intervals say."""
 
 _prompt = partial(typer.Option, rich_help_panel=PROMPT)
 _output = partial(typer.Option, rich_help_panel=OUTPUT)
@@ -138,7 +140,8 @@ def tune(
 
     Everything that needs no model, forms of the target itself, the models that are named and cascades of them are tried
     for a few tokens. What is not far behind by that is raced, prompt by prompt and in turn, until nothing is left to
-    tell apart or the time is up. Writes a specbench.toml, which generate, sweep and check read.
+    tell apart or the time is up. Writes a specbench.toml, which generate, sweep and check read; a provisional one where
+    the time was too short to be sure. Exit code 1: there is no setting at all.
     """
     from specbench.bench.engines.own import EngineOptions, check_engine
     from specbench.bench.grid import Sweep, SweepOptions, parse_policies
@@ -160,7 +163,7 @@ def tune(
         raise UsageError(f"The time is {minutes:g} minutes.", "Give more than 0.")
     Sampling(temperature=temperature)  # raises for what is none
     if results.out.exists() and not results.overwrite:
-        raise UsageError(f"{str(results.out)!r} is there already.", "Add --overwrite, or give another --out.")
+        raise _there_already(results.out)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(drafter or ())) if not spec.is_plain]
     named = tuple(prompts or ["all"])
     chosen = load_prompts(named, category or (), _MOST)
@@ -207,9 +210,25 @@ def tune(
         job.say_at_start(start, resumed=stored is not None)
         until = began + 60 * minutes - max(_ENDING_S, _ENDING_SHARE * 60 * minutes)
         found = job.search(store, clock, 60 * minutes, until, progress)
-    code = job.tell(found, results.out, target, models, cache, json_output=json_output)
-    if code:
-        raise typer.Exit(code)
+        answer = job.answer(found, store)
+    job.tell(answer, found, results.out, target, models, cache, json_output=json_output)
+    if found.ending == "interrupted":
+        raise typer.Exit(exit_code_of_interrupt())
+
+
+def _there_already(out: Path) -> UsageError:
+    """A refusal to overwrite, with the command as it was typed, once with the next free name and once to overwrite."""
+    from itertools import count
+
+    from specbench.errors import UsageError
+
+    free = next(path for n in count(2) if not (path := out.with_name(f"{out.stem}-{n}{out.suffix}")).exists())
+    words = [*sys.argv[1:], "--overwrite"], [*sys.argv[1:], "--out", str(free)]
+    return UsageError(
+        f"{str(out)!r} is there already.",
+        "Overwrite it, or give another --out:",
+        [shlex.join(["specbench", *each]) for each in words],
+    )
 
 
 def _sweep(options: Any, prompts: Any, loaded: Loaded) -> Sweep:
@@ -245,6 +264,19 @@ def _folder(results: _Results, target: str) -> Path:
     name = f"{datetime.now(UTC).astimezone():%Y-%m-%d}-{name}-tune"
     numbers = ("", *(f"-{number}" for number in range(2, 10_000)))
     return next(_FOLDER / (name + end) for end in numbers if not RunStore.exists(_FOLDER / (name + end)))
+
+
+def _wrapped(text: str) -> str:
+    """Text for stdout: on a terminal sentences are broken between words, tables and commands stay as they are."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "".join(
+        f"{textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)}\n"
+        if len(line) > width and "  " not in line.strip() and not line.startswith("    ")
+        else f"{line}\n"
+        for line in text.splitlines()
+    )
 
 
 class _Job:
@@ -284,7 +316,11 @@ class _Job:
     def search(
         self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
     ) -> Found:
-        """Try, choose and race; an interrupt leaves everything measured in its place, and says how to go on."""
+        """Try, choose and race.
+
+        An interrupt leaves everything measured in its place, and says how to go on; once something was raced, the
+        search ends with what is best so far.
+        """
         from specbench.tune.loading import exportable
         from specbench.tune.search import Search
 
@@ -306,13 +342,28 @@ class _Job:
                 self._say(shown)
 
         try:
-            return search.run(show)
+            found = search.run(show)
         except KeyboardInterrupt:
-            self._say(
-                f"Interrupted. What is measured is in {self.folder}; to go on, run the same command with --results"
-                f" {self.folder} --resume."
-            )
+            self._say_interrupted()
             raise
+        if found.ending == "interrupted":
+            self._say_interrupted()
+        return found
+
+    def _say_interrupted(self) -> None:
+        self._say(
+            f"Interrupted. What is measured is in {self.folder}; to go on, run the same command with --results"
+            f" {self.folder} --resume --overwrite."
+        )
+
+    def answer(self, found: Found, store: RunStore) -> Answer:
+        """What the search came to, which is stored for everything that shows the run."""
+        from specbench.results.store import load_results
+        from specbench.tune.answer import find_answer, stored
+
+        answer = find_answer(found, self.sweep.configs, load_results(self.folder))
+        store.update(tuning={**store.run["tuning"], "answer": stored(answer, found)})
+        return answer
 
     def _standing(self, race: Race, left_s: float) -> str:
         """Who is in the race, in a line."""
@@ -333,6 +384,7 @@ class _Job:
 
     def tell(
         self,
+        answer: Answer,
         found: Found,
         out: Path,
         target: str,
@@ -340,15 +392,15 @@ class _Job:
         cache: str | None,
         *,
         json_output: bool,
-    ) -> int:
-        """Write and print the answer; the exit code: 1 if there is none."""
+    ) -> None:
+        """Write and print the answer."""
         from specbench.cli.watchers import write_out
         from specbench.results.store import load_results
+        from specbench.show.tables import spelled_out
         from specbench.textsafe import terminal_safe
-        from specbench.tune.answer import as_json, as_text, exports, exports_json, exports_text, find_answer
+        from specbench.tune.answer import as_json, as_text, exports, exports_json, exports_text
 
         df = load_results(self.folder)
-        answer = find_answer(found, self.sweep.configs, df)
         self._write_summary(answer, df)
         written = self._write_configuration(answer, out, target, models, cache)
         exported = exports(df, self.folder) if found.race.verdict == "faster" else []
@@ -364,16 +416,16 @@ class _Job:
             text = as_text(answer)
             if found.race.verdict == "faster":
                 text += f"\n{exports_text(exported)}"
-            write_out(terminal_safe(text, sys.stdout.encoding or "utf-8"))
+            encoding = sys.stdout.encoding or "utf-8"
+            write_out(terminal_safe(spelled_out(_wrapped(text), encoding), encoding))
         for warning in found.warnings:
-            if warning.id not in _OF_SWEEPS:
-                self._warn(warning)
+            self._warn(warning)
         if written:
             self._say(
-                f"{out} is written: generate, chat, serve, sweep and check read it in this folder, or with --config."
+                f"{out} is written{', marked as provisional' if answer.provisional else ''}: generate, chat, serve,"
+                " sweep and check read it in this folder, or with --config."
             )
         self._say(f"What was measured is in {self.folder}: specbench report {self.folder} shows it.")
-        return 0 if answer.winner is not None else 1
 
     def _write_summary(self, answer: Answer, df: Any) -> None:
         """The answer and the table of the run, as a sweep has them."""
@@ -397,21 +449,24 @@ class _Job:
     def _write_configuration(
         self, answer: Answer, out: Path, target: str, models: ModelOptions, cache: str | None
     ) -> bool:
-        """The configuration, if there is an answer that one can say; what it cannot say is told."""
+        """The configuration, if one can say the answer; what it cannot say is told."""
         from specbench.config import write_config
         from specbench.errors import RunError, UsageError
         from specbench.files import reason
         from specbench.tune.answer import configuration
 
         winner = answer.winner
-        if winner is None:
-            return False
         drafter = None if winner.kind == "plain" else self.loaded.engine.specs[winner.drafter]
         chosen = self.loaded.cache
         usual = "dynamic" if quantised(models.dtype) is None else "preallocated"
         try:
             config, note = configuration(
-                winner, drafter, target, models, chosen if cache is not None or chosen != usual else None
+                winner,
+                drafter,
+                target,
+                models,
+                chosen if cache is not None or chosen != usual else None,
+                provisional=answer.provisional,
             )
         except UsageError as error:
             self._say(f"note: {out} is not written: {error}")

@@ -405,10 +405,12 @@ def review(frame: DataFrame, summary: DataFrame | None = None) -> list[RunWarnin
 
     run = frame.attrs["run"]
     disturbances = Counter(name for names in frame["warnings"] for name in set(names))
-    found = [few_prompts(ok["prompt"].nunique()), *disturbed(len(frame), disturbances)]
+    found: list[RunWarning | None] = [*disturbed(len(frame), disturbances)]
     speedups = _speedups(frame, summary)
     others = ("transformers", *OTHER_ANSWERS)
-    found.append(wide_intervals({label: ratio for label, kind, ratio in speedups if kind not in others}))
+    if not run.get("tuning"):  # which says by itself how sure it is, and what to do
+        found.insert(0, few_prompts(ok["prompt"].nunique()))
+        found.append(wide_intervals({label: ratio for label, kind, ratio in speedups if kind not in others}))
     found += [baseline_too_slow(ratio) for _, kind, ratio in speedups if kind == "transformers"]
     labels = {config["id"]: config["label"] for config in run["configs"]}
     differences: dict[str, list[Mapping[str, Any]]] = {}

@@ -49,6 +49,8 @@ __all__ = [
     "request_frame",
     "run_of",
     "step_arrays",
+    "stored_answer",
+    "stored_estimate",
     "summary_frame",
     "winners",
 ]
@@ -64,6 +66,7 @@ _FIGURES = [
     "share_draft_prefill", "peak_memory_bytes", "log_probability", "identical_share", "difference", "step_source",
     "cached_share",
 ]  # fmt: skip
+_POOLED = ("pooled_speedup", "pooled_speedup_low", "pooled_speedup_high")
 _KEY = ["group", "prompt", "turn", "repeat"]
 _CONFIG_FIELDS = (
     "label", "kind", "drafter", "gamma", "policy", "temperature", "baseline", "batch", "arrivals",
@@ -101,6 +104,33 @@ def baseline_name(df: pd.DataFrame) -> str:
     """What speedups are over, in words: plain decoding, or the first of several servers."""
     configs = run_of(df).get("configs") or ()
     return next((one_line(each["drafter"]) for each in configs if each.get("kind") == "server"), PLAIN)
+
+
+def stored_answer(df: pd.DataFrame) -> Mapping[str, Any] | None:
+    """What `specbench tune` came to, which its run says instead of what its rows would give (docs/tuning.md).
+
+    ``None`` for other runs, for one that was broken off, and for those of versions that stored none.
+    """
+    answer: Mapping[str, Any] | None = (run_of(df).get("tuning") or {}).get("answer")
+    return answer
+
+
+def stored_estimate(told: Mapping[str, Any]) -> stats.Estimate:
+    """A figure of a stored answer."""
+    low, high, prompts = told["low"], told["high"], told["prompts"]
+    if low is None or high is None:
+        return stats.Estimate(told["value"], None, None, prompts, None)
+    return stats.Estimate(told["value"], low, high, prompts, "prompts" if prompts > 1 else "repeats")
+
+
+def _as_told(told: Mapping[str, Any], category: str | None = None) -> dict[str, Any]:
+    """Figures of ``_ratios`` as a stored answer has them of a configuration, over all prompts or a category's."""
+    estimates = {None: told["speedup"], **told["categories"]}
+    if category not in estimates:
+        return {"verdict": "cannot tell", **_named("speedup", stats.Estimate(_NAN, None, None, 0, None))}
+    estimate = stored_estimate(estimates[category])
+    verdict = told["verdict"] if category is None else stats.verdict(estimate)
+    return {"speedup_basis": estimate.basis, "verdict": verdict, **_named("speedup", estimate)}
 
 
 def disturbance(df: pd.DataFrame) -> str:
@@ -231,6 +261,7 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
     configs = _configs(df)
     pairs = dict(list(paired_runs(df).groupby("config", sort=False)))
     groups = dict(list(_paired_groups(df).groupby("config", sort=False)))
+    told = (stored_answer(df) or {}).get("measured", {})
     steps = steps or step_arrays(df)
     rows = df.reset_index(drop=True)
     rows.attrs = {}
@@ -246,6 +277,10 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
                 **fields,
                 **_generation_figures(mine),
                 **_speedups(config, fields, mine, pairs.get(config), groups.get(config), run),
+                **(_as_told(told[config]) if config in told else {}),
+                **(
+                    dict.fromkeys(_POOLED, _NAN) if told else {}
+                ),  # the same rows, with what is taken off left in
                 **(_server_figures(mine) if fields["kind"] == "server" else _step_figures(its_steps)),
                 **(
                     _predictions(its_steps, fields, run.get("costs"), rows)
@@ -270,12 +305,15 @@ def category_frame(df: pd.DataFrame) -> pd.DataFrame:
     pairs = paired_runs(df)
     groups = dict(list(pairs.groupby(["category", "config"], sort=False)))
     categories = list(dict.fromkeys(df["category"].dropna()))
+    told = (stored_answer(df) or {}).get("measured", {})
     out = [
         {
             "category": category,
             "config": config,
             "label": fields["label"],
             **_ratios(groups[(category, config)], "speedup"),
+            **(_as_told(told[config], category) if config in told else {}),
+            **(dict.fromkeys(_POOLED, _NAN) if told else {}),
         }
         for category in categories
         for config, fields in configs.items()
@@ -288,7 +326,11 @@ def category_frame(df: pd.DataFrame) -> pd.DataFrame:
 def _judged(frame: pd.DataFrame, kind: str, df: pd.DataFrame) -> pd.DataFrame:
     """A frame with what its text needs to know, and without verdicts where the rows that it was made of allow none."""
     dtype = df.attrs.get("run", {}).get("target", {}).get("dtype")
-    frame.attrs = {"kind": kind, "disturbance": disturbance(df), "dtype": dtype, "over": baseline_name(df)}
+    disturbed = "" if stored_answer(df) else disturbance(df)
+    frame.attrs = {"kind": kind, "disturbance": disturbed, "dtype": dtype, "over": baseline_name(df)}
+    tuning = run_of(df).get("tuning") or {}
+    if tuning.get("ranking"):
+        frame.attrs["fastest"] = tuning["ranking"][:1] if tuning.get("verdict") == "faster" else []
     if frame.attrs["disturbance"]:
         frame["verdict"] = frame["verdict"].where(frame["verdict"].isna(), "cannot tell")
     return frame
@@ -948,7 +990,12 @@ def _count_ranks(rows: pd.DataFrame) -> dict[tuple[int, int], list[int]]:
 
 
 def winners(frame: pd.DataFrame) -> set[str]:
-    """Of a summary: over each baseline the configuration with the largest speedup of those that are surely faster."""
+    """Of a summary: over each baseline the configuration with the largest speedup of those that are surely faster.
+
+    Of `specbench tune` it is the leader, if that is surely faster.
+    """
+    if "fastest" in frame.attrs:
+        return set(frame.attrs["fastest"])
     faster = frame[frame["kind"].isin(RIVALS) & (frame["verdict"] == "faster")]
     return set(faster.loc[faster.groupby("baseline")["speedup"].idxmax(), "config"])
 

@@ -406,6 +406,9 @@ _UNEXPLAINED = {
     "config": str, "prompt": str, "turn": count, "repeat": count, "position": count, "numerical_tie?": None,
 }  # fmt: skip
 _DIFFERENCE = _UNEXPLAINED | {"gap": number, "numerical_tie?": bool}
+_ESTIMATE = {"value": size, "low": (size, None), "high": (size, None), "prompts": count}
+_TOLD = {"speedup": _ESTIMATE, "share?": _ESTIMATE, "categories": {str: _ESTIMATE}, "verdict": str}
+_ANSWER = {"headline": str, "details": [str], "choice": str, "provisional": bool, "measured": {str: _TOLD}}
 _RUN_SHAPE = {
     "run_id": str,
     "options": dict,
@@ -428,7 +431,7 @@ _RUN_SHAPE = {
     "differences?": (None, [(_DIFFERENCE, _UNEXPLAINED)]),
     "warnings?": [{"id": str, "severity": str, "message": str, "advice": str}],
     "tuning?": (None, {"predicted": {str: number}, "raced": [str], "left_out": {str: str}, "ranking?": [str],
-                       "verdict?": str}),
+                       "verdict?": str, "answer?": _ANSWER}),
     "heads?": {str: STORY_SHAPE},
     "changes?": [{"differing?": [str], "environment?": _ENVIRONMENT, "options?": dict}],
 }  # fmt: skip

@@ -65,6 +65,9 @@ def find_answers(
     rows, cells = frames.records(summary), frames.records(categories)
     run = frames.run_of(df)
     arguments = run.get("command") or () if arguments is None else arguments
+    told = frames.stored_answer(df)
+    if told is not None:
+        return [_answer_of_tuning(told, rows, arguments, run)]
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     found = []
     for temperature in temperatures:
@@ -77,6 +80,24 @@ def find_answers(
         else:
             found.append(_answer(df, summary, mine, cells, arguments, when))
     return found
+
+
+def _answer_of_tuning(
+    told: Mapping[str, Any], rows: list[dict[str, Any]], arguments: Sequence[str], run: Mapping[str, Any]
+) -> Answer:
+    """What `specbench tune` said, with the command for what it chose."""
+    chosen = next((row for row in rows if row["config"] == told["choice"]), None)
+    verdict: stats.Verdict = "cannot tell"
+    command, outputs = "", []
+    if chosen is not None:
+        if not told["provisional"]:
+            verdict = "slower" if chosen["kind"] == "plain" else "faster"
+        plainly = "slower" if chosen["kind"] == "plain" else chosen["verdict"]
+        command = generate_command(arguments, {**chosen, "verdict": plainly})
+        if not math.isnan(chosen["identical_share"]):
+            outputs = [identity_text([chosen], run["target"].get("dtype"))]
+    details = [*map(one_line, told["details"]), *outputs]
+    return Answer(one_line(told["headline"]), verdict, command=command, details=details)
 
 
 def _when(temperature: float) -> str:

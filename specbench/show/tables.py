@@ -30,6 +30,7 @@ __all__ = [
     "notes",
     "render_terminal",
     "sheet_of",
+    "shortened",
     "spelled_out",
     "terminal_table",
     "to_markdown",
@@ -535,7 +536,8 @@ def _encoded(sheet: Sheet, encoding: str) -> Sheet:
     )
 
 
-def _shortened(text: str, cells: int) -> str:
+def shortened(text: str, cells: int) -> str:
+    """Text in no more than so many cells of a terminal: a longer one loses its middle."""
     from rich.cells import cell_len, chop_cells
 
     if cell_len(text) <= cells:
@@ -600,7 +602,7 @@ def _table(sheet: Sheet, kept: Sequence[int], width: int) -> Table:
         heading = Text(_broken(sheet.headings[i]))
         table.add_column(heading, justify="left" if i == 0 else "right", vertical="bottom", no_wrap=True)
     for number, row in enumerate(sheet.rows):
-        cells = [_shortened(row[0], label_cells), *(row[i] for i in kept[1:])]
+        cells = [shortened(row[0], label_cells), *(row[i] for i in kept[1:])]
         # As Text: what looks like markup in a name stays as it is.
         table.add_row(*map(Text, cells), style="bold" if number in sheet.marked else "")
     return table

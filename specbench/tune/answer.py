@@ -13,7 +13,7 @@ from specbench.bench.grid import Config as GridConfig
 from specbench.config import Config
 from specbench.errors import UsageError
 from specbench.results import frames, stats
-from specbench.show.tables import markdown_text
+from specbench.show.tables import markdown_row, markdown_text, shortened
 from specbench.specs.drafters import Cascade, DrafterSpec, Several, SmallModel, cascade_name
 from specbench.specs.models import ModelSpec
 from specbench.specs.notation import add_option
@@ -40,10 +40,14 @@ __all__ = [
     "exports_json",
     "exports_text",
     "find_answer",
+    "stored",
 ]
 
 _NAMED = 5
 """How many configurations a sentence names."""
+
+_WIDTH = 80
+"""Cells of a terminal that the table fits into."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,15 @@ class Tried:
     Attributes:
         config, label: Its id, and its name in tables.
         predicted: Speedup, ``None`` if it could not be.
-        blocks: In how many it was measured.
+        blocks: In how many it was measured; ``None`` if it was not raced.
         speedup: Over plain decoding in these.
-        outcome: In words.
+        outcome: In words; of what was raced with the bound that decides.
     """
 
     config: str
     label: str
     predicted: float | None
-    blocks: int
+    blocks: int | None
     speedup: stats.Estimate | None
     outcome: str
 
@@ -73,15 +77,17 @@ class Answer:
     Attributes:
         headline: In a sentence.
         details: Sentences that qualify it.
-        winner: What to decode with, plain decoding where speculation does not pay; ``None`` if that cannot be told.
-        speedup: Of the leader.
+        winner: What to decode with, plain decoding where speculation does not pay.
+        provisional: Whether it is only the best so far: whether speculation pays is not sure yet.
+        speedup: Of the leader; without a figure where nothing was compared.
         categories: Its speedups by category.
         tried: Everything that was tried, the leader first.
     """
 
     headline: str
     details: tuple[str, ...]
-    winner: GridConfig | None
+    winner: GridConfig
+    provisional: bool
     speedup: stats.Estimate
     categories: Mapping[str, stats.Estimate]
     tried: tuple[Tried, ...]
@@ -99,16 +105,21 @@ def find_answer(found: Found, configs: Sequence[GridConfig], df: pd.DataFrame) -
         df: The rows of its run.
     """
     race, by_id = found.race, {config.id: config for config in configs}
+    disturbed = frames.disturbance(df).partition(": ")[2]
+    if not race.blocks:
+        return _predicted(found, configs, disturbed)
     leader, verdict = race.leader, race.verdict
     best = leader if leader != race.plain else _runner_up(race)
-    speedup = stats.Estimate(1.0, None, None, 0, None) if best is None else _speedup(race, best)
+    speedup = _NOTHING if best is None else _speedup(race, best)
     what = "" if best is None else f"{_described(by_id[best])}, {stats.ratio_text(speedup, ' ×')}"
     categories = {} if best is None else _categories(race, best)
-    disturbed = frames.disturbance(df).partition(": ")[2]
+    alone = len(race.names) > 1 and best is None
     if verdict == "faster":
         ratio = stats.ratio_text(speedup, " ×")
         headline = f"{_described(by_id[leader])}: {ratio} over plain decoding{_extremes(categories)}"
         headline += "." if race.open or _near(race) else "; nothing else is within 5%."
+    elif alone:
+        headline = "Plain decoding is a provisional setting: every drafter that was raced failed."
     elif best is None:
         headline = "Speculation does not pay here: nothing is predicted to come near plain decoding."
     elif verdict == "plain":
@@ -117,19 +128,52 @@ def find_answer(found: Found, configs: Sequence[GridConfig], df: pd.DataFrame) -
         headline = (
             f"Speculation makes a difference of less than 5% here: the best is {what} over plain decoding."
         )
+    elif leader == race.plain:
+        headline = (
+            "Plain decoding is the best so far, a provisional setting: it is not sure yet that nothing is faster. Of"
+            f" what drafts the best is {what} of plain decoding."
+        )
     else:
-        why = f"The machine is too busy to decide: {disturbed} " if disturbed else ""
-        so_far = f"the best so far is {what} over plain decoding"
-        headline = f"{why}It cannot be told whether speculation pays here: {so_far}."
-    winner = {"faster": by_id[leader], "open": None}.get(verdict, by_id[race.plain])
+        headline = (
+            f"{what} over plain decoding: the best so far, a provisional setting. It is not sure yet that it is faster"
+            " than plain decoding."
+        )
     return Answer(
         headline,
-        tuple(_details(found, by_id, "" if verdict == "open" else disturbed)),
-        winner,
+        tuple(_details(found, by_id, disturbed)),
+        by_id[race.plain] if verdict in ("equal", "plain") else by_id[leader],
+        verdict == "open" or alone,
         speedup,
         categories,
         tuple(_tried(found, configs)),
     )
+
+
+_NOTHING = stats.Estimate(math.nan, None, None, 0, None)
+
+
+def _predicted(found: Found, configs: Sequence[GridConfig], disturbed: str) -> Answer:
+    """The answer where the time was up before all had decoded one prompt."""
+    race, by_id = found.race, {config.id: config for config in configs}
+    best = next(iter(race.names[1:]), race.plain)
+    if found.predicted.get(best, 0.0) > 1.0:
+        headline = (
+            f"{_described(by_id[best])}: predicted {stats.decimals(found.predicted[best])} × over plain decoding, a"
+            " provisional setting: the time was up before anything could be compared."
+        )
+    else:
+        best = race.plain
+        headline = (
+            "Plain decoding is a provisional setting: nothing is predicted to be faster, and the time was up before"
+            " anything could be compared."
+        )
+    details = [f"{_sentence(disturbed)} A quiet machine takes less time."] if disturbed else []
+    details.append("More time compares them: --resume --overwrite --minutes N.")
+    return Answer(headline, tuple(details), by_id[best], True, _NOTHING, {}, tuple(_tried(found, configs)))
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _runner_up(race: Race) -> str | None:
@@ -159,10 +203,9 @@ def _details(found: Found, by_id: Mapping[str, GridConfig], disturbed: str) -> I
     if near:
         yield f"Within 5% of {leader}: {_listed(near)}."
     unclear = [
-        f"{_described(by_id[name])} (so far {stats.ratio_text(race.ratio(name, race.leader), ' ×')}, in"
-        f" {counted(race.measured(name), 'block')})"
-        for name in race.open
-        if name != race.plain
+        f"{_described(by_id[name])} ({stats.decimals(race.ratio(name, race.leader).value)} ×, at most"
+        f" {_bound(race, name)} ×, in {counted(race.measured(name), 'block')})"
+        for name in race.rivals
     ]
     if unclear:
         yield f"May still be more than 5% faster than {leader}: {_listed(unclear)}."
@@ -171,9 +214,11 @@ def _details(found: Found, by_id: Mapping[str, GridConfig], disturbed: str) -> I
     if race.decided and race.leader != race.plain:
         yield "With 95% confidence nothing that was raced is more than 5% faster than what is chosen."
     yield from _many(found.batches)
-    if disturbed:
+    if disturbed and race.verdict == "open":
+        yield f"{_sentence(disturbed)} A quiet machine tells more in the same time."
+    elif disturbed:
         yield (
-            f"{disturbed[0].upper()}{disturbed[1:]} All were measured in turn, and what held single generations up, as"
+            f"{_sentence(disturbed)} All were measured in turn, and what held single generations up, as"
             " their passes tell, is taken off, so that the choice stands; the figures are those of a busy machine."
         )
     if race.leader != race.plain:
@@ -206,9 +251,9 @@ def _time_wanted(found: Found) -> str:
     """How long it would take to tell apart what is open."""
     wanted = found.race.blocks_wanted()
     if wanted is None:
-        return "How much more time that takes cannot be told yet; --resume goes on."
+        return "How much more time that takes cannot be told yet; --resume --overwrite goes on."
     minutes = math.ceil((wanted * found.block_s + found.aside_s) / 60)
-    return f"About {counted(minutes, 'minute')} more would tell: --resume --minutes {minutes}."
+    return f"About {counted(minutes, 'minute')} more would tell: --resume --overwrite --minutes {minutes}."
 
 
 def _described(config: GridConfig) -> str:
@@ -236,7 +281,7 @@ def _extremes(categories: Mapping[str, stats.Estimate]) -> str:
 def _tried(found: Found, configs: Sequence[GridConfig]) -> Iterator[Tried]:
     race, by_id = found.race, {config.id: config for config in configs}
     failed = [name for name in race.names if not race.measured(name)]
-    for name in (*race.ranking, *failed):
+    for name in (*(race.ranking if race.blocks else ()), *failed):
         blocks = race.measured(name)
         yield Tried(
             name,
@@ -244,39 +289,70 @@ def _tried(found: Found, configs: Sequence[GridConfig]) -> Iterator[Tried]:
             found.predicted.get(name),
             blocks,
             _speedup(race, name) if blocks and name != race.plain else None,
-            _outcome(race, name, by_id),
+            _outcome(race, name),
         )
     for name, reason in found.left_out.items():
-        label = one_line(by_id[name].label)
-        yield Tried(name, label, found.predicted.get(name), 0, None, f"not raced: {one_line(reason)}")
+        yield Tried(
+            name, one_line(by_id[name].label), found.predicted.get(name), None, None, one_line(reason)
+        )
 
 
-def _outcome(race: Race, name: str, by_id: Mapping[str, GridConfig]) -> str:
-    if name == race.leader:
-        return "the fastest"
+def _outcome(race: Race, name: str) -> str:
+    """The bound of somebody's speed over the leader's, and what follows from it."""
     fall = race.fallen.get(name)
-    if fall is None:
-        ratio = race.ratio(name, race.leader)
-        return f"{stats.ratio_text(ratio, ' ×')} the fastest"
-    if fall.most is None:
+    if fall is not None and fall.most is None:
         return "failed"
-    over = "the fastest" if fall.leader == race.leader else one_line(by_id[fall.leader].label)
-    return f"out after {fall.blocks}: at most {stats.decimals(fall.most)} × {over}"
+    if not race.measured(name):
+        return "not measured"
+    if name == race.leader:
+        return "leads" if race.open else "fastest"
+    bound = _bound(race, name)
+    if name in race.rivals or (name == race.plain and name in race.open):
+        return f"{bound}, may be faster"
+    return bound if fall is None else f"{bound}, out after {fall.blocks}"
+
+
+def _bound(race: Race, name: str) -> str:
+    """The most that somebody's speed may be over the leader's, never rounded down."""
+    most = race.most(name, race.leader)
+    return f"{math.ceil(100 * most) / 100:.2f}" if most < stats.WIDEST else "any"
 
 
 # -- as text ---------------------------------------------------------------------------------------
 
-_HEADINGS = ("tried", "predicted", "blocks", "× plain", "what became of it")
+_HEADINGS = ("raced", "blocks", "× plain", "at most × the first")
+_BOUNDS = "At most: bounds that hold for all rows together, so they reach beyond single intervals."
 
 
-def _cells(tried: Tried) -> tuple[str, ...]:
-    return (
-        tried.label,
-        "–" if tried.predicted is None else f"{tried.predicted:.2f}",
-        str(tried.blocks) if tried.blocks else "–",
-        "–" if tried.speedup is None else stats.ratio_text(tried.speedup, ""),
-        tried.outcome,
-    )
+def _rows(answer: Answer) -> list[tuple[str, ...]]:
+    """What was raced, a row each."""
+    return [
+        (
+            each.label,
+            str(each.blocks),
+            _over_plain(each),
+            each.outcome,
+        )
+        for each in answer.tried
+        if each.blocks is not None
+    ]
+
+
+def _over_plain(tried: Tried) -> str:
+    if tried.speedup is None:
+        return "1" if tried.blocks else "–"
+    return stats.ratio_text(tried.speedup, "")
+
+
+def _not_raced(answer: Answer) -> Iterator[str]:
+    """What was not, a sentence for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for each in answer.tried:
+        if each.blocks is None:
+            reasons.setdefault(each.outcome, []).append(each.label)
+    for reason, (first, *others) in reasons.items():
+        more = f" and {len(others)} more" if others else ""
+        yield f"Not raced: {first}{more} ({reason.rstrip('.')})."
 
 
 def _by_category(answer: Answer) -> Iterator[str]:
@@ -285,9 +361,12 @@ def _by_category(answer: Answer) -> Iterator[str]:
 
 
 def as_text(answer: Answer) -> str:
-    """The answer, its categories and the table, as lines."""
-    rows = [_HEADINGS, *map(_cells, answer.tried)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """The answer, its categories and the table of what was raced, as lines."""
+    rows = [_HEADINGS, *_rows(answer)]
+    _, *rest = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    longest = max(12, _WIDTH - sum(rest) - 2 * len(rest))
+    rows = [(shortened(label, longest), *cells) for label, *cells in rows]
+    widths = [max(len(row[0]) for row in rows), *rest]
     table = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
@@ -296,22 +375,53 @@ def as_text(answer: Answer) -> str:
         [answer.headline, *answer.details],
         ["By category:", *categories] if categories else [],
         table,
+        [_BOUNDS, *_not_raced(answer)],
     ]
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
 
 
 def as_markdown(answer: Answer) -> str:
     """The same as Markdown."""
-    rows = [_HEADINGS, ("---",) * len(_HEADINGS), *map(_cells, answer.tried)]
-    table = "\n".join(f"| {' | '.join(markdown_text(cell) for cell in row)} |" for row in rows)
+    rows = [_HEADINGS, *_rows(answer)]
+    table = "\n".join([markdown_row(rows[0]), f"|{' --- |' * len(_HEADINGS)}", *map(markdown_row, rows[1:])])
     categories = "\n".join(f"- {markdown_text(line)}" for line in _by_category(answer))
     paragraphs = [
         f"**{markdown_text(answer.headline)}**",
         *map(markdown_text, answer.details),
         categories,
         table,
+        *map(markdown_text, [_BOUNDS, *_not_raced(answer)]),
     ]
     return "\n\n".join(part for part in paragraphs if part) + "\n"
+
+
+def stored(answer: Answer, found: Found) -> dict[str, Any]:
+    """The answer as ``run.json`` keeps it, for everything that shows the run (docs/results-format.md)."""
+    race = found.race
+    measured = [name for name in race.names if name != race.plain and race.measured(name)]
+    shares = {name: race.ratio(name, race.leader) for name in measured}
+    return {
+        "headline": answer.headline,
+        "details": list(answer.details),
+        "choice": answer.winner.id,
+        "provisional": answer.provisional,
+        "measured": {
+            name: {
+                "speedup": _figures(_speedup(race, name)),
+                **({"share": _figures(shares[name])} if shares[name].prompts else {}),
+                "categories": {
+                    category: _figures(race.ratio(name, race.plain, category))
+                    for category in race.categories(name)
+                },
+                "verdict": race.verdict_of(name),
+            }
+            for name in measured
+        },
+    }
+
+
+def _figures(ratio: stats.Estimate) -> dict[str, float | None]:
+    return {"value": ratio.value, "low": ratio.low, "high": ratio.high, "prompts": ratio.prompts}
 
 
 def as_json(answer: Answer, found: Found) -> dict[str, Any]:
@@ -321,7 +431,8 @@ def as_json(answer: Answer, found: Found) -> dict[str, Any]:
         "details": list(answer.details),
         "verdict": found.race.verdict,
         "ending": found.ending,
-        "winner": None if answer.winner is None else answer.winner.id,
+        "winner": answer.winner.id,
+        "provisional": answer.provisional,
         "leader": found.race.leader,
         "batches": {str(batch): ratio for batch, ratio in found.batches.items()},
         "blocks": found.race.blocks,
@@ -331,7 +442,7 @@ def as_json(answer: Answer, found: Found) -> dict[str, Any]:
             {
                 "config": each.config,
                 "predicted": each.predicted,
-                "blocks": each.blocks,
+                "blocks": each.blocks or 0,
                 **_ends(each.speedup),
                 "outcome": each.outcome,
             }
@@ -350,7 +461,13 @@ def _ends(ratio: stats.Estimate | None) -> dict[str, float | None]:
 
 
 def configuration(
-    winner: GridConfig, drafter: DrafterSpec | None, target: str, models: ModelOptions, cache: str | None
+    winner: GridConfig,
+    drafter: DrafterSpec | None,
+    target: str,
+    models: ModelOptions,
+    cache: str | None,
+    *,
+    provisional: bool = False,
 ) -> tuple[Config, str]:
     """What a `specbench.toml` says to decode like that, and a sentence if it cannot say all of it.
 
@@ -360,6 +477,7 @@ def configuration(
         target: As it was named.
         models: How weights were loaded.
         cache: The kind of cache, ``None`` for the default.
+        provisional: Whether it is not sure yet that this is faster than plain decoding.
 
     Raises:
         UsageError: The drafter is a model that a configuration may not name.
@@ -378,6 +496,7 @@ def configuration(
         cache=cache,
         dtype=None if models.dtype == "auto" else models.dtype,
         drafter_dtype=None if dtype == "auto" else dtype,
+        provisional=provisional,
     )
     try:
         return replace(made, target=target), ""

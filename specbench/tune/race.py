@@ -82,8 +82,8 @@ _ABREAST = 3
 _SLACK = -math.log1p(-MARGIN)
 """``MARGIN`` as a difference of log speeds."""
 
-Ending = Literal["decided", "time", "blocks"]
-"""Why a race ended: nothing was left to tell apart, the time was up, or there were no more blocks."""
+Ending = Literal["decided", "time", "blocks", "interrupted"]
+"""Why a race ended: nothing was left to tell apart, the time was up, there were no more blocks, or the user stopped."""
 
 Verdict = Literal["faster", "equal", "plain", "open"]
 """The leader is surely faster than plain decoding; it leads, but surely nobody is by more than the margin; plain
@@ -282,6 +282,19 @@ class Race:
     def _may_beat(self, name: str, over: str) -> bool:
         return self.most(name, over) * (1.0 - MARGIN) > 1.0
 
+    @property
+    def rivals(self) -> list[str]:
+        """Those in question that may be more than ``MARGIN`` faster than the leader, but for plain decoding."""
+        return [name for name in self.open if name != self.plain and self._may_beat(name, self.leader)]
+
+    def verdict_of(self, name: str) -> stats.Verdict:
+        """What the bounds allow to say of a candidate and plain decoding; of the leader it is the race's verdict."""
+        if name == self.leader:
+            return "faster" if self.verdict == "faster" else "cannot tell"
+        if self.most(self.plain, name) < 1.0:
+            return "faster"
+        return "slower" if self.most(name, self.plain) < 1.0 else "cannot tell"
+
     # -- how it stands -----------------------------------------------------------------------------
 
     def most(self, name: str, over: str) -> float:
@@ -441,6 +454,7 @@ def run_race(
     until: float = math.inf,
     seed: int = 0,
     on_block: Callable[[Race], None] = lambda _: None,
+    known: Callable[[str, Block], bool] = lambda *_: False,
 ) -> Ending:
     """Run a race to its end. The same timings, seed and no end of time give the same race.
 
@@ -452,11 +466,13 @@ def run_race(
         until: When to stop, on that clock. A block is not begun if it would probably end later.
         seed: Of the order within blocks.
         on_block: Told after every block.
+        known: Whether the time of a candidate on a block is there already: blocks of such ones alone need no time.
     """
     took: dict[str, float] = {}
     ending: Ending = "blocks"
     for block in blocks:
-        timings = _measured(race, block, measure, took, clock, until, seed)
+        end = math.inf if all(known(name, block) for name in race.running) else until
+        timings = _measured(race, block, measure, took, clock, end, seed)
         if timings is None:
             ending = "time"
             break

@@ -131,37 +131,55 @@ class Search:
         """Try, choose and race.
 
         Raises:
-            RunError: Plain decoding fails, passes cannot be timed, the time is up before anything could be compared, or
-                the store cannot be written any more. What is measured is kept.
-            KeyboardInterrupt: The user stops; the generation in progress is lost.
+            RunError: Plain decoding fails, passes cannot be timed, the time is up before anything could be predicted,
+                or the store cannot be written any more. What is measured is kept.
+            KeyboardInterrupt: The user stops before a block was raced; the generation in progress is lost.
         """
+        self._forget_answer()
         kept_s = _BATCHING * self._seconds
         aside_s = self._seconds - (self._until - self._clock.now()) + kept_s
         predicted, chosen = self._chosen()
         blocks = self._blocks()
         race = Race(chosen.raced, self._plain.id, limit=len(blocks), expected=predicted)
-        ending = run_race(
-            race,
-            blocks,
-            self._measure,
-            clock=self._clock,
-            until=self._until - kept_s,
-            seed=self._sweep.options.seed,
-            on_block=on_block,
-        )
-        if not race.blocks:
-            raise self._too_late() if ending == "time" else _no_speeds()
-        batches = self._batches(race) if race.verdict == "faster" else {}
-        warnings = finish_run(self._sweep, self._store, self._engine, in_time=self._in_time)
+        batches: dict[int, float] = {}
+        warnings: tuple[RunWarning, ...] = ()
+        try:
+            ending = run_race(
+                race,
+                blocks,
+                self._measure,
+                clock=self._clock,
+                until=self._until - kept_s,
+                seed=self._sweep.options.seed,
+                on_block=on_block,
+                known=lambda name, block: self._cell(name, block, 0).key in self._rows,
+            )
+            if not race.blocks and ending != "time":
+                raise _no_speeds()
+            if race.verdict == "faster":
+                batches = self._batches(race)
+            warnings = finish_run(self._sweep, self._store, self._engine, in_time=self._in_time)
+        except KeyboardInterrupt:
+            if not race.blocks:
+                raise
+            race.look(last=True)
+            ending = "interrupted"
         came_to = {"ranking": race.ranking, "verdict": race.verdict}
         self._store.update(tuning={**self._store.run["tuning"], **came_to})
-        if race.open:  # there is something to go on with
+        if not race.decided:  # there is something to go on with
             self._store.update(finished=None)
         block_s = sum(self._took.get(name, 0.0) for name in race.running)
         return Found(race, ending, predicted, chosen.left_out, batches, block_s, aside_s, warnings)
 
     def _in_time(self) -> bool:
         return self._clock.now() < self._until
+
+    def _forget_answer(self) -> None:
+        """What a search came to before it goes on, lest it stand beside what is measured from now on."""
+        tuning = self._store.run.get("tuning") or {}
+        if "ranking" in tuning:
+            left = {name: tuning[name] for name in ("predicted", "raced", "left_out")}
+            self._store.update(tuning=left, finished=None)
 
     # -- whom to race ------------------------------------------------------------------------------
 
@@ -270,13 +288,11 @@ class Search:
         """A candidate on a block, of the store if it is there."""
         place = self._block[1] + 1 if self._block is not None and self._block[0] == block else 0
         self._block = block, place
-        seed = self._sampling_seed(block.prompt, str(block.repeat))
-        cell = Cell(name, block.prompt, 0, block.repeat, place, warmup=False, seed=seed)
+        cell = self._cell(name, block, place)
         began = self._clock.now()
         known = cell.key in self._rows
         row = self._row(cell)
-        if not known:
-            self._took[name] = self._clock.now() - began
+        self._took[name] = float(row.get("total_s") or 0.0) if known else self._clock.now() - began
         if row["status"] != "ok":
             if name == self._plain.id:
                 self._refuse_failing_plain(row["error"])
@@ -284,6 +300,10 @@ class Search:
         self._plain_works |= name == self._plain.id
         tokens = row["new_tokens"] - row["first_tokens"]
         return Timing(tokens, row["decode_s"], slowness(row["steps"], self._alone))
+
+    def _cell(self, name: str, block: Block, place: int) -> Cell:
+        seed = self._sampling_seed(block.prompt, str(block.repeat))
+        return Cell(name, block.prompt, 0, block.repeat, place, warmup=False, seed=seed)
 
     @cached_property
     def _alone(self) -> PassCosts:

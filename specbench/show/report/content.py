@@ -149,12 +149,20 @@ def _warnings(df: pd.DataFrame, run: Mapping[str, Any], summary: pd.DataFrame) -
         run.get("repeats", 1) * len(run["configs"]) * sum(each.get("turns", 1) for each in run["prompts"])
     )
     found = []
-    if not run.get("finished"):
+    if not run.get("finished") and frames.stored_answer(df) is None:
+        searched = bool(
+            run["options"].get("tune") or run.get("tuning")
+        )  # which measures no more of its grid than it has to
+        there = (
+            counted(len(df), "generation is", "generations are")
+            if searched
+            else f"{len(df)} of {planned} generations are"
+        )
         found.append(
             RunWarning(
                 "unfinished",
                 "warning",
-                f"The sweep has not come to its end: {len(df)} of {planned} generations are there.",
+                f"The {'search' if searched else 'sweep'} has not come to its end: {there} there.",
                 "Go on with it: the same command with --resume.",
             )
         )
@@ -232,11 +240,20 @@ def _method(df: pd.DataFrame, run: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{stats.CONFIDENCE:.0%}, over {together}: they say what other {together} of this kind would give. Repeats"
             f" sharpen one of them and never count as {together}. Faster or slower: it lies wholly above or below 1.",
         ),
+        *(_METHOD_OF_TUNING if frames.stored_answer(df) is not None else ()),
         *(_ACCEPTANCE_OF_SERVERS if servers else _ACCEPTANCE),
         ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
     ]
 
 
+_METHOD_OF_TUNING = [
+    (
+        "Tuning",
+        "A search by `specbench tune`: in every round only those decode the prompt that are still in question, so rows"
+        " rest on different prompts. Its speedups and verdicts are those that it ended with, from times less what held"
+        " single generations up (docs/tuning.md); 'with TTFT' and tokens/s are the times as they were.",
+    )
+]
 _ACCEPTANCE = [
     (
         "Acceptance",

