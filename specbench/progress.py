@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-__all__ = ["Progress", "quiet_transformers"]
+__all__ = ["Progress", "announce", "quiet_transformers"]
 
 
 class Progress(Protocol):
@@ -15,6 +15,12 @@ class Progress(Protocol):
 
     def update(self, stage: str, done: int, total: int | None) -> None:
         """``done`` of ``total`` (``None``: unknown) units of ``stage``, a phrase such as "fetching NAME"."""
+
+
+def announce(progress: Progress | None, stage: str) -> None:
+    """Name a stage of unknown length, if anybody wants to know."""
+    if progress is not None:
+        progress.update(stage, 0, None)
 
 
 class _Bar:
@@ -46,8 +52,16 @@ class _Bar:
 
 
 @contextmanager
-def quiet_transformers(progress: Progress | None = None, stage: str = "") -> Iterator[None]:
-    """Within, `transformers` and the hub client write nothing; their bars go to ``progress`` as ``stage``."""
+def quiet_transformers(
+    progress: Progress | None = None, stage: str = "", dequantising: str = ""
+) -> Iterator[None]:
+    """Within, `transformers` and the hub client write nothing.
+
+    Args:
+        progress: Told of their bars.
+        stage: What these count.
+        dequantising: What the bar of the reader of GGUF files counts.
+    """
     from huggingface_hub import utils
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging
@@ -55,23 +69,26 @@ def quiet_transformers(progress: Progress | None = None, stage: str = "") -> Ite
     def bar(iterable: Any = None, *_: Any, total: int | None = None, **__: Any) -> _Bar:
         return _Bar(progress, stage, iterable, total)
 
+    def gguf_bar(tensors: Any, **_: Any) -> _Bar:
+        return _Bar(progress, dequantising, tensors, None)
+
     hub: Any = utils  # its bar functions are exported at run time only
     loggers: list[Any] = [logging, hub.logging]
     levels = [logger.get_verbosity() for logger in loggers]
     hub_draws = not hub.are_progress_bars_disabled()
     gguf_reader = vars(modeling_gguf_pytorch_utils)  # it takes its bar from tqdm, past the hook
-    gguf_bar = gguf_reader["tqdm"]
+    gguf_own = gguf_reader["tqdm"]
     hook = logging.set_tqdm_hook(lambda _, arguments, options: bar(*arguments, **options))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            gguf_reader["tqdm"] = bar
+            gguf_reader["tqdm"] = gguf_bar
             hub.disable_progress_bars()
             for logger in loggers:
                 logger.set_verbosity_error()
             yield
         finally:
-            gguf_reader["tqdm"] = gguf_bar
+            gguf_reader["tqdm"] = gguf_own
             logging.set_tqdm_hook(hook)
             if hub_draws:
                 hub.enable_progress_bars()

@@ -47,8 +47,9 @@ from specbench.models.load import (
     wrap_model,
 )
 from specbench.models.pairing import translation_of
-from specbench.models.prepare import wrap_drafter, wrap_target
-from specbench.options import LoadOptions
+from specbench.models.prepare import prepare, wrap_drafter, wrap_target
+from specbench.options import LoadOptions, ModelOptions
+from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 
 CPU = LoadOptions(device="cpu")
@@ -819,3 +820,25 @@ def test_the_hub_clients_bar_reports():
         bar.update(3)
         bar.update(5)
     assert seen == [("fetching x", 5, 10), ("fetching x", 10, 10)]
+
+
+def test_what_takes_long_behind_the_weights_has_stages_of_its_own(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    seen: list[tuple[str, int, int | None]] = []
+
+    class Stages:
+        def update(self, stage: str, done: int, total: int | None) -> None:
+            seen.append((stage, done, total))
+
+    options = ModelOptions(dtype="float32", device="cpu", drafter_dtype="int8")
+    drafters = [parse_drafter(str(folder))]
+    prepare(parse_model(str(folder)), drafters, options, progress=Stages())
+    stages = [*dict.fromkeys(stage for stage, *_ in seen)]
+    assert stages == [
+        "loading model",
+        "packing model",
+        "trying out passes of model",
+        "rounding model to int8",
+    ]
+    behind = seen[max(i for i, (stage, *_) in enumerate(seen) if stage == "loading model") + 1 :]
+    assert {total for _, _, total in behind} == {None}, "a share of a stage of unknown length"

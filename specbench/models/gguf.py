@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.files import explained
 from specbench.models.checkpoints import check_config, check_memory
-from specbench.progress import Progress, quiet_transformers
+from specbench.progress import Progress, announce, quiet_transformers
 from specbench.textsafe import excerpt
 
 __all__ = ["GgufHeader", "convert_gguf", "read_gguf_header"]
@@ -161,11 +161,12 @@ def convert_gguf(
         UsageError: The model cannot be decoded speculatively, or `transformers` cannot read its kind of GGUF.
     """
     header = read_gguf_header(gguf)
-    stage = f"converting {name}"
-    if progress is not None:
-        progress.update(stage, 0, None)
+    announce(progress, f"converting {name}, which later starts need not")
     # An empty folder as the model's: other files beside the GGUF are none of its business.
-    with tempfile.TemporaryDirectory(dir=folder.parent) as empty, quiet_transformers(progress, stage):
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent) as empty,
+        quiet_transformers(progress, f"filling the layers of {name}", f"dequantising {name}"),
+    ):
         place: dict[str, Any] = {
             "pretrained_model_name_or_path": empty,
             "gguf_file": str(gguf.resolve()),
@@ -202,6 +203,7 @@ def convert_gguf(
         model.config.name_or_path = tokenizer.name_or_path = name
         for trace in ("gguf_file", "local_files_only"):
             tokenizer.init_kwargs.pop(trace, None)
+        announce(progress, f"writing the copy of {name}")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     for path in folder.iterdir():  # the weights are written for their owner only, which a shared cache is not

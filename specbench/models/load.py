@@ -48,7 +48,7 @@ from specbench.models.dtypes import (
 from specbench.models.hub import HubModel
 from specbench.models.memory import available_memory
 from specbench.options import DtypeName, LoadOptions, QuantisedName, quantised
-from specbench.progress import Progress, quiet_transformers
+from specbench.progress import Progress, announce, quiet_transformers
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.textsafe import excerpt
 
@@ -392,8 +392,8 @@ def _load_folder(
     model = _read_weights(folder, name, config, dtype, placement, not pickled, progress)
     notes = []
     if others and choice is None and measure and _fits(place, others[0]):
-        if progress is not None:
-            progress.update(f"timing {name} in {' and '.join(map(_dtype_name, (usual, others[0])))}", 0, None)
+        both = " and ".join(map(_dtype_name, (usual, others[0])))
+        announce(progress, f"timing {name} in {both}, which later starts need not")
         choice = measure_dtypes(model, name, usual, others[0])
         if choice is not None:
             write_dtype(key, choice)

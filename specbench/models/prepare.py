@@ -60,6 +60,7 @@ from specbench.models.load import (
 from specbench.models.pairing import translation_of
 from specbench.models.rounded_layers import rounded_layers
 from specbench.options import LoadOptions, ModelOptions, QuantisedName, quantised
+from specbench.progress import announce
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
@@ -186,7 +187,7 @@ def load_target(
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
     rounded = language_model.quantise is not None
     kind = cache or default_cache(language_model.model.config, rounded=rounded)
-    return _prepare_target(language_model, kind)
+    return _prepare_target(language_model, kind, progress=progress)
 
 
 def default_cache(config: PretrainedConfig, *, rounded: bool) -> CacheKind:
@@ -233,18 +234,25 @@ def wrap_target(
 
 
 def _prepare_target(
-    language_model: LanguageModel, cache: CacheKind, *, pack: bool = True, ahead: Ahead | None = None
+    language_model: LanguageModel,
+    cache: CacheKind,
+    *,
+    pack: bool = True,
+    ahead: Ahead | None = None,
+    progress: Progress | None = None,
 ) -> Target:
     model, dtype = language_model.model, language_model.dtype
     if pack:
         fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
     if language_model.quantise is not None:
-        _quantise(language_model, language_model.quantise)
+        _quantise(language_model, language_model.quantise, progress=progress)
     elif pack:
+        announce(progress, f"packing {language_model.name}")
         with nullcontext() if ahead is None else ahead.layers(language_model) as layers:
             pack_linears(model, layers)
     dtype = kind_of_rounding(model) or dtype
+    announce(progress, f"trying out passes of {language_model.name}")
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     tried = scorer.rounding == torch.int8
     widths_differ = scorer.why_not_bit_exact() if tried else None
@@ -258,9 +266,11 @@ def _prepare_target(
     )
 
 
-def _quantise(language_model: LanguageModel, rounded: QuantisedName, *, alike: bool = True) -> None:
+def _quantise(
+    language_model: LanguageModel, rounded: QuantisedName, *, alike: bool = True, progress: Progress | None
+) -> None:
     """Round the linear layers of a model, in place, or take what is kept of them; for ``alike`` see ``Int8Linear``."""
-    with rounded_layers(language_model, rounded) as layers:
+    with rounded_layers(language_model, rounded, progress) as layers:
         if rounded == "int8":
             quantise_linears(language_model.model, alike=alike, layers=layers)
         else:
@@ -345,7 +355,7 @@ def load_drafter(
         assert isinstance(model, ModelDrafter)
         return join_cascade(spec, model)
     if isinstance(spec, SelfForm):
-        return self_drafter(spec, target)
+        return self_drafter(spec, target, progress=progress)
     if not isinstance(spec, SmallModel):
         drafter: Drafter = _WITHOUT_MODEL[type(spec)](spec)
         return drafter
@@ -354,7 +364,9 @@ def load_drafter(
     own = _load_own(spec.model, options, target.language_model, progress=progress, allow_pickle=allow_pickle)
     if isinstance(own, TrainedHead):
         return wrap_head(own, target, options)
-    return wrap_drafter(own, target, cache=cache, int8=options.dtype == "auto", vocab=spec.vocab)
+    return wrap_drafter(
+        own, target, cache=cache, int8=options.dtype == "auto", vocab=spec.vocab, progress=progress
+    )
 
 
 def _load_own(
@@ -384,6 +396,7 @@ def wrap_drafter(
     cache: CacheKind = "dynamic",
     int8: bool = False,
     vocab: int | None = None,
+    progress: Progress | None = None,
 ) -> ModelDrafter:
     """A drafter of a loaded model; its linear layers are quantised or packed in place.
 
@@ -395,6 +408,7 @@ def wrap_drafter(
         cache: The kind of its own cache.
         int8: Quantise if it is on a CPU. (Always done if the model was loaded with the dtype "int8" or "int4".)
         vocab: Draft so many tokens only, those that the target writes most often; ``None`` for all.
+        progress: Told what is being done.
 
     Raises:
         UsageError: The tokenizers share too few tokens, the head cannot be cut, or the target's tokens were not
@@ -412,10 +426,12 @@ def wrap_drafter(
         _cut_head(language_model, draftable)
     rounded = language_model.quantise or ("int8" if int8 and model.device.type == "cpu" else None)
     if rounded is not None:
-        _quantise(language_model, rounded, alike=False)
+        _quantise(language_model, rounded, alike=False, progress=progress)
         dtype = rounded
     else:
+        announce(progress, f"packing {language_model.name}")
         pack_linears(model)
+    announce(progress, f"trying out passes of {language_model.name}")
     scorer = Scorer(
         model,
         cache,
@@ -588,7 +604,7 @@ def _nothing_calibrated() -> UsageError:
     )
 
 
-def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
+def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = None) -> SelfDrafter:
     """A drafter that is the target in a cheaper form, on the target's own cache.
 
     Raises:
@@ -606,7 +622,7 @@ def self_drafter(form: SelfForm, target: Target) -> SelfDrafter:
     rounded: QuantisedName | None = "int8" if form.int8 else "int4" if form.int4 else None
     whole = rounded is not None and len(kept) == model.layers
     try:
-        with rounded_layers(model, rounded) if rounded and whole else nullcontext() as layers:
+        with rounded_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:
             cheaper = cheaper_form(model.model, kept, form.int8, layers, int4=form.int4)
     except ValueError as error:
         raise UsageError(
@@ -726,10 +742,9 @@ def prepare(
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
         beforehand(language_model)
-    ready = _prepare_target(language_model, kind, ahead=ahead)
+    ready = _prepare_target(language_model, kind, ahead=ahead, progress=progress)
     if bit_exact:
-        if progress is not None:
-            progress.update("trying passes of several widths", 0, None)
+        announce(progress, "trying passes of several widths")
         ready.scorer.require_bit_exact()
 
     proposers = prepare_drafters(ready, drafters, options, cache=cache, progress=progress, loaded=loaded)
@@ -777,7 +792,7 @@ def prepare_drafters(
 
     def built(part: DrafterSpec) -> Drafter | RunError:
         if part.own_model is None:
-            return load_drafter(part, ready)
+            return load_drafter(part, ready, progress=progress)
         vocab = part.vocab if isinstance(part, SmallModel) else None
         try:
             if part.own_model not in loaded or part.own_model in wrapped:  # with another head
@@ -793,6 +808,7 @@ def prepare_drafters(
                 cache=cache or "dynamic",
                 int8=options.drafter.dtype == "auto",
                 vocab=vocab,
+                progress=progress,
             )
         except RunError as error:
             return error

@@ -31,6 +31,7 @@ from specbench.backends.torch.kernels.instructions import has_vnni, processor_na
 from specbench.backends.torch.kernels.linear import Rounded, RoundedWeight
 from specbench.files import sha256, sync, write_text
 from specbench.models.cache import LAYERS_FOLDER, cache_folder, folder_size
+from specbench.progress import Progress, announce
 
 if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import RoundedLayers
@@ -54,12 +55,15 @@ _ABANDONED_S = 86_400
 
 
 @contextmanager
-def rounded_layers(model: LanguageModel, kind: QuantisedName) -> Iterator[RoundedLayers | None]:
+def rounded_layers(
+    model: LanguageModel, kind: QuantisedName, progress: Progress | None = None
+) -> Iterator[RoundedLayers | None]:
     """Where quantising finds and keeps a model's rounded weights; ``None`` where they cannot be kept.
 
     Args:
         model: Its files are known, and it is on a CPU. It is told of an entry that had to be made anew.
         kind: To what they are rounded.
+        progress: Told what is being done.
     """
     files, panels = model.files, native.available()
     if (
@@ -68,12 +72,14 @@ def rounded_layers(model: LanguageModel, kind: QuantisedName) -> Iterator[Rounde
         or model.model.device.type != "cpu"
         or (kind == "int4" and not panels)
     ):
+        announce(progress, f"rounding {model.name} to {kind}")
         yield None
         return
     parent = cache_folder() / LAYERS_FOLDER
     place, content = _names(model, files, f"{kind} in {'panels' if panels else 'rows'}")
     entry = parent / f"{place}-{content}"
     others = [path for path in parent.glob(f"{place}-*") if path != entry]
+    announce(progress, f"reading the {kind} layers of {model.name}")
     if _is_sound(entry):
         with suppress(OSError):
             os.utime(entry / _MANIFEST)  # used just now
@@ -88,9 +94,11 @@ def rounded_layers(model: LanguageModel, kind: QuantisedName) -> Iterator[Rounde
         parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".", dir=parent))
     except OSError:  # read-only, or full: it starts as it would without a cache
+        announce(progress, f"rounding {model.name} to {kind}")
         yield None
         return
     try:
+        announce(progress, f"rounding {model.name} to {kind}, which later starts need not")
         made = _Made(work, parent)
         yield made
         made.finish(entry)
