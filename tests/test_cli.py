@@ -189,6 +189,46 @@ def test_compare_says_it_in_the_summary(tiny: Cli) -> None:
     assert re.search("^tokens +identical to plain decoding$", err, re.MULTILINE)
 
 
+def test_the_speeds_and_the_speedup_of_a_comparison_are_of_the_same_pairs(
+    tiny: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = [
+        (10.0, 10.0),
+        (40.0, 10.0),
+        (20.0, 40.0),
+        (None, 1000.0),
+    ]  # the first pair alone says something else
+    repeats = [
+        {
+            "speculative": {"tokens_per_second": fast},
+            "plain": {"tokens_per_second": slow},
+            "speedup": fast and fast / slow,
+        }
+        for fast, slow in rates
+    ]
+    figures = compared(
+        tiny, speedup=2.0 ** (1 / 3), speedup_interval=[0.5, 4.0], repeats=repeats, tokens_per_second=10.0
+    )
+    show_summary(figures, apart=False)
+    err = capsys.readouterr().err
+    assert re.search(r"^speed +20\.0 tokens/s, geometric mean of 3 repeats; the first token after", err, re.M)
+    assert re.search(r"^plain +15\.9 tokens/s without a drafter, 1\.26×", err, re.M)
+
+
+def test_how_a_model_was_loaded_is_said_below_the_answer(tiny: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = specbench.models.prepare.prepare
+
+    def with_a_note(*arguments: Any, **options: Any) -> Any:
+        target, proposers = prepare(*arguments, **options)
+        target.language_model.notes.append("It was measured.")
+        return target, proposers
+
+    monkeypatch.setattr(specbench.models.prepare, "prepare", with_a_note)
+    err = tiny("the thing", "-n", 4).err
+    assert err.index("speed ") < err.index("note    It was measured.")
+    assert err.count("It was measured.") == 1
+
+
 def test_repeats_are_asked_for(tiny: Cli) -> None:
     figures = tiny("the thing", "-n", 8, "--compare", "--repeats", 1, "--json").json()
     assert len(figures["repeats"]) == 1
@@ -350,7 +390,7 @@ def test_the_command_to_try_is_the_one_given_with_another_drafter(
 ) -> None:
     found: list[dict[str, str]] = []
     monkeypatch.setattr(
-        "specbench.cli.summary.show_summary", lambda figures, *, apart, advice: found.append(advice)
+        "specbench.cli.summary.show_summary", lambda figures, *, apart, advice, notes: found.append(advice)
     )
     drafter = drafter.replace("FOLDER", str(folder))
     arguments = [

@@ -27,7 +27,7 @@ __all__ = ["Explanation", "Pairs", "explain", "predict", "unexplained"]
 LEAST, MOST = 3, 12
 """Pairs of generations, if nobody asks for a number."""
 
-ENOUGH_S = 30.0
+ENOUGH_S = 10.0
 """Beyond the fewest, pairs are added as long as all of them together take no longer."""
 
 _TOLERANCE = 1.05

@@ -85,7 +85,11 @@ def chat(
         talk = _Talk(conversation, quiet=quiet)
         if not quiet:
             model = f"{setting.target!r}, drafter {setting.drafter.name}, {setting.policy.name}."
-            notes = [model, *facts(setting.target, setting.drafter, decode)]
+            notes = [
+                model,
+                *setting.target.language_model.notes,
+                *facts(setting.target, setting.drafter, decode),
+            ]
             notes += [setting.note] if setting.note else []
             notes += ["/help lists what else may be typed; Ctrl-D ends."] if talk.asks else []
             show_notes(notes, apart=talk.asks)

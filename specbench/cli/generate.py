@@ -60,7 +60,7 @@ class _Shown:
             "--repeats",
             min=1,
             metavar="N",
-            help="--compare: how often each way (3, and up to 12 within 30 s).",
+            help="--compare: how often each way (3, and up to 12 within 10 s).",
         ),
     ] = None
     debug: Annotated[bool, opt.output("--debug", help="Show every step on stderr.")] = False
@@ -180,6 +180,7 @@ def generate(
                 *_without_effect(ctx, setting.drafter_spec, setting.sampling),
                 *_facts(job, asked_raw=chat is False),
             ]
+            notes += loaded.language_model.notes if prompts else []
             if longer := sum(len(each.turns) > 1 for each in prompts):
                 notes.append(f"{counted(longer, 'prompt')} of several turns: the first turn is answered.")
             notes += [setting.note] if setting.note else []
@@ -206,7 +207,7 @@ def generate(
             "blank": _after_a_blank_reply(job, chat),
             **_advice(ctx, job, setting.drafter_spec, setting.rule),
         }
-        _run(job, trace_to, advice, paint, show)
+        _run(job, trace_to, advice, paint, show, loaded.language_model.notes)
         if trace_to is not None:
             trace_to.complain()
 
@@ -408,6 +409,7 @@ def _run(
     advice: Mapping[str, str],
     paint: Paint | None,
     show: _Shown,
+    notes: Sequence[str],
 ) -> None:
     """Decode, show, compare.
 
@@ -416,6 +418,7 @@ def _run(
         advice: What to try if the drafter does not help.
         paint: Styles the text by where its tokens came from.
         show: What is written.
+        notes: What stands below the summary.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; by then what there was has been shown.
@@ -479,7 +482,7 @@ def _run(
         write_out(json.dumps(figures, allow_nan=False) + "\n")
     if not show.quiet:
         shown = figures | {"options": _shown_options(figures)}
-        show_summary(shown, advice=advice, apart=sys.stdout.isatty())
+        show_summary(shown, advice=advice, apart=sys.stdout.isatty(), notes=notes)
     if not finished:
         raise KeyboardInterrupt
 

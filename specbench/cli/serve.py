@@ -124,6 +124,7 @@ def serve(
             address, port = listening.getsockname()[:2]
             where = f"[{address}]" if ":" in address else address
             notes = [
+                *setting.target.language_model.notes,
                 *facts(setting.target, setting.drafter, decode),
                 *([setting.note] if setting.note else []),
             ]

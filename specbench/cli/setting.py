@@ -99,11 +99,10 @@ def load_setting(
 
 
 def facts(target: Target, drafter: Drafter, decode: DecodeOptions) -> list[str]:
-    """What the user should know of them before reading an output."""
+    """What the user should know of them before reading an output; how the models were loaded is not among it."""
     from specbench.cli.options import widths_differ
 
-    lines = list(target.language_model.notes)
-    lines += target.language_model.defaults.notes(applied=decode.model_defaults)
+    lines = list(target.language_model.defaults.notes(applied=decode.model_defaults))
     if (shared := _shared(drafter)) is not None:
         lines.append(
             f"The drafter has another tokenizer: it drafts the {shared[0]:,} of the target's {shared[1]:,}"

@@ -62,7 +62,13 @@ def show_legend(paint: Callable[[str, Origin], str]) -> None:
         console.print()
 
 
-def show_summary(figures: Mapping[str, Any], *, apart: bool, advice: Mapping[str, str] | None = None) -> None:
+def show_summary(
+    figures: Mapping[str, Any],
+    *,
+    apart: bool,
+    advice: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> None:
     """Print the figures of a run, with those of a comparison if there was one.
 
     Args:
@@ -70,6 +76,7 @@ def show_summary(figures: Mapping[str, Any], *, apart: bool, advice: Mapping[str
         apart: Leave an empty line before it, for it stands behind the text.
         advice: What to try: after a reply without text (``blank``), and where the drafter did not help (a ``rule``, a
             ``command`` to copy); what few accepted drafts tell of the ``text``.
+        notes: How the models were loaded, as far as that can wait until the answer is there.
     """
     console = _console()
     if apart:
@@ -95,6 +102,8 @@ def show_summary(figures: Mapping[str, Any], *, apart: bool, advice: Mapping[str
         _line(console, "note", f"{problem}; try {', or '.join(others)}{ending}", "yellow")
         if command:
             _line(console, "", command, wrap=False)
+    for note in notes:
+        _line(console, "note", note)
     if not figures["lossless"]:
         _line(console, "note", "NOT LOSSLESS: the residual adjustment was off", "yellow")
 
@@ -278,6 +287,9 @@ def _lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [("model", model)]
     lines.append(("output", f"{counted(figures['new_tokens'], 'token')}, {_ENDS[figures['finish_reason']]}"))
     first = f"the first token after {time['ttft_s']:.2f} s"
+    if figures.get("speedup") is not None:
+        speed = _mean_speeds(figures)["speculative"]
+        first = f"geometric mean of {counted(len(_rated(figures)), 'repeat')}; {first}"
     lines.append(("speed", first if speed is None else f"{speed:.1f} tokens/s, {first}"))
     if figures["steps"]:
         steps = f"{figures['tokens_per_step']:.2f} tokens per step in {counted(figures['steps'], 'step')}"
@@ -301,13 +313,25 @@ def _lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
+def _rated(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of a comparison's pairs, those whose speedup is known."""
+    return [each for each in figures["repeats"] if each["speedup"] is not None]
+
+
+def _mean_speeds(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Tokens per second of both sides of a comparison; their ratio is its speedup."""
+    return {
+        side: geometric_mean(each[side]["tokens_per_second"] for each in _rated(figures))
+        for side in ("speculative", "plain")
+    }
+
+
 def _comparison(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     speedup, interval, repeats = figures["speedup"], figures["speedup_interval"], figures["repeats"]
     if speedup is None:
         plain = "too short to compare the speed"
     else:
-        speeds = [rate for each in repeats if (rate := each["plain"]["tokens_per_second"])]
-        plain = f"{geometric_mean(speeds):.1f} tokens/s without a drafter, {speedup:.2f}×"
+        plain = f"{_mean_speeds(figures)['plain']:.1f} tokens/s without a drafter, {speedup:.2f}×"
         if interval is None:
             plain += f" with it in {counted(len(repeats), 'repeat')} of this prompt: too few to say how sure that is"
         else:
