@@ -447,7 +447,9 @@ def _category_sheet(frame: pd.DataFrame) -> Sheet:
 
 # --- Terminal and Markdown ------------------------------------------------------------------------
 
-_LABEL_CELLS = 28  # a longer name is shortened in its middle, where drafters' names differ least
+_LABEL_CELLS = 28  # a longer name takes several lines
+_INDENT = "  "  # of its other lines
+_BREAKS = " ,:/+"  # signs of a name behind which a line may end
 _BETWEEN = 2  # cells between columns, one of them the box's own
 
 
@@ -474,7 +476,9 @@ def render_terminal(frame: pd.DataFrame, console: Console) -> None:
     else:
         hidden = [heading for i, heading in enumerate(sheet.headings) if i not in kept]
         if hidden:
-            sheet.notes.append(f"Left out for want of room: {', '.join(hidden)}.")
+            sheet.notes.append(
+                f"{counted(len(hidden), 'more column')}: in summary.md, or on a wider terminal."
+            )
     for note in sheet.notes:
         console.print(Text(note, style="dim"), soft_wrap=False)
 
@@ -547,6 +551,22 @@ def shortened(text: str, cells: int) -> str:
     return f"{head}…{tail}"
 
 
+def _in_lines(text: str, cells: int) -> str:
+    """A name in lines of at most so many cells, broken where its parts end, all but the first indented."""
+    from rich.cells import cell_len, chop_cells
+
+    lines: list[str] = []
+    while text:
+        indent = _INDENT if lines else ""
+        line = chop_cells(text, cells - len(indent))[0]
+        if cell_len(text) > cells - len(indent):
+            end = max(line.rfind(sign) for sign in _BREAKS) + 1
+            line = line[:end] if end > len(line) // 2 else line
+        lines.append(indent + line.rstrip())
+        text = text[len(line) :]
+    return "\n".join(lines)
+
+
 def _widths(sheet: Sheet) -> list[int]:
     from rich.cells import cell_len
 
@@ -602,7 +622,7 @@ def _table(sheet: Sheet, kept: Sequence[int], width: int) -> Table:
         heading = Text(_broken(sheet.headings[i]))
         table.add_column(heading, justify="left" if i == 0 else "right", vertical="bottom", no_wrap=True)
     for number, row in enumerate(sheet.rows):
-        cells = [shortened(row[0], label_cells), *(row[i] for i in kept[1:])]
+        cells = [_in_lines(row[0], label_cells), *(row[i] for i in kept[1:])]
         # As Text: what looks like markup in a name stays as it is.
         table.add_row(*map(Text, cells), style="bold" if number in sheet.marked else "")
     return table
