@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from specbench.backends.torch.kernels import huge_pages
-from specbench.backends.torch.kernels.huge_pages import huge_page_setting, in_huge_pages, lay_together
+from specbench.backends.torch.kernels.huge_pages import huge_page_setting, in_huge_pages
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.kernels.surgery import quantise_linears
 
@@ -74,25 +74,6 @@ def test_what_was_there_before_is_left_alone() -> None:
     with in_huge_pages():
         pass
     assert before.huge == 0
-
-
-@needs_huge_pages
-def test_memory_that_is_named_is_laid_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    collapse = huge_pages._collapse
-
-    def noted(blocks: list[int], size: int) -> None:
-        asked.extend(blocks)
-        collapse(blocks, size)
-
-    monkeypatch.setattr(huge_pages, "_collapse", noted)
-    named, other = Region(), Region()
-    lay_together([(named.address, SIZE)])
-    assert named.huge >= SIZE // 2
-    assert asked
-    assert not any(other.address <= block < other.address + SIZE - 2 * MEBIBYTE for block in asked)
-    named.memory.seek(0)
-    assert named.memory.read() == bytes(range(256)) * (SIZE // 256)
 
 
 @needs_huge_pages

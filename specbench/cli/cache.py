@@ -14,7 +14,7 @@ def cache(
         bool,
         typer.Option(
             "--clear",
-            help="Remove what is made anew in seconds: int8 and int4 layers of models, measured dtypes, last starts.",
+            help="Remove what is made anew in seconds: int8 and int4 layers of models and measured dtypes.",
         ),
     ] = False,
 ) -> None:

@@ -52,21 +52,17 @@ def chat(
     from specbench.cli.progress import starting
     from specbench.cli.summary import show_notes
     from specbench.progress import quiet_transformers
-    from specbench.specs.models import parse_model
 
     kind = opt.cache_for(ctx, target, models, decode)
     with ExitStack() as stack:
         with starting(quiet) as progress:
-            from specbench.models.starts import Ahead
-
-            ahead = stack.enter_context(Ahead(parse_model(target), models.target))
             from specbench.cli.setting import facts, load_setting
             from specbench.conversation import Conversation
 
             stack.enter_context(quiet_transformers())
             rule = (length_policy, egag, tree, gamma, length)
             setting = load_setting(
-                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress, ahead=ahead
+                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress
             )
             conversation = Conversation(
                 setting.target,

@@ -129,7 +129,6 @@ def generate(
     from specbench.cli.watchers import TraceOutput
     from specbench.progress import quiet_transformers
     from specbench.specs.drafters import parse_drafter
-    from specbench.specs.models import parse_model
     from specbench.textsafe import counted
 
     kind = opt.cache_for(ctx, target, models, decode)
@@ -146,9 +145,6 @@ def generate(
         if show.debug or show.trace_file:
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with starting(show.quiet) as progress:
-            from specbench.models.starts import Ahead
-
-            ahead = stack.enter_context(Ahead(parse_model(target), models.target))
             from specbench.cli.setting import load_setting
             from specbench.models.prepare import refuse_keep
 
@@ -157,7 +153,7 @@ def generate(
                 refuse_keep(parse_drafter(drafter))
             rule = (length_policy, egag, tree, gamma, length)
             setting = load_setting(
-                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress, ahead=ahead
+                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress
             )
             loaded = setting.target
             job = _Job(

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import Progress
     from specbench.models.prepare import Target
-    from specbench.models.starts import Ahead
     from specbench.options import DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
@@ -56,7 +55,6 @@ def load_setting(
     *,
     cache: CacheKind,
     progress: Progress,
-    ahead: Ahead | None = None,
 ) -> Setting:
     """Load what these options of a command name; what cannot work is refused before that.
 
@@ -64,7 +62,6 @@ def load_setting(
         target, drafter, models, length_policy, egag, tree, gamma, length, decode, sampling: As on the command line.
         cache: See ``cli.options.cache_for``.
         progress: Told how far it has come.
-        ahead: Packs the target's weights meanwhile.
 
     Raises:
         UsageError, RunError: Something is wrong with one of them, or it cannot be loaded.
@@ -90,7 +87,7 @@ def load_setting(
     if not spec.is_plain:
         rule.spec.check(spec)
     loaded, (proposer,) = prepare(
-        target_spec, [spec], models, cache=cache, bit_exact=decode.bit_exact, progress=progress, ahead=ahead
+        target_spec, [spec], models, cache=cache, bit_exact=decode.bit_exact, progress=progress
     )
     if decode.model_defaults:
         transforms = transforms.with_defaults(loaded.language_model.defaults, loaded.vocab_size)

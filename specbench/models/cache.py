@@ -29,13 +29,12 @@ _KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
     LAYERS_FOLDER: "int8 and int4 layers of models, so that these start sooner",
     "dtypes": "which dtype models decode quickest in",
-    "starts": "what was packed of models when they started last",
     "calibrations": "forms in which targets draft for themselves",
     "trees": "the best trees of drafters",
     "vocabularies": "how often targets write each token",
     "texts": "what targets have written to train heads on",
 }
-_DERIVED = (LAYERS_FOLDER, "dtypes", "starts")
+_DERIVED = (LAYERS_FOLDER, "dtypes")
 """What is made anew in seconds where it is missing."""
 
 

@@ -79,7 +79,6 @@ from specbench.specs.models import ModelSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from specbench.models.starts import Ahead
 
 __all__ = [
     "Proposer",
@@ -238,7 +237,6 @@ def _prepare_target(
     cache: CacheKind,
     *,
     pack: bool = True,
-    ahead: Ahead | None = None,
     progress: Progress | None = None,
 ) -> Target:
     model, dtype = language_model.model, language_model.dtype
@@ -249,8 +247,7 @@ def _prepare_target(
         _quantise(language_model, language_model.quantise, progress=progress)
     elif pack:
         announce(progress, f"packing {language_model.name}")
-        with nullcontext() if ahead is None else ahead.layers(language_model) as layers:
-            pack_linears(model, layers)
+        pack_linears(model)
     dtype = kind_of_rounding(model) or dtype
     announce(progress, f"trying out passes of {language_model.name}")
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
@@ -703,7 +700,6 @@ def prepare(
     bit_exact: bool = False,
     progress: Progress | None = None,
     beforehand: Callable[[LanguageModel], None] | None = None,
-    ahead: Ahead | None = None,
 ) -> tuple[Target, list[Proposer]]:
     """Load a target and its drafters. Every model is loaded once for each vocabulary, whoever drafts with it.
 
@@ -715,7 +711,6 @@ def prepare(
         progress: Told how far loading has come.
         beforehand: Called with the target as ``transformers`` has loaded it, before its layers change. As it may take
             long, the drafters' models are loaded before and have to fit.
-        ahead: Packs the target's weights meanwhile.
 
     Raises:
         UsageError: What cannot be (see ``check_models``), or two drafters of one name.
@@ -742,7 +737,7 @@ def prepare(
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
         beforehand(language_model)
-    ready = _prepare_target(language_model, kind, ahead=ahead, progress=progress)
+    ready = _prepare_target(language_model, kind, progress=progress)
     if bit_exact:
         announce(progress, "trying passes of several widths")
         ready.scorer.require_bit_exact()

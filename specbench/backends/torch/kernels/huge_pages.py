@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["give_back_free_memory", "huge_page_setting", "in_huge_pages", "lay_together"]
+__all__ = ["give_back_free_memory", "huge_page_setting", "in_huge_pages"]
 
 _SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 _PROCESS = Path("/proc/self")
@@ -54,15 +54,6 @@ def in_huge_pages() -> Iterator[list[tuple[int, int]]]:
         for begin, length in freed:
             before.difference_update(range(begin // size * size, begin + length, size))
         _collapse([block for block in _full_blocks(size) if block not in before], size)
-
-
-def lay_together(places: Iterable[tuple[int, int]]) -> None:
-    """Lay memory in huge pages, by address and size in bytes, where the system has them; what lies so already stays."""
-    if size := _huge_page_size():
-        wanted: set[int] = set()
-        for begin, length in places:
-            wanted.update(range(begin // size * size, begin + length, size))
-        _collapse([block for block in _full_blocks(size) if block in wanted], size)
 
 
 def give_back_free_memory() -> None:

@@ -99,7 +99,6 @@ class PackedLinear(nn.Module):
     Args:
         weight: [out, in]; can be freed afterwards.
         bias: [out] or ``None``.
-        packed: What ``pack_weight`` has made of it, if that was done already.
 
     Attributes:
         panels: The same memory for native products; ``None`` where there are none, or they read no such order.
@@ -108,9 +107,8 @@ class PackedLinear(nn.Module):
 
     def __init__(
         self,
-        weight: torch.Tensor | native.Parts,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
-        packed: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -119,10 +117,10 @@ class PackedLinear(nn.Module):
         self._packed: torch.Tensor | None = None
         self._least_rows = 1
         if not onednn_packs(weight.dtype):
-            self.panels = native.Panels.of_halves(weight[:])
+            self.panels = native.Panels.of_halves(weight)
             return
         # Not a parameter or buffer: torch cannot move or save tensors of this layout.
-        self._packed = pack_weight(weight[:]) if packed is None else packed
+        self._packed = pack_weight(weight)
         if native.available():
             self.panels = native.Panels.of_packed(self._packed, weight)
         self._least_rows = quickest_rows(weight.dtype)

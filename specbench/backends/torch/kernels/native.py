@@ -34,7 +34,6 @@ __all__ = [
     "Entries",
     "Layer",
     "Panels",
-    "Parts",
     "Product",
     "Request",
     "Stack",
@@ -278,32 +277,6 @@ class _Laid(NamedTuple):
     depth: int
 
 
-class Parts:
-    """A weight in parts that lie one behind the other, of which rows can be read: in place of one that is put together.
-
-    Args:
-        parts: [out, in] each, of one dtype.
-
-    Attributes:
-        shape: Of all of it.
-        dtype, itemsize: As of a tensor.
-    """
-
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self._parts = tuple(parts)
-        self.shape = (sum(len(part) for part in parts), parts[0].shape[1])
-        self.dtype, self.itemsize = parts[0].dtype, parts[0].itemsize
-
-    def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Of rows that follow each other, [rows, in]."""
-        first, last, _ = rows.indices(self.shape[0])
-        found, begin = [], 0
-        for part in self._parts:
-            found.append(part[max(0, first - begin) : max(0, last - begin)])
-            begin += len(part)
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-
 def memory_of_packed(packed: torch.Tensor) -> tuple[int, int] | None:
     """Address and size in bytes of what oneDNN has packed; ``None`` where torch does not tell."""
     try:
@@ -312,7 +285,7 @@ def memory_of_packed(packed: torch.Tensor) -> tuple[int, int] | None:
         return None
 
 
-def _layout_of(packed: torch.Tensor, weight: torch.Tensor | Parts) -> _Laid | None:
+def _layout_of(packed: torch.Tensor, weight: torch.Tensor) -> _Laid | None:
     """How oneDNN has packed a weight; ``None`` where it lies otherwise, or all orders look alike.
 
     It does not tell: the first, the middle and the last panel are compared with the weight in every order that products
@@ -419,7 +392,7 @@ class Panels:
         return made
 
     @classmethod
-    def of_packed(cls, packed: torch.Tensor, weight: torch.Tensor | Parts) -> Panels | None:
+    def of_packed(cls, packed: torch.Tensor, weight: torch.Tensor) -> Panels | None:
         """Those that oneDNN has laid a weight in, read where they are.
 
         Args:

@@ -17,7 +17,6 @@ from torch.nn.modules import module as all_modules
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from specbench.backends.torch.kernels.ahead import Joined
 from specbench.backends.torch.kernels.huge_pages import give_back_free_memory, in_huge_pages
 from specbench.backends.torch.kernels.linear import (
     Int4Linear,
@@ -28,7 +27,7 @@ from specbench.backends.torch.kernels.linear import (
     can_pack,
     in_bytes,
 )
-from specbench.backends.torch.kernels.native import Panels, Parts
+from specbench.backends.torch.kernels.native import Panels
 from specbench.errors import UsageError
 from specbench.options import QuantisedName
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Hooks",
     "JoinedLinear",
-    "PackedLayers",
     "RoundedLayers",
     "first_layers",
     "float32_sample",
@@ -172,29 +170,16 @@ class JoinedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, joined"
 
 
-class PackedLayers(Protocol):
-    """Weights of a model that somebody else may have packed."""
-
-    def find(self, place: str, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """What ``pack_weight`` makes of these weights, one behind the other; ``None`` for nothing.
-
-        Args:
-            place: Of the layers: the path of their module, a dot, and their names with a plus between them.
-            weights: Of the layers, [out, in] each.
-        """
-
-
-def pack_linears(model: PreTrainedModel, layers: PackedLayers | None = None) -> bool:
+def pack_linears(model: PreTrainedModel) -> bool:
     """Replace the linear layers of a model by packed ones, one after another, so that no second copy of it is alive.
 
     Args:
         model: Changed in place.
-        layers: Where packed weights of it may be found.
 
     Returns:
         Whether anything was packed; False where the operators are missing or the model is not on the CPU.
     """
-    return _replace(model, _Packing(model, layers))
+    return _replace(model, _packed)
 
 
 class RoundedLayers(Protocol):
@@ -404,23 +389,23 @@ _Linear = nn.Linear | PackedLinear | JoinedLinear
 _Kind = Callable[[str, Callable[[], torch.Tensor], torch.Tensor | None], PackedLinear | QuantisedLinear]
 
 
-class _Packing:
-    """Makes packed layers, of weights that may have been packed elsewhere."""
+def _packed(_: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> PackedLinear:
+    return PackedLinear(weight(), bias)
 
-    def __init__(self, model: nn.Module, layers: PackedLayers | None) -> None:
-        self._model, self._layers = model, layers
 
-    def __call__(
-        self, place: str, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None
-    ) -> PackedLinear:
-        if self._layers is not None:
-            path, _, names = place.rpartition(".")
-            parent: Any = self._model.get_submodule(path)
-            weights = [getattr(parent, name).weight.detach() for name in names.split("+")]
-            packed = self._layers.find(place, weights)
-            if packed is not None:
-                return PackedLinear(Parts(weights), bias, packed)
-        return PackedLinear(weight(), bias)
+class _Joined:
+    """Puts weights together, those of one shape always in the same memory."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def __call__(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[out, in] each -> [all of out, in]; holds until the next call."""
+        first, rows = weights[0], sum(len(weight) for weight in weights)
+        key = (rows, first.shape[1], first.dtype, first.device)
+        if key not in self._held:
+            self._held[key] = first.new_empty(key[:2])
+        return torch.cat(list(weights), out=self._held[key])
 
 
 def _replace(model: nn.Module, kind: _Kind) -> bool:
@@ -437,7 +422,7 @@ def _replace(model: nn.Module, kind: _Kind) -> bool:
         for names in _groups(parent):
             layers_there = tuple(id(parent._modules[name]) for name in names)
             places.setdefault(layers_there, []).append((path, parent, names))
-    changed, joined = False, Joined()
+    changed, joined = False, _Joined()
     large = sum(_weights_of(module) for module in model.modules()) >= _LARGE_MODEL
     laid: AbstractContextManager[list[tuple[int, int]]] = in_huge_pages() if large else nullcontext([])
     with laid as freed:
@@ -509,10 +494,10 @@ def _joinable(layers: Sequence[Any]) -> bool:
     )
 
 
-def _build(place: str, layers: Sequence[_Linear], kind: _Kind, joined: Joined) -> list[nn.Module]:
+def _build(place: str, layers: Sequence[_Linear], kind: _Kind, joined: _Joined) -> list[nn.Module]:
     """The layers that take the place of these, or these themselves."""
     first = layers[0]
-    if isinstance(kind, _Packing) and not (
+    if kind is _packed and not (
         isinstance(first, nn.Linear) and can_pack(first.weight.dtype, first.weight.device)
     ):
         return list(layers)
