@@ -414,7 +414,7 @@ async def _to_the_end(reader: asyncio.StreamReader, most: int = 2048) -> bytes:
     found = bytearray()
     while not found.endswith(b"0\r\n\r\n") and (part := await reader.read(most)):
         found += part
-        if found.startswith(b"HTTP/1.1 4"):
+        if found.startswith(b"HTTP/1.1 4") and len(found) >= len("HTTP/1.1 4xx"):
             break
     return bytes(found)
 
