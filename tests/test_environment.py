@@ -141,6 +141,7 @@ def test_a_quiet_machine_gives_no_warning() -> None:
         (quiet(throttled=3), "thermal"),
         (quiet(available_bytes=100_000_000), "memory-pressure"),
         (quiet(swapped_in_bytes=4096), "memory-pressure"),
+        (quiet(stops=1), "stopped"),
     ],
 )
 def test_each_disturbance_has_its_warning_and_advice(after: LoadSnapshot, expected: str) -> None:

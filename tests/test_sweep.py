@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
 import sys
@@ -474,6 +475,45 @@ def test_a_baseline_slower_than_transformers_is_told(tmp_path: Path, reference_s
     assert {warning.id for warning in result.warnings} <= {
         "baseline-slow"
     }  # eight prompts, and nothing scatters
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="signals of POSIX")
+@pytest.mark.parametrize("stops", [1, 2, 1000])
+def test_a_generation_during_which_the_process_was_stopped_is_measured_again(
+    tmp_path: Path, stops: int
+) -> None:
+    """Once: a process that is stopped all along ends, and its lines say so."""
+
+    def stop(*_: Any) -> None:
+        if len(engine.calls) <= stops:
+            os.kill(os.getpid(), signal.SIGCONT)  # what a process is sent that goes on behind SIGSTOP
+
+    sweep, engine = make_sweep(prompts(1), repeats=2, warmup=0), ScriptedEngine(fails=stop)
+    always = stops == 1000
+    with new_store(tmp_path, sweep) as store:
+        result = run_sweep(sweep, store, engine)
+    rows = _rows(tmp_path)
+    planned = len(sweep.plan())
+    assert len(rows) == result.measured == planned
+    assert len(engine.calls) == (2 * planned if always else planned + 1)
+    marked = [number for number, row in enumerate(rows) if "stopped" in row["warnings"]]
+    assert marked == (list(range(planned)) if always else [0] if stops == 2 else [])
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="signals of POSIX")
+def test_passes_that_were_timed_while_the_process_was_stopped_are_timed_again(tmp_path: Path) -> None:
+    class Stopped(ScriptedEngine):
+        def measure_costs(self, *arguments: Any) -> Any:
+            if not self.cost_calls:
+                os.kill(os.getpid(), signal.SIGCONT)
+            return super().measure_costs(*arguments)
+
+    sweep, counts = make_sweep(prompts(1), repeats=1, warmup=0), []
+    for name, engine in (("usual", ScriptedEngine()), ("stopped", Stopped())):
+        with new_store(tmp_path / name, sweep) as store:
+            run_sweep(sweep, store, engine)
+            counts.append((len(engine.cost_calls), len(store.costs())))
+    assert counts[1] == (counts[0][0] + 1, counts[0][1])
 
 
 def test_disturbances_are_noted_line_by_line(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from specbench.bench.serving import Asked, Encoded, Load
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
 from specbench.results.advice import RunWarning, during, review
-from specbench.results.load import LoadSnapshot, load_snapshot
+from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.results.rows import OTHER_ANSWERS, generations, key_of, rounded, step_lists
 from specbench.results.store import RESULTS_VERSION, RunStore, load_results
 from specbench.specs.arrivals import Poisson
@@ -251,9 +251,17 @@ class CellRunner(Generic[Encoded]):
         self._encoded: dict[str, Encoded] = {}
         self._fastest_mhz = 0.0
         self.costs_work = not sweep.options.servers  # their passes are theirs
+        count_stops()
 
     def measure(self, cell: Cell, warmup_tokens: int = WARMUP_TOKENS) -> dict[str, Any]:
-        """Decode one cell; whatever goes wrong in there becomes a failed row. Of a warm-up only the first tokens."""
+        """Decode one cell; whatever goes wrong in there becomes a failed row. Of a warm-up only the first tokens.
+
+        A cell during which the process was stopped is decoded once more. It keeps the warning if that happens again.
+        """
+        row = self._measured(cell, warmup_tokens)
+        return self._measured(cell, warmup_tokens) if "stopped" in row["warnings"] else row
+
+    def _measured(self, cell: Cell, warmup_tokens: int) -> dict[str, Any]:
         config = self.configs[cell.config]
         longest = self._sweep.options.max_new_tokens
         longest = min(warmup_tokens, longest) if cell.warmup else longest
@@ -367,14 +375,11 @@ class CellRunner(Generic[Encoded]):
 
     def measure_costs(self, batch: int | None = None) -> CostsDone:
         """Time single passes, or those that so many requests share, unless that fails: the sweep can do without."""
-        gammas, trees = self._sweep.options.gammas, self._nodes
+        stops = self._snapshot().stops
         try:
-            prompt = self._engine.encode(self._sweep.prompts[0], [])
-            costs = (
-                self._engine.measure_costs(prompt, cost_widths(gammas, trees), ABREAST if trees else ())
-                if batch is None
-                else self._engine.measure_shared_costs(prompt, batch, shared_widths(gammas, trees))
-            )
+            costs = self._costs(batch)
+            if self._snapshot().stops > stops:  # the pause would be in one of the times
+                costs = self._costs(batch)
         except Exception as error:
             self.costs_work = False
             return CostsDone(None, _message(error))
@@ -384,6 +389,13 @@ class CellRunner(Generic[Encoded]):
         else:
             self._store.update(shared_costs=SharedTimes.of_rows(self._store.costs()).medians().to_json())
         return CostsDone(costs)
+
+    def _costs(self, batch: int | None) -> PassTimes | SharedTimes:
+        gammas, trees = self._sweep.options.gammas, self._nodes
+        prompt = self._engine.encode(self._sweep.prompts[0], [])
+        if batch is None:
+            return self._engine.measure_costs(prompt, cost_widths(gammas, trees), ABREAST if trees else ())
+        return self._engine.measure_shared_costs(prompt, batch, shared_widths(gammas, trees))
 
     @property
     def _nodes(self) -> list[int]:

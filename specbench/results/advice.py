@@ -141,6 +141,11 @@ def during(before: LoadSnapshot, after: LoadSnapshot, fastest_mhz: float | None 
     swapped = (after.swapped_in_bytes or 0) - (before.swapped_in_bytes or 0)
     if swapped > 0 or after.available_bytes < LOW_MEMORY * after.memory_bytes:
         found.append(_memory_pressure(after, swapped))
+    if after.stops > before.stops:
+        what, advice = _DISTURBED["stopped"]
+        found.append(
+            RunWarning("stopped", "warning", f"{what}.", advice, {"stops": after.stops - before.stops})
+        )
     return found
 
 
@@ -173,6 +178,10 @@ _DISTURBED = {
     "memory-pressure": (
         "Memory was short",
         "Use a smaller model or a narrower dtype, or close other programs.",
+    ),
+    "stopped": (
+        "The process was stopped and continued (SIGSTOP, Ctrl-Z)",
+        "Do not stop it while it measures: the pause is in these times.",
     ),
 }
 

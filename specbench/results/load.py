@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
-__all__ = ["LoadSnapshot", "load_snapshot"]
+__all__ = ["LoadSnapshot", "count_stops", "load_snapshot"]
+
+_stops = 0
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class LoadSnapshot:
         throttled: How often the processor has slowed itself down because of heat.
         memory_bytes, available_bytes: Of main memory.
         swapped_in_bytes: Read back from swap since the machine started.
+        stops: How often this process was stopped and continued since `count_stops` was called.
     """
 
     cores: int
@@ -40,6 +46,7 @@ class LoadSnapshot:
     memory_bytes: int
     available_bytes: int
     swapped_in_bytes: int | None
+    stops: int = 0
 
     def steal_share(self, before: LoadSnapshot) -> float | None:
         """Share of processor time that the machine's host gave to others since ``before``; ``None``: not told."""
@@ -76,7 +83,22 @@ def load_snapshot() -> LoadSnapshot:
         memory_bytes=memory.total,
         available_bytes=memory.available,
         swapped_in_bytes=_swapped_in(),
+        stops=_stops,
     )
+
+
+def count_stops() -> None:
+    """Have snapshots count how often this process is stopped (SIGSTOP, Ctrl-Z) and continued.
+
+    Outside the main thread, and on Windows, nothing is counted.
+    """
+    if hasattr(signal, "SIGCONT") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCONT, _continued)
+
+
+def _continued(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - what a handler is called with
+    global _stops
+    _stops += 1
 
 
 def _load_average() -> float | None:
