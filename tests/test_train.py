@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +34,7 @@ from specbench.options import LoadOptions
 from specbench.specs.models import parse_model
 from specbench.train import hidden_states as hidden_states_module
 from specbench.train import learner as learner_module
+from specbench.train import result as result_module
 from specbench.train import run as run_module
 from specbench.train import texts as texts_module
 from specbench.train.hidden_states import HiddenStates
@@ -333,6 +336,21 @@ def test_a_full_disk_ends_a_training_that_goes_on_later(
     assert not (out / "state").exists()
 
 
+def test_a_disk_without_room_for_a_head_ends_a_training_that_goes_on_later(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(result_module, "write_bytes", full)
+        said = refusal(training(target, tmp_path / "head").run, kind=RunError)
+    assert "cannot be written (No space left on device)" in said
+    assert said.endswith("Free some space, and add --resume.")
+    training(target, tmp_path / "head", resume=True).run()
+    assert story(tmp_path / "head")["measured"]
+
+
 def test_states_that_are_stored_teach_what_the_target_would(
     model: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +485,37 @@ def test_cut_off_anywhere_it_ends_the_same(
         assert before | {"seconds": 0, "step_cost": 0} == after | {"seconds": 0, "step_cost": 0}
     first, second = (load_file(folder / "model.safetensors") for folder in (whole, parts))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_killed_while_its_state_is_removed_a_training_has_ended(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "head"
+
+    def removed_in_part(folder: Path, **_: Any) -> None:
+        (folder / "checkpoint.safetensors").unlink()
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module.shutil, "rmtree", removed_in_part)
+        with pytest.raises(KilledError):
+            training(target, out, QUICK).run()
+    before = (out / "model.safetensors").read_bytes()
+    assert "has ended" in refusal(training, target, out, QUICK, resume=True, kind=UsageError)
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_half_a_file_of_a_killed_training_is_gone_at_its_end(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    with pytest.raises(KilledError):
+        training(target, out, QUICK, watch=Watched(1)).run()
+    (out / ".model.safetensors.0123456789abcdef.partial").write_bytes(b"half")
+    training(target, out, QUICK, resume=True).run()
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "training.json",
+    ]
 
 
 def test_minutes_are_kept_to(target: Target, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def write_head(
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         found |= _narrowed(name, tensor.cpu(), compact=compact)
-    with explained(f"The folder {str(folder)!r} cannot be written", "Name another one with --out."):
+    with explained(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / WEIGHTS, save(found, metadata={"format": "pt"}))
         write_text(folder / "config.json", _as_json(_settings(student, target, head)))
@@ -67,7 +67,7 @@ def write_story(folder: Path, story: Mapping[str, Any]) -> None:
     Raises:
         RunError: The folder cannot be written.
     """
-    with explained(f"The folder {str(folder)!r} cannot be written", "Name another one with --out."):
+    with explained(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         weights = sha256(folder / WEIGHTS)
         write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, "sha256": weights, **story}))
 

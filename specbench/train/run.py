@@ -13,7 +13,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -62,6 +62,9 @@ _STATE = "state"
 _WRITING, _WRITING_AT_MOST = 0.4, 0.5
 """Share of the time given in which the target writes (docs/training.md); the larger one where it has hardly begun."""
 
+_BEGUN = "begun.json"
+"""What a training was begun with, in there; without it there is none to go on with."""
+
 _EPOCHS = 4
 """How often each text is seen where the tokens decide."""
 
@@ -93,7 +96,7 @@ def check_folder(out: Path, *, resume: bool) -> None:
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{str(out)!r} is no folder.", "Name another one with --out.")
-    under_way = (out / _STATE / "begun.json").is_file()
+    under_way = (out / _STATE / _BEGUN).is_file()
     if resume and not under_way:
         ended = (out / TRAINING_FILE).is_file()
         raise UsageError(
@@ -257,7 +260,10 @@ class Training:
             )
             best = self._learn(learner)
         if self._main:
-            shutil.rmtree(self._out / _STATE, ignore_errors=True)
+            with suppress(OSError):
+                # First, for without its checkpoint this training would begin anew, over the head that it has made.
+                (self._out / _STATE / _BEGUN).unlink()
+                shutil.rmtree(self._out / _STATE)
         return best
 
     @contextmanager
@@ -274,6 +280,9 @@ class Training:
                 f"Another process trains into {str(self._out)!r}.", "Wait, or name another folder."
             )
         try:
+            for left in (*self._out.glob(".*.partial"), *state.glob(".*.partial")):  # by one that was killed
+                with suppress(OSError):
+                    left.unlink()
             yield
         finally:
             lock.release()
@@ -289,7 +298,7 @@ class Training:
             "prompts": digest.hexdigest()[:16],
             **self._settings.facts(),
         }
-        path = self._out / _STATE / "begun.json"
+        path = self._out / _STATE / _BEGUN
         if not path.is_file():
             self._begun = {"asked": asked, "texts": None, "steps": None, "seconds": 0.0}
             if self._main:
@@ -314,7 +323,7 @@ class Training:
 
     def _note(self, **more: Any) -> None:
         self._begun |= {"seconds": self._seconds, **more}
-        path = self._out / _STATE / "begun.json"
+        path = self._out / _STATE / _BEGUN
         with explained(
             f"The folder {str(self._out)!r} cannot be written", "Free some space, and add --resume."
         ):
