@@ -523,6 +523,15 @@ def test_a_gguf_with_impossible_numbers(tmp_path):
     assert "of version 1" in refusal(read_gguf_header, path, kind=UsageError)
 
 
+def test_a_gguf_with_more_layers_than_tensors_or_too_many_dimensions(tmp_path, tiny_gguf):
+    """Modules would be made for every layer, and numbers multiplied for every dimension, for minutes."""
+    content, path = tiny_gguf.read_bytes(), tmp_path / "model.gguf"
+    for name, skipped, number in [(b"llama.block_count", 4, 2**31), (b"output_norm.weight", 0, 5)]:
+        at = content.index(name) + len(name) + skipped
+        path.write_bytes(content[:at] + struct.pack("<I", number) + content[at + 4 :])
+        assert "damaged or truncated" in refusal(read_gguf_header, path, kind=RunError)
+
+
 def test_one_part_of_a_gguf(tmp_path):
     path = write_gguf(tmp_path / "model-00001-of-00002.gguf", parts=2)
     assert "is one part of several" in refusal(load_model, str(path), CPU, kind=UsageError)

@@ -29,6 +29,7 @@ DIGIT_SPLITTERS = frozenset(
 )
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4  # of a tensor; ggml's GGML_MAX_DIMS
 _FLOATS = {0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2)}
 
 
@@ -119,8 +120,10 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
     elements, end, kinds = 0, 0, set()
     for _ in range(tensor_count):
         take_bytes()
-        size = 1
-        for _ in range(take("I")):
+        size, dimensions = 1, take("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise ValueError("a tensor has more dimensions than there can be")
+        for _ in range(dimensions):
             size *= take("Q")
         kind, offset = take("I"), take("Q")
         block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -132,10 +135,14 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
     if start + end > len(data):
         raise ValueError("tensors reach behind the end")
 
+    architecture = str(keys["general.architecture"])
+    if keys.get(f"{architecture}.block_count", 0) > tensor_count:  # modules would be made for all of them
+        raise ValueError("there are more layers than tensors")
+
     floats = [_FLOATS[kind] for kind in kinds if kind in _FLOATS]
     # Half-precision files keep their norms in float32: the narrower dtype is the model's.
     dtype = min(floats, key=lambda known: known[1])[0] if len(floats) == len(kinds) else "bfloat16"
-    return GgufHeader(str(keys["general.architecture"]), keys.get("tokenizer.ggml.pre"), elements, dtype)
+    return GgufHeader(architecture, keys.get("tokenizer.ggml.pre"), elements, dtype)
 
 
 def convert_gguf(
