@@ -177,6 +177,12 @@ def test_blank_lines_crlf_a_byte_order_mark_and_unicode_line_separators_do_no_ha
     ]
 
 
+def test_files_with_byte_order_marks_can_be_joined(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(f"\ufeff{json.dumps(row(id=name))}\n" for name in "ab"), encoding="utf-8")
+    assert [prompt.id for prompt in load_prompts([path])] == ["a", "b"]
+
+
 def test_text_is_kept_as_data_except_for_lone_surrogates(tmp_path: Path) -> None:
     text = " [red]\x00\x1b[31m שלום 🚲 [/] <b> "
     turns = [text, "a\ud800b", "\ud83d\ude00"]
@@ -324,6 +330,7 @@ def test_a_file_without_prompts_is_refused(content: str, tmp_path: Path) -> None
     ("line", "reason"),
     [
         ('{"id": "a", ', "is not JSON: "),
+        ('{"id": "a\0"}', "is not JSON: Invalid control character at column 10."),
         ("Hello", "is not JSON: Expecting value at column 1."),
         ('{"id": "a"} {"id": "b"}', "is not JSON: Extra data at column 13."),
         ("[" * 100_000, "is not JSON that can be read."),

@@ -199,14 +199,17 @@ def _read(file: Traversable, name: str) -> list[tuple[int, Prompt]]:
     """The prompts of a file, each with the number of its line; ``name`` stands in the errors."""
     lines = _decoded(_bytes_of(file, name), f"The prompt file {name}").split("\n")
     # Not splitlines(): a JSON string may hold U+2028 and its like as they are.
-    return [(n, _parsed(line, f"Line {n} of {name}")) for n, line in enumerate(lines, 1) if line.strip()]
+    # A byte order mark may also begin a later line, where files were joined.
+    numbered = enumerate((line.removeprefix("\ufeff") for line in lines), 1)
+    return [(n, _parsed(line, f"Line {n} of {name}")) for n, line in numbered if line.strip()]
 
 
 def _parsed(line: str, where: str) -> Prompt:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{where} is not JSON: {error.msg} at column {error.colno}.", _FORM) from None
+        problem = error.msg.removesuffix(" at")
+        raise UsageError(f"{where} is not JSON: {problem} at column {error.colno}.", _FORM) from None
     except (ValueError, RecursionError):  # a number of thousands of digits, thousands of nested lists
         raise UsageError(f"{where} is not JSON that can be read.", _FORM) from None
     if not isinstance(fields, dict):
