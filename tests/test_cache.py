@@ -272,6 +272,16 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path, monkeypatch):
     assert len(left) == 2
 
 
+def test_a_clock_that_was_set_back_does_not_cost_what_was_just_made(tmp_path, monkeypatch):
+    load_target(str(save_tiny(tmp_path / "a")), INT8)
+    (earlier,) = entries()
+    monkeypatch.setattr(module, "MOST_BYTES", int(1.5 * module.folder_size(earlier)))
+    monkeypatch.setattr(module.time, "time", lambda: 0.0)
+    load_target(str(save_tiny(tmp_path / "b", seed=1)), INT8)
+    assert len(entries()) == 1
+    assert earlier not in entries()
+
+
 @pytest.mark.parametrize("problem", ["a file", "full"])
 def test_without_room_for_it_a_model_starts_as_before(folder, monkeypatch, problem):
     expected = int8_logits(folder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -208,7 +209,7 @@ def _make_room(parent: Path, newest: Path) -> None:
                 if now - path.stat().st_mtime > _ABANDONED_S:
                     shutil.rmtree(path, ignore_errors=True)
                 continue
-            used = (path / _MANIFEST).stat().st_mtime if path != newest else now
+            used = (path / _MANIFEST).stat().st_mtime if path != newest else math.inf  # whatever the clock
             entries.append((used, folder_size(path), path))
     total = sum(size for _, size, _ in entries)
     for _, size, path in sorted(entries):
