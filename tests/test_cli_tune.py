@@ -30,6 +30,7 @@ from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
 from specbench.errors import RunError
+from specbench.files import try_lock
 from specbench.models.choices import Choice, write_choice
 from specbench.models.prepare import choice_key, load_target
 from specbench.results.store import load_results, read_run
@@ -228,6 +229,17 @@ def test_what_is_there_is_never_overwritten_silently(
     assert (tmp_path / "specbench.toml").read_text() == "version = 1\n"
     assert tune("--overwrite").code == 0
     assert read_config(tmp_path / "specbench.toml").drafter == "lookup"
+
+
+def test_advice_about_the_results_folder_names_the_option_for_it(tune: Tune, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    other = try_lock(tmp_path / "taken" / ".lock")
+    assert other is not None
+    told = tune("--results", tmp_path / "taken")
+    other.release()
+    assert told.code == 2
+    assert "is writing to" in told.err
+    assert told.err.endswith("Give other --results.\n")
 
 
 def test_an_interrupted_search_goes_on(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,10 @@ def tune(
 
         with quiet_transformers():
             check_engine(options_of_engine, progress)
-            RunStore.check_writable(folder)
+            try:
+                RunStore.check_writable(folder)
+            except UsageError as error:  # whose advice is that of a sweep
+                raise UsageError(error.message, "Give other --results.") from error
             loaded = load_candidates(
                 parse_model(target),
                 given,
