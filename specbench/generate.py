@@ -23,6 +23,7 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.load import Load, share_costs
+from specbench.models.chat_templates import TemplateError, render_chat
 from specbench.specs.rules import default_rule
 
 if TYPE_CHECKING:
@@ -93,13 +94,13 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str,
     """Token ids of a conversation up to where the assistant's next answer begins, by the chat template."""
     try:
         # The template writes the special tokens itself: tokenising its text the usual way would add a second BOS.
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates are programs of the model's author and may raise anything
+        text = render_chat(tokenizer, messages, add_generation_prompt=True)
+    except TemplateError as error:
         raise UsageError(
             f"The model's chat template refuses this conversation: {error}.",
             "Leave --system out." if messages[0]["role"] == "system" else "Use --raw.",
         ) from error
-    return list(tokenizer(_encodable(str(text)), add_special_tokens=False)["input_ids"])
+    return list(tokenizer(_encodable(text), add_special_tokens=False)["input_ids"])
 
 
 def _encodable(text: str) -> str:

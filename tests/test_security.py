@@ -33,6 +33,7 @@ from specbench.cli import run
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.files import write_text
 from specbench.generate import autoregressive_generate, encode_prompt
+from specbench.models import chat_templates
 from specbench.models.builtin import prepare_gguf
 from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names
 from specbench.models.gguf import read_gguf_header
@@ -210,6 +211,52 @@ def save_gemma3(folder: Path) -> Path:
 def test_a_chat_template_is_a_program_in_a_cage(template: str) -> None:
     with pytest.raises(UsageError, match=r"chat template refuses .* Use --raw\."):
         encode_prompt(tiny_tokenizer(chat_template=template), "Hello")
+
+
+LOOPS = "{% for i in range(99999) %}" * 4 + "x" + "{% endfor %}" * 4
+DOUBLED = "{% set text = namespace(of='ab') %}{% for i in range(40) %}{% set text.of = text.of ~ text.of %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ 'a' * 10**10 }}", "memory"),
+        ("{{ messages[0].content * 10**10 }}", "memory"),
+        ("{{ ([1] * 10**10) | length }}", "memory"),
+        (DOUBLED + "{{ text.of | length }}", "memory"),
+        ("{{ '%9999999999d' % 1 }}", "memory"),
+        ("{{ '{:>9999999999}'.format(1) }}", "memory"),
+        ("{{ 'a'.ljust(10**10) }}", "memory"),
+        ("{{ 'a' | center(10**10) }}", "memory"),
+        ("{{ ('a' * 10**5).replace('a', 'a' * 10**5) }}", "memory"),
+        ("{{ 'a' * 10**8 }}", "more than 16,777,216 characters"),
+        ("{{ 9 ** (9 ** 9) }}", "longer than 1 seconds"),
+        (LOOPS, "longer than 1 seconds"),
+    ],
+)
+def test_a_chat_template_takes_neither_all_memory_nor_all_time(
+    template: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "memory" and sys.platform != "linux":
+        pytest.skip("the system has no such limit, or not for sure")
+    monkeypatch.setattr(chat_templates, "SECONDS", 1.0)
+    with pytest.raises(UsageError, match=rf"chat template refuses .*{why}.* Use --raw\."):
+        encode_prompt(tiny_tokenizer(chat_template=template), "Hello")
+    ordinary = tiny_tokenizer(chat_template="{{ messages[0].content }}{{ eos_token }}")
+    assert encode_prompt(ordinary, "ab") == encode_prompt(ordinary, f"ab{ordinary.eos_token}", chat=False)
+
+
+def test_a_chat_template_writes_what_its_tokenizer_writes() -> None:
+    template = (
+        "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message['content'] | trim }}\n{% endfor %}"
+        "{% generation %}{% if add_generation_prompt %}<assistant>{% endif %}{% endgeneration %}"
+        "{{ {'a': ['<b>', 'é']} | tojson }}{% set n = namespace(of=dict(x=1)) %}{{ n.of.x }}"
+    )
+    tokenizer = tiny_tokenizer(chat_template=template)
+    messages = [{"role": "system", "content": " S\ud800 "}, {"role": "user", "content": "Ü\u2028{{ 1 }}"}]
+    for prompt in (False, True):
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        assert chat_templates.render_chat(tokenizer, messages, add_generation_prompt=prompt) == expected
 
 
 def test_a_tokenizer_names_no_files_outside_its_folder(tmp_path: Path) -> None:
@@ -627,6 +674,101 @@ def test_evil_names_come_out_as_what_they_are(measured: Any, capsys: pytest.Capt
         cells = [cell for row in csv.reader(file) for cell in row]
     assert cells
     assert not [cell for cell in cells if re.match("[=+@\t\r]|-(?![0-9.])", cell)]
+
+
+FORMATS = r"{0.__class__}{x}{:d}{%s%(y)d%99999d%$\alpha$${z}{{ 7 * 7 }}\1\g<0>[red]x[/red]\n"
+"""What is something else in a format string, a template of three kinds, a formula, a replacement or markup."""
+
+
+def strings_of(value: Any) -> list[str]:
+    """Every text in JSON that is no name of a field."""
+    if isinstance(value, dict):
+        return [text for name, each in value.items() for text in [*strings_of(each), *names_of_things(name)]]
+    if isinstance(value, list):
+        return [text for each in value for text in strings_of(each)]
+    return [value] if isinstance(value, str) else []
+
+
+def names_of_things(name: str) -> list[str]:
+    return [] if name.isidentifier() else [name]
+
+
+def with_formats(value: Any, chosen: set[str]) -> Any:
+    """The same JSON with some of its texts extended wherever they occur."""
+    if isinstance(value, dict):
+        return {
+            name + FORMATS * (name in chosen and not name.isidentifier()): with_formats(each, chosen)
+            for name, each in value.items()
+        }
+    if isinstance(value, list):
+        return [with_formats(each, chosen) for each in value]
+    return value + FORMATS * (value in chosen) if isinstance(value, str) else value
+
+
+def test_no_field_of_a_run_is_a_format_string(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every text of a run is extended; where the reader refuses it, it refuses it in a sentence."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "model")
+    prompts = [{"id": f"a-{i}", "category": f"c{i}", "turns": [f"hello {i}"]} for i in range(2)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    words = (
+        "sweep --target ./model --dtype float32 --device cpu --prompts ./p.jsonl -n 6 --gamma 1,2 --repeats 2"
+    )
+    words += " --drafter lookup --drafter lookup+./model --ignore-eos --out run"
+    assert run(words.split()) == 0
+    capsys.readouterr()
+    files = ("run.json", "generations.jsonl", "costs.jsonl")
+    content = {
+        name: [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+        for name, text in ((name, (tmp_path / "run" / name).read_text(encoding="utf-8")) for name in files)
+    }
+
+    def write(chosen: set[str]) -> None:
+        for name, value in content.items():
+            changed = with_formats(value, chosen)
+            lines = (
+                [json.dumps(line) + "\n" for line in changed] if name.endswith("l") else [json.dumps(changed)]
+            )
+            (tmp_path / "run" / name).write_text("".join(lines), encoding="utf-8")
+
+    finished = len(load_results("run"))
+    free: set[str] = set()
+    for text in dict.fromkeys(strings_of(list(content.values()))):
+        write({text})
+        try:
+            frame = load_results("run")
+        except SpecbenchError:
+            continue
+        if len(frame) == finished and (frame["status"] == "ok").all():
+            free.add(text)
+    named = {"lookup", "a-0", "c1", "lookup+model", "lookup γ=2", "plain"}
+    assert named <= free, "the test shows nothing"
+    free -= {"plain", "speculative"}  # which decide what is compared
+    write(free)
+    for command in (["report", "run"], ["plot", "run"], ["export", "run"], ["compare", "run"]):
+        code = run(command)
+        said = capsys.readouterr()
+        assert code in ((0, 1, 2) if command[0] in ("export", "compare") else (0,)), said.err
+        assert "Traceback" not in said.err
+    for name in ("report.html", "report.md"):
+        page = (tmp_path / "run" / name).read_text(encoding="utf-8")
+        assert "{0.__class__}{x}{:d}{%s%(y)d%99999d%$" in page.replace("\\", ""), name
+
+
+def test_format_strings_stand_in_the_program() -> None:
+    for file, call in calls():
+        called = ast.unparse(call.func)
+        assert not called.endswith((".format_map", "Template", ".from_string")), (
+            f"{file}: {ast.unparse(call)}"
+        )
+        if called.endswith(".format"):
+            text = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+            assert isinstance(text, ast.Constant), f"{file}: {ast.unparse(call)}"
+        if called.endswith((".sub", ".subn")):
+            by = call.args[1 if called.startswith("re.") else 0]
+            assert isinstance(by, ast.Constant | ast.Lambda), f"{file}: {ast.unparse(call)}"
 
 
 FORMULA_BEGINS = re.compile("[\\s'\"]*[=+@＝＋－＠]|\\s*-(?!\\d)")

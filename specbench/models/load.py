@@ -26,6 +26,7 @@ from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.stops import special_tokens
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
+from specbench.models.chat_templates import TemplateError, render_chat, start_renderer
 from specbench.models.checkpoints import (
     check_class,
     check_memory,
@@ -597,6 +598,8 @@ def _make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrained
     if not isinstance(tokenizer.model_max_length, int | float):
         raise RunError(f"The tokenizer of {name} is damaged: its model_max_length is no number.")
     tokenizer.name_or_path = name
+    if tokenizer.chat_template:
+        start_renderer()  # which takes a second beside the weights
     return tokenizer
 
 
@@ -658,8 +661,10 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     marker = "An answer that ends here"
     conversation = [{"role": "user", "content": "A question"}, {"role": "assistant", "content": marker}]
     try:
-        text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
-    except Exception:  # templates are programs: they raise what they like, and this one then tells us nothing
+        text = render_chat(tokenizer, conversation)
+    except (
+        TemplateError
+    ):  # templates are programs: they refuse what they like, and this one then tells us nothing
         return None
     _, found, rest = text.rpartition(marker)
     if not found:

@@ -126,4 +126,4 @@ class HiddenStates:
         )
 
     def _path(self, key: tuple[int, int]) -> Path:
-        return self._folder / "{}-{}.safetensors".format(*key)
+        return self._folder / f"{key[0]}-{key[1]}.safetensors"

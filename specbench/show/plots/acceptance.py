@@ -112,7 +112,7 @@ def _lines_of_positions(run: Run, frame: pd.DataFrame) -> list[_Places]:
     servers = frames.records(run.servers)
     return [
         _Places(
-            each.name_at_gamma.format(row["gamma"]),
+            each.name_at(row["gamma"]),
             by_config[row["config"]],
             each.color,
             each.marker,
@@ -216,7 +216,7 @@ def accepted_length(run: Run) -> Figure:
             zorder=3,
         )
         below = f"mean {mean:.2f}" + (f"; {undrafted:.0%} empty" if undrafted >= 0.005 else "")
-        name = two_lines(each.name_at_gamma.format(row["gamma"]))
+        name = two_lines(each.name_at(row["gamma"]))
         axes.set_title(name, fontsize=letter_size(0.94), pad=letter_size(1.75))
         axes.text(0.0, 1.03, below, transform=axes.transAxes, fontsize=letter_size(0.79), color="#505050")
         axes.xaxis.set_major_locator(FixedLocator(x[:: max(1, math.ceil(len(x) / 7))].tolist()))

@@ -177,10 +177,11 @@ def _series(run: Run) -> list[Series]:
             rule = ""
         named = row["kind"] == "server" or len(run.drafters) > 1
         drafter = short(row["drafter"], _NAME) if named else ""
-        name = ", ".join(part for part in (drafter, rule, temperature) if part)
+        parts = (drafter, rule, temperature, "")
+        name = ", ".join(filter(None, parts))
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         x = np.log2(np.array(line.batches, dtype=float))
-        out.append(Series(name, name, row["drafter"], pd.DataFrame(line.rows), x, False, color, marker))
+        out.append(Series(name, parts, row["drafter"], pd.DataFrame(line.rows), x, False, color, marker))
     return out
 
 

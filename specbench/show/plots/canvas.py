@@ -143,20 +143,24 @@ class Series:
 
     Attributes:
         name: The drafter, the length rule and the temperature, as far as they tell series apart.
-        name_at_gamma: The same with a place for γ; without one where a rule decides.
+        parts: Of the name: drafter, rule, temperature and load; empty where there is nothing to tell apart.
         rows: Of the summary, by rising x.
         x: γ, or for a rule that decides by itself the mean of what it drafted.
         adapts: Whether a rule decides.
     """
 
     name: str
-    name_at_gamma: str
+    parts: tuple[str, str, str, str]
     drafter: str
     rows: pd.DataFrame
     x: np.ndarray[Any, np.dtype[np.float64]]
     adapts: bool
     color: str
     marker: str
+
+    def name_at(self, gamma: float) -> str:
+        """The name with γ; without it where a rule decides."""
+        return _joined(self.parts, f"γ = {gamma:g}")
 
     @property
     def face(self) -> str:
@@ -233,17 +237,19 @@ def _series_of(rows: pd.DataFrame) -> list[Series]:
         rule = "" if key["policy"] == "fixed" else short(key["policy"], 20)
         temperature = f"T = {key['temperature']:g}" if len(values["temperature"]) > 1 else ""
         load = key["load"] if len(values["load"]) > 1 else ""
-        name, name_at_gamma = (
-            ", ".join(part for part in (drafter, rule or gamma, temperature, load) if part)
-            for gamma in ("" if drafter else "fixed γ", "γ = {:g}")
-        )
+        parts = (drafter, rule, temperature, load)
+        name = _joined(parts, "" if drafter else "fixed γ")
         color = COLORS[values[colored].index(key[colored]) % len(COLORS)]
         marker = MARKERS[number % len(MARKERS)]
         adapts = key["policy"] != "fixed"
-        out.append(
-            Series(name, name_at_gamma, key["drafter"], mine, mine["x"].to_numpy(), adapts, color, marker)
-        )
+        out.append(Series(name, parts, key["drafter"], mine, mine["x"].to_numpy(), adapts, color, marker))
     return out
+
+
+def _joined(parts: tuple[str, str, str, str], gamma: str) -> str:
+    """A name of its parts, with this in place of a rule where there is none."""
+    drafter, rule, *others = parts
+    return ", ".join(part for part in (drafter, rule or gamma, *others) if part)
 
 
 def _load(row: dict[str, Any]) -> str:

@@ -55,7 +55,11 @@ SPECULATORS = Lacks("reads no head in the form of `speculators`, which is what s
 """Of an engine that reads heads as their authors write them alone."""
 
 _OPENVINO = Lacks("reads such a head only as a model in OpenVINO's own form, and no conversion was tried")
-_AUTHORS = "The head as the authors of {kind} write it: the form of `speculators` is not read there."
+
+
+def _authors(kind: str) -> str:
+    return f"The head as the authors of {kind} write it: the form of `speculators` is not read there."
+
 
 HEADS: Mapping[str, Mapping[str, Has | Lacks]] = {
     "transformers": _none("has no trained heads, for its assistant is a whole model"),
@@ -70,12 +74,12 @@ HEADS: Mapping[str, Mapping[str, Has | Lacks]] = {
     },
     "sglang": {
         "eagle": SPECULATORS,
-        "eagle3": Has("EAGLE3", _AUTHORS.format(kind="EAGLE-3"), speculators=False),
+        "eagle3": Has("EAGLE3", _authors("EAGLE-3"), speculators=False),
         "peagle": Lacks("has no P-EAGLE, for its EAGLE3 drafts one token after the other"),
         "eagle-1": Lacks(
             "reads no EAGLE-1 head whose config.json names LlamaForCausalLM, as its authors write it"
         ),
-        "dflash": Has("DFLASH", _AUTHORS.format(kind="DFlash"), speculators=False),
+        "dflash": Has("DFLASH", _authors("DFlash"), speculators=False),
         "medusa": Lacks("has no Medusa heads"),
         "pass": _PASS,
     },
@@ -95,7 +99,7 @@ HEADS: Mapping[str, Mapping[str, Has | Lacks]] = {
     },
     "tensorrt-llm": {
         "eagle": SPECULATORS,
-        "eagle3": Has("Eagle3", _AUTHORS.format(kind="EAGLE-3"), speculators=False),
+        "eagle3": Has("Eagle3", _authors("EAGLE-3"), speculators=False),
         "peagle": Lacks("has no P-EAGLE"),
         "eagle-1": Lacks("has EAGLE-3 alone of EAGLE's kinds"),
         "dflash": Lacks("has no DFlash in this version"),

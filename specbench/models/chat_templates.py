@@ -1,0 +1,188 @@
+"""Chat templates are programs of a model's author: a process of its own renders them, with bounds on memory and time.
+
+Jinja's sandbox keeps a template from files and modules, and bounds neither what `'a' * 10**9` takes nor how long nested
+loops run. The process is started once, imports no torch, and takes one conversation after the other on its input.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from specbench.errors import RunError
+from specbench.textsafe import excerpt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TemplateError", "render_chat", "start_renderer"]
+
+SECONDS = 10.0
+"""A template may take; what the process needs to start is apart."""
+_STARTING = 120.0
+_MEMORY = 512 * 2**20
+"""Bytes beyond those of the process itself, where the system has such limits."""
+_LONGEST = 2**24
+"""Characters of a rendered conversation: several times what the longest contexts hold."""
+_WORDS = 1000
+"""Characters of a template's own message."""
+
+_MAIN = (
+    "import sys; sys.path[:] = sys.argv[1:]; from specbench.models.chat_templates import serve_renders;"
+    " serve_renders(sys.stdin.buffer, sys.stdout.buffer)"
+)
+
+
+class TemplateError(Exception):
+    """A chat template refuses a conversation, or takes more than it may; the message says which."""
+
+
+class _Renderer:
+    """The process, and the pipes to it; it ends when its input does."""
+
+    def __init__(self) -> None:
+        if not sys.executable:
+            raise RunError(
+                "Python does not know its own program, which renders chat templates.", "Use --raw."
+            )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, *filter(None, sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the terminal's program
+            )
+        except OSError as error:
+            raise RunError(f"The process that renders chat templates cannot be started: {error}.") from error
+        self.owner = os.getpid()
+        self._ready = False
+
+    def ask(self, line: bytes) -> dict[str, Any]:
+        if not self._ready:
+            if not self._read(_STARTING):
+                raise RunError("The process that renders chat templates does not start.", "Use --raw.")
+            self._ready = True
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended, which reading tells
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+        if not (answer := self._read(SECONDS)):
+            raise TemplateError(f"it takes longer than {SECONDS:g} seconds, or more memory than it may")
+        return dict(json.loads(answer))
+
+    def _read(self, seconds: float) -> bytes:
+        """The next line; empty if the process ends first, as it does after so many seconds."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._process.stdout.readline()
+        finally:
+            timer.cancel()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+_lock = threading.Lock()
+_renderer: _Renderer | None = None
+
+
+def start_renderer() -> None:
+    """Start the process if there is none, without waiting for it."""
+    with _lock:
+        _started()
+
+
+def _started() -> _Renderer:
+    global _renderer
+    if _renderer is None or _renderer.owner != os.getpid():  # a fork may not talk to its parent's
+        if _renderer is None:
+            atexit.register(_end)
+        _renderer = _Renderer()
+    return _renderer
+
+
+def _end() -> None:
+    global _renderer
+    if _renderer is not None and _renderer.owner == os.getpid():
+        _renderer.end()
+    _renderer = None
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, add_generation_prompt: bool = False
+) -> str:
+    """A conversation as `tokenizer.apply_chat_template` writes it.
+
+    Args:
+        tokenizer: With a chat template.
+        messages: Of the conversation, with "role" and "content".
+        add_generation_prompt: End where the assistant's next answer begins.
+
+    Raises:
+        TemplateError: The template refuses, or takes too much time, memory or room.
+    """
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:  # it has several, and none of them is the usual one
+        raise TemplateError(excerpt(error)) from error
+    asked = {
+        "conversations": [messages],
+        "chat_template": template,
+        "add_generation_prompt": add_generation_prompt,
+        **tokenizer.special_tokens_map,
+    }
+    line = json.dumps(asked).encode()
+    with _lock:
+        try:
+            answer = _started().ask(line)
+        except BaseException:  # an answer that nobody has read would be taken for the next one's
+            _end()
+            raise
+    if "text" not in answer:
+        raise TemplateError(answer["error"])
+    return str(answer["text"])
+
+
+def serve_renders(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Of the process: answer requests, a line each, until there are no more."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _bound_memory()
+    answers.write(b"ready\n")
+    answers.flush()
+    for line in requests:
+        try:
+            text = render_jinja_template(**json.loads(line))[0][0]
+            answer = {"text": text} if len(text) <= _LONGEST else {"error": _TOO_LONG}
+        except MemoryError:
+            answer = {"error": f"it takes more than {_MEMORY // 2**20} MiB of memory"}
+        except Exception as error:  # templates may raise anything
+            answer = {"error": str(error)[:_WORDS]}
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+_TOO_LONG = f"it makes more than {_LONGEST:,} characters of it"
+
+
+def _bound_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits; the time is bounded there too
+        return
+    with suppress(OSError, ValueError):
+        with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123
+            pages = int(statm.read().split()[0])
+        own = pages * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (own + _MEMORY, own + _MEMORY))
