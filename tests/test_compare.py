@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from specbench.cli.compare import compare as command
+from specbench.cli.named_runs import named_runs
 from specbench.errors import RunError, UsageError
 from specbench.results import stats
 from specbench.results.compare import Compared, Row, compare_configs, compare_runs, to_json
@@ -512,6 +514,34 @@ def test_of_several_runs_in_a_folder_the_newest_that_has_the_configurations(
     assert said.err == f"specbench: {taken} For another name its own folder.\n"
     with pytest.raises(UsageError, match=r"no configuration 'x@1' in this run\. It has 'plain', 'e@1'"):
         command([tmp_path], a="x@1", b="plain")
+
+
+def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {
+        "failed": ("04", {"plain": [10.0, 10.0], "d@1": [None, None]}),
+        "other": ("03", {"plain": [10.0, 10.0], "e@1": [20.0, 21.0], "d@1": [None]}),
+        "old": ("02", {"plain": [10.0, 10.0], "d@1": [20.0, 21.0]}),
+    }
+    for name, (day, speeds) in runs.items():
+        prompts = {config: {"chat-01": values} for config, values in speeds.items()}
+        write_exact(tmp_path / name, prompts, created=f"2025-01-{day}T00:00:00Z")
+
+    def taken(*having: str) -> str:
+        (run,) = named_runs([tmp_path], having)
+        said = capsys.readouterr().err
+        assert repr(str(run)) in said
+        skipped = [name for name in runs if f"{str(tmp_path / name)!r}" in said.partition("Newer, but")[2]]
+        return f"{run.name} {' '.join(skipped)}".strip()
+
+    assert taken() == "other failed"
+    assert taken("d@1") == "old failed other"
+    assert taken("d γ=1", "plain") == "old failed other"
+    assert taken("e@1") == "other"
+    assert taken("x@1") == "other failed"
+    shutil.rmtree(tmp_path / "old")
+    assert taken("d@1") == "failed"
 
 
 @pytest.mark.parametrize(

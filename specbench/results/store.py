@@ -41,6 +41,7 @@ __all__ = [
     "RunStore",
     "find_runs",
     "load_results",
+    "measured_configs",
     "read_run",
     "speed_of",
     "stored_runs",
@@ -339,6 +340,16 @@ def stored_runs(folder: str | Path) -> list[tuple[Path, dict[str, Any]]]:
             with suppress(UsageError):
                 found.append((path, read_run(path)))
     return sorted(found, key=lambda each: str(each[1].get("created")), reverse=True)
+
+
+def measured_configs(path: str | Path) -> set[str]:
+    """Ids of the configurations of a run that have a finished generation, warm-ups apart."""
+    return {
+        str(row["config"])
+        for line in _rows(Path(path) / GENERATIONS, [])
+        for row in generations(line)
+        if row["status"] == "ok" and not row["warmup"]
+    }
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
