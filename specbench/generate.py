@@ -83,11 +83,22 @@ def as_tokens(
     prompt: str | Sequence[int], target: Target, *, chat: bool | None = None, system: str | None = None
 ) -> Sequence[int]:
     """The token ids of a prompt, which may be text, see ``encode_prompt``."""
+    if isinstance(target, str):
+        raise UsageError(f"The target {target!r} is a name.", f"Load it first: load_target({target!r}).")
     if not isinstance(prompt, str):
         return prompt
     if target.tokenizer is None:
         raise UsageError("The target has no tokenizer.", "Give the prompt as token ids.")
     return encode_prompt(target.tokenizer, prompt, chat=chat, system=system)
+
+
+def loaded_drafter(drafter: Drafter | str | None, target: Target) -> Drafter | None:
+    """A drafter, which may be given by its spec."""
+    if not isinstance(drafter, str):
+        return drafter
+    from specbench.models.prepare import load_drafter
+
+    return load_drafter(drafter, target)
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
@@ -151,7 +162,7 @@ class GenerationRun:
         self,
         prompt: Sequence[int],
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: Drafter | str | None = None,
         *,
         policy: LengthPolicy | DraftPolicy | None = None,
         sampling: Sampling | None = None,
@@ -165,7 +176,7 @@ class GenerationRun:
         trace: bool = False,
         after: GenerationRun | None = None,
     ) -> None:
-        self.target, self.drafter = target, drafter or NoDraft()
+        self.target, self.drafter = target, loaded_drafter(drafter, target) or NoDraft()
         sampling = sampling or Greedy()
         if policy is None:
             # A rule that learns would only take time, and several drafters draft chains of one length.
@@ -333,7 +344,7 @@ def shown_tokens(tokens: Sequence[int], finish_reason: str | None) -> Sequence[i
 def speculative_generate(
     prompt: str | Sequence[int],
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | str | None,
     *,
     gamma: int | None = None,
     policy: LengthPolicy | DraftPolicy | None = None,
@@ -354,7 +365,8 @@ def speculative_generate(
     Args:
         prompt: Text, or token ids to continue as they are.
         target: The model whose output distribution is kept (``load_target``).
-        drafter: Proposes tokens (``load_drafter``); ``None`` for plain decoding.
+        drafter: Proposes tokens (``load_drafter``); a spec such as "lookup" is loaded for this one generation, and
+            ``None`` is plain decoding.
         gamma: Tokens drafted in a step, at least 1. Not looked at when ``policy`` is given.
         policy: A draft-length rule (``specbench.lengths.build_policy``). Without it and ``gamma`` it is what the
             command line takes: ``auto`` in greedy decoding, which measures what pays, and ``fixed`` (5) otherwise,

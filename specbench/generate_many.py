@@ -12,7 +12,7 @@ from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Generation, SharedPass
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.errors import UsageError
-from specbench.generate import GenerationRun, as_tokens
+from specbench.generate import GenerationRun, as_tokens, loaded_drafter
 from specbench.lengths import FixedLength
 from specbench.lengths.load import Load
 from specbench.models.seats import Seats
@@ -220,7 +220,7 @@ def _may_draft(scheduler: Scheduler, most: int | None) -> bool:
 def speculative_generate_many(
     prompts: Iterable[str | Sequence[int] | GenerationRun],
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | str | None,
     *,
     max_batch: int = 8,
     max_tokens_per_pass: int = 512,
@@ -254,6 +254,7 @@ def speculative_generate_many(
         raise UsageError(f"gamma is {gamma}.", "Give at least 1, or the drafter 'none' for plain decoding.")
     if policy is None and gamma is not None:
         policy = FixedLength(gamma)
+    drafter = loaded_drafter(drafter, target)
 
     def run(prompt: Sequence[int]) -> GenerationRun:
         return GenerationRun(prompt, target, drafter, policy=policy, sampling=sampling, seed=seed, **settings)

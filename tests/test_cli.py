@@ -1279,3 +1279,20 @@ def test_a_process_that_ends_looks_through_nothing(
         gc.unfreeze()
     assert left.value.code == 0
     assert capsys.readouterr().out.startswith("specbench ")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder that is in use cannot be removed there")
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "serve", "sweep", "tune", "check", "report", "export", "cache"]
+)
+def test_a_working_folder_that_is_gone_is_said(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run([command]) == 1
+    expected = (
+        "specbench: The working folder cannot be read: it may have been removed. Change to another folder."
+    )
+    assert " ".join(capsys.readouterr().err.split()) == expected

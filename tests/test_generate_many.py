@@ -354,3 +354,16 @@ def test_nothing_is_left_to_the_collector(kind: PoolKind) -> None:
         gc.set_debug(0)
         gc.garbage.clear()
     assert left == []
+
+
+def test_a_drafter_may_be_given_by_its_spec() -> None:
+    alone = speculative_generate([5, 6, 5, 6], target(), "lookup", gamma=2, max_new_tokens=NEW)
+    assert alone.drafter == "lookup"
+    settings: dict[str, Any] = {"gamma": 2, "max_new_tokens": NEW}
+    (beside,) = speculative_generate_many([[5, 6, 5, 6]], target(), "lookup", **settings).results()
+    assert isinstance(beside, Generation)
+    assert beside.token_ids == alone.token_ids
+    assert beside.drafter == "lookup"
+    name: Any = "smollm2-135m"
+    with pytest.raises(UsageError, match=r"is a name\. Load it first: load_target\('smollm2-135m'\)"):
+        speculative_generate("Hello", name, "lookup")

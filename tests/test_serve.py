@@ -382,6 +382,22 @@ def status_of(connection: socket.socket) -> bytes:
         return answer.readline()
 
 
+def test_what_clients_send_wrong_is_not_logged(serving: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """They are answered; the terminal of the server is not theirs to write on."""
+    upgrade = (
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    )
+    for request, status in ((b"GARBAGE\r\n\r\n", b"400"), (upgrade, b"200")):
+        with socket.create_connection(
+            ("127.0.0.1", int(serving.url.rpartition(":")[2])), PATIENCE_S
+        ) as connection:
+            connection.sendall(request)
+            assert status in status_of(connection)
+    assert not caplog.records
+    logging.getLogger("uvicorn.error").warning("something else")
+    assert len(caplog.records) == 1
+
+
 def test_clients_that_send_slowly_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_MOST_BESIDE", 1)
     running = Running(engine_of(max_batch=1, max_waiting=0, pool_tokens=None))

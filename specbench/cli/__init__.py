@@ -36,7 +36,7 @@ from specbench.cli.sweep import sweep
 from specbench.cli.trace import trace
 from specbench.cli.train import train
 from specbench.cli.tune import tune
-from specbench.errors import SpecbenchError
+from specbench.errors import RunError, SpecbenchError
 
 __all__ = ["app", "main", "run"]
 
@@ -111,6 +111,12 @@ def _root(
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help(), err=True)
         raise typer.Exit(2)
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise RunError(
+            "The working folder cannot be read: it may have been removed.", "Change to another folder."
+        ) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

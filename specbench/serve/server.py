@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +20,13 @@ __all__ = ["Server"]
 
 _LATE_S = 5.0
 """For answers that nobody reads to their end, once everything has ended."""
+
+_OF_CLIENTS = (
+    "Invalid HTTP request received.",
+    "Unsupported upgrade request.",
+    "No supported WebSocket library detected.",
+)
+"""Beginnings of uvicorn's warnings of requests that are wrong, which their clients are answered."""
 
 
 class Server(uvicorn.Server):
@@ -44,6 +52,7 @@ class Server(uvicorn.Server):
             ws="none",
         )
         super().__init__(configuration)
+        logging.getLogger("uvicorn.error").addFilter(_concerns_the_server)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -74,3 +83,7 @@ def _names(listening: socket.socket) -> Sequence[str]:
     if ipaddress.ip_address(address).is_loopback:
         return ("localhost", address, f"[{address}]")
     return ("*",)
+
+
+def _concerns_the_server(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_OF_CLIENTS)
