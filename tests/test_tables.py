@@ -386,7 +386,7 @@ class TestRendering:
             "configuration      /s            speedup  verdict   /step  accepted     α",
             "─────────────────────────────────────────────────────────────────────────",
             "plain            10.0       1 (baseline)        –       –         –     –",
-            "x [red]γ=2       13.3  1.33 [1.08, 2.11]  fastest    2.00       50%  0.60",
+            "x [red]γ=2       13.3  1.33 [1.08, 2.05]  fastest    2.00       50%  0.60",
             "Speedups are geometric means over prompts; in brackets the 95% interval over",
             "prompts.",
             "14 more columns: in summary.md, or on a wider terminal.",

@@ -530,6 +530,8 @@ def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
     bases = [row.ratio.basis for row in rows]
     if "prompts" in bases:
         yield "In brackets the 95% interval over prompts. Faster or slower: it lies wholly above or below 1."
+    if slower := [row.ratio.prompts for row in rows if row.category is None and row.verdict == "slower"]:
+        yield stats.unseen_text(min(slower))
     if (intervals := bases.count("prompts")) >= _MANY:
         yield f"One interval in twenty misses its ratio: of these {intervals}, some do."
     if "repeats" in bases:

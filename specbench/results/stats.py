@@ -25,10 +25,12 @@ __all__ = [
     "decimals",
     "geometric_mean",
     "mean_interval",
+    "mean_intervals",
     "nested_means",
     "pooled_rate",
     "pooled_speedup",
     "ratio_text",
+    "unseen_text",
     "upper_bound",
     "verdict",
 ]
@@ -38,6 +40,10 @@ CONFIDENCE = 0.95
 
 WIDEST = 10.0
 """An interval whose ends are further apart than this factor says nothing of the figure, and is not given."""
+
+STEEPEST = 0.95
+"""Up to which skewness × quantile / sqrt(n) the correction for skewness goes. At 1 the inverse of its cubic polynomial
+stands upright: beyond, the interval of a few values with an outlier gets several times as wide and holds no more."""
 
 Floats: TypeAlias = NDArray[np.float64]
 Labels: TypeAlias = Sequence[Any] | NDArray[Any]
@@ -104,27 +110,44 @@ def nested_means(
 
 
 def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Interval for the mean of the population that ``values`` were drawn from; ``None`` for fewer than two.
+    """Interval for the mean of the population that ``values`` were drawn from; ``None`` for fewer than two."""
+    data = np.asarray(values, dtype=np.float64)
+    if len(data) < 2:
+        return None
+    low, high = mean_intervals(data, confidence)
+    return float(low), float(high)
+
+
+def mean_intervals(samples: ArrayLike, confidence: float = CONFIDENCE) -> tuple[Floats, Floats]:
+    """For each of several samples the ends of an interval for the mean of its population.
 
     Each end is the outer one of two intervals: Student's t, which holds for normal and heavy-tailed values but
     misses on the long side of skewed ones, and its inverse cubic transformation by the sample's skewness (P. Hall,
     J. R. Statist. Soc. B 54, 1992, with t in place of normal quantiles), which holds for skewed values but is too
-    short for heavy tails. benchmarks/interval_coverage.py measures the coverage: 93 to 97% for 5 to 24 values.
+    short for heavy tails. The skewness is that of the unbiased third moment (H. Cramér, Mathematical Methods of
+    Statistics, 1946, section 27.6), for the plain one of a few values is much too small, and counts no further than
+    ``STEEPEST``. benchmarks/interval_coverage.py measures the coverage.
+
+    Args:
+        samples: Shape [..., n], n at least 2.
+        confidence: Coverage that is aimed at.
+
+    Returns:
+        Lower and upper ends, shape [...].
     """
-    data = np.asarray(values, dtype=np.float64)
-    n = len(data)
-    if n < 2:
-        return None
-    mean = float(data.mean())
-    error = float(data.std(ddof=1)) / math.sqrt(n)
-    if error == 0.0:
-        return mean, mean
-    quantile = _t_quantile(0.5 + confidence / 2, n - 1)
-    skewness = float(np.mean((data - mean) ** 3)) / (error * math.sqrt(n)) ** 3
-    if abs(skewness) < 1e-6:  # the transformation tends to the identity
-        return mean - quantile * error, mean + quantile * error
-    low = mean - error * max(quantile, _skewed_quantile(quantile, skewness, n))
-    high = mean - error * min(-quantile, _skewed_quantile(-quantile, skewness, n))
+    data = np.asarray(samples, dtype=np.float64)
+    n = data.shape[-1]
+    mean = data.mean(axis=-1)
+    spread = data.std(axis=-1, ddof=1)
+    quantile, root = _t_quantile(0.5 + confidence / 2, n - 1), math.sqrt(n)
+    third = ((data - mean[..., None]) ** 3).mean(axis=-1) * (n * n / ((n - 1) * (n - 2)) if n > 2 else 0.0)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        skewness = np.where(spread > 0.0, third / spread**3, 0.0)
+    limit = STEEPEST * root / quantile
+    skewness = np.clip(np.nan_to_num(skewness), -limit, limit)
+    error = spread / root
+    low = mean - error * np.maximum(quantile, _skewed_quantile(quantile, skewness, n))
+    high = mean - error * np.minimum(-quantile, _skewed_quantile(-quantile, skewness, n))
     return low, high
 
 
@@ -162,10 +185,12 @@ def _t_quantile(probability: float, freedom: int) -> float:
     return float(distributions.t.ppf(probability, freedom))
 
 
-def _skewed_quantile(quantile: float, skewness: float, n: int) -> float:
+def _skewed_quantile(quantile: float, skewness: Floats, n: int) -> Floats:
     """The quantile of the t statistic of skewed values: the inverse of Hall's cubic transformation."""
-    inner = 1.0 + skewness * (quantile / math.sqrt(n) - skewness / (6.0 * n))
-    return math.sqrt(n) * 3.0 / skewness * (float(np.cbrt(inner)) - 1.0)
+    straight = np.abs(skewness) < 1e-6  # the transformation tends to the identity
+    bent = np.where(straight, 1.0, skewness)
+    inner = 1.0 + bent * (quantile / math.sqrt(n) - bent / (6.0 * n))
+    return np.where(straight, quantile, math.sqrt(n) * 3.0 / bent * (np.cbrt(inner) - 1.0))
 
 
 def geometric_mean(
@@ -281,6 +306,18 @@ def _exponential(
 def _telling(low: float, high: float) -> bool:
     """Whether an interval of a positive figure tells at least its order of magnitude."""
     return math.isfinite(high) and high <= WIDEST * low
+
+
+def unseen_text(units: int, what: str = "prompts") -> str:
+    """What no interval tells: how common prompts that gain much can be though none was measured, in a sentence.
+
+    A kind that is a share of all is not among n prompts with a chance of (1 - share)^n, here 5%.
+    """
+    share = 1.0 - 0.05 ** (1.0 / units)
+    return (
+        f"Slower: on {what} like the {units} measured. A kind that gains much and makes up less than {share:.0%} of all"
+        " may be missing among them, and is in no interval then."
+    )
 
 
 # --- Comparing ------------------------------------------------------------------------------------

@@ -98,6 +98,9 @@ def notes(frame: pd.DataFrame) -> list[str]:
     unit, one = ("groups of prompts", "group of prompts") if side_by_side else ("prompts", "prompt")
     if (compared["speedup_basis"] == "prompts").any():
         out.append(f"Speedups are geometric means over {unit}; in brackets the 95% interval over {unit}.")
+    slower = frame.loc[frame["verdict"] == "slower", "prompts"]
+    if len(slower) and not side_by_side:
+        out.append(stats.unseen_text(int(slower.min())))
     if (frame["speedup_basis"] == "repeats").any():
         out.append(
             f"*: one {one}; the interval is over its repeats, holds within that {one.split()[0]} only, and is no"
