@@ -1,19 +1,23 @@
 """Chat templates are programs of a model's author: a process of its own renders them, with bounds on memory and time.
 
 Jinja's sandbox keeps a template from files and modules, and bounds neither what `'a' * 10**9` takes nor how long nested
-loops run. The process is started once, imports no torch, and takes one conversation after the other on its input.
+loops run. The process is started once and takes one conversation after the other on its input. On Linux it is a fork,
+which takes some milliseconds; elsewhere a new interpreter, which takes a second and imports no torch.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import warnings
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from specbench.errors import RunError
 from specbench.textsafe import excerpt
@@ -47,18 +51,8 @@ class _Renderer:
     """The process, and the pipes to it; it ends when its input does."""
 
     def __init__(self) -> None:
-        if not sys.executable:
-            raise RunError(
-                "Python does not know its own program, which renders chat templates.", "Use --raw."
-            )
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, *filter(None, sys.path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the terminal's program
-            )
+            self._pid, self._requests, self._answers = _forked() if sys.platform == "linux" else _spawned()
         except OSError as error:
             raise RunError(f"The process that renders chat templates cannot be started: {error}.") from error
         self.owner = os.getpid()
@@ -69,28 +63,91 @@ class _Renderer:
             if not self._read(_STARTING):
                 raise RunError("The process that renders chat templates does not start.", "Use --raw.")
             self._ready = True
-        assert self._process.stdin is not None
         with suppress(OSError):  # it has ended, which reading tells
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
+            self._requests.write(line + b"\n")
+            self._requests.flush()
         if not (answer := self._read(SECONDS)):
             raise TemplateError(f"it takes longer than {SECONDS:g} seconds, or more memory than it may")
         return dict(json.loads(answer))
 
     def _read(self, seconds: float) -> bytes:
         """The next line; empty if the process ends first, as it does after so many seconds."""
-        assert self._process.stdout is not None
-        timer = threading.Timer(seconds, self._process.kill)
+        timer = threading.Timer(seconds, self._kill)
         timer.daemon = True
         timer.start()
         try:
-            return self._process.stdout.readline()
+            return self._answers.readline()
         finally:
             timer.cancel()
 
+    def _kill(self) -> None:
+        with suppress(OSError):  # it has ended
+            os.kill(self._pid, _KILL)
+
     def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._kill()
+        with suppress(OSError):
+            self._requests.close()
+        self._answers.close()
+        with suppress(OSError):
+            os.waitpid(self._pid, 0)
+
+
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+
+
+def _forked() -> tuple[int, BinaryIO, BinaryIO]:
+    """A fork's process id, where it reads requests, and where it writes answers."""
+    import jinja2.ext
+    import jinja2.sandbox  # noqa: F401 - what the fork imported itself, another thread could be importing now
+    from transformers.utils import chat_template_utils  # noqa: F401
+
+    requests, asking = os.pipe()
+    answering, answers = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # it runs Python alone, and nothing of other threads
+        pid = os.fork()
+    if pid == 0:
+        _serve_and_exit(requests, answers)
+    os.close(requests)
+    os.close(answers)
+    return pid, open(asking, "wb"), open(answering, "rb")  # noqa: PTH123
+
+
+def _serve_and_exit(requests: int, answers: int) -> NoReturn:
+    """Of a fork: keep these two pipes of all that is open, and no handler of a signal."""
+    try:
+        gc.disable()  # nothing of the parent's is to be ended here
+        os.setsid()  # Ctrl-C is for the terminal's program
+        for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+            signal.signal(caught, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in {0, 1, 2} - {requests, answers}:
+            os.dup2(nothing, number)
+        low, high = sorted((requests, answers))
+        for first, end in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(first, end)
+        serve_renders(open(requests, "rb"), open(answers, "wb"))  # noqa: SIM115
+    finally:
+        os._exit(0)
+
+
+def _spawned() -> tuple[int, BinaryIO, BinaryIO]:
+    """The same of an interpreter of its own."""
+    if not sys.executable:
+        raise RunError("Python does not know its own program, which renders chat templates.", "Use --raw.")
+    process = subprocess.Popen(
+        [sys.executable, "-c", _MAIN, *filter(None, sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.pid, process.stdin, process.stdout  # type: ignore[return-value]
 
 
 _lock = threading.Lock()

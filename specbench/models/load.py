@@ -599,7 +599,7 @@ def _make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrained
         raise RunError(f"The tokenizer of {name} is damaged: its model_max_length is no number.")
     tokenizer.name_or_path = name
     if tokenizer.chat_template:
-        start_renderer()  # which takes a second beside the weights
+        start_renderer()
     return tokenizer
 
 
