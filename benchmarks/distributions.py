@@ -19,13 +19,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import scripted_drafters
 from scripted import enumerate_outcomes
-from scripted_drafters import DRAFTERS, PROMPT, TARGET, VOCAB, scripted_target
+from scripted_drafters import DRAFTERS, PROMPT, VOCAB, scripted_target
 
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.model_defaults import ModelDefaults
@@ -78,15 +78,21 @@ COSTS = {"drafter_pass_s": 0.1, "target_pass_s": {"1": 1.0, "9": 1.1}}
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to decode: verification and policy as the command line has them, keys of ``DRAFTERS``, ``SAMPLINGS``."""
+    """One way to decode: verification and policy as the command line has them, a key of ``DRAFTERS``, and one of
+    ``SAMPLINGS`` or transforms of its own."""
 
     verification: str
     policy: str
     drafter: str
-    sampling: str
+    sampling: str | Sampling
 
     def __str__(self) -> str:
         return f"{self.verification} / {self.policy} / {self.drafter} / {self.sampling}"
+
+    @property
+    def transforms(self) -> Sampling:
+        """The sampling itself."""
+        return SAMPLINGS[self.sampling] if isinstance(self.sampling, str) else self.sampling
 
 
 def cells() -> Iterator[Cell]:
@@ -100,7 +106,7 @@ def measure(cell: Cell, new: int = NEW) -> float:
     Raises:
         UsageError: The cell is refused.
     """
-    entry, sampling = DRAFTERS[cell.drafter], SAMPLINGS[cell.sampling]
+    entry, sampling = DRAFTERS[cell.drafter], cell.transforms
     drafter = parse_drafter(entry.spec)
     rule = parse_rule(cell.policy).with_options({"verification": cell.verification})
     rule.check(drafter)
@@ -138,23 +144,22 @@ def measure(cell: Cell, new: int = NEW) -> float:
                 found[*tokens, *after] = found.get((*tokens, *after), 0.0) + weight * chance
         return found
 
-    found, expected = distribution(()), target_distribution(cell.sampling, new)
+    found, expected = distribution(()), target_distribution(sampling, new)
     return max(
         abs(1.0 - sum(found.values())),
         max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in {*found, *expected}),
     )
 
 
-@cache
-def target_distribution(sampling: str, new: int) -> dict[tuple[int, ...], float]:
+def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], float]:
     """By the chain rule, token by token: written without anything of the loop."""
     growing: dict[tuple[int, ...], float] = {(): 1.0}
-    transforms = SAMPLINGS[sampling].at(len(PROMPT), len(PROMPT) + new, ())
+    transforms = sampling.at(len(PROMPT), len(PROMPT) + new, ())
     for _ in range(new):
         grown: dict[tuple[int, ...], float] = {}
         for tokens, weight in growing.items():
             context = [*PROMPT, *tokens]
-            p = transforms.probabilities(TARGET(context).unsqueeze(0), context)[0].double()
+            p = transforms.probabilities(scripted_drafters.TARGET(context).unsqueeze(0), context)[0].double()
             for token in range(VOCAB):
                 grown[*tokens, token] = weight * float(p[token] / p.sum())
         growing = grown

@@ -8,8 +8,11 @@ A case draws a model (random weights of a random shape of the Llama family, or o
 it as users do, and decodes a few prompts with one drafter and one draft-length rule. In float32 the tokens have to be
 those of `transformers`' own `generate` on an untouched copy; in bfloat16, int8 and int4 those of plain decoding, where
 passes are bit-exact. Sampled outputs have to lie in the support of the target's distribution and repeat with their
-seed. A finding is a wrong token that no rounding explains, or an error that is no sentence for users. Prints every
-finding as it comes and closes with one line of JSON. Exit code 1 if there is a finding.
+seed. Where outputs are compared, the same prompts are also decoded together in one batch. Every fourth case enumerates
+an output distribution instead: random tables of logits, verification, draft policy, drafter and transforms
+(``benchmarks/distributions.py``). A finding is a wrong token that no rounding explains, a distribution that is off by
+more than 1e-6, or an error that is no sentence for users. Prints every finding as it comes and closes with one line of
+JSON. Exit code 1 if there is a finding.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from architectures import Guesses, tiny_config, whole
 from transformers import GenerationConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import distributions
+import scripted_drafters
 from tiny import tiny_tokenizer
 
 from specbench.backends.torch.parity import find_difference
@@ -42,6 +47,7 @@ from specbench.decoding.records import Step
 from specbench.decoding.sampling import Sampling
 from specbench.errors import SpecbenchError
 from specbench.generate import GenerationRun
+from specbench.generate_many import GenerationRuns
 from specbench.lengths import build_policy
 from specbench.models.load import wrap_model
 from specbench.models.prepare import (
@@ -320,11 +326,14 @@ def choose_stop(r: random.Random, tokens: Sequence[int]) -> str | None:
 
 @dataclass
 class Seen:
-    """What a case brought: tokens decoded, drafts accepted, differences at a tie, refusals by their message."""
+    """What a case brought: tokens decoded, drafts accepted, differences at a tie, outputs of batches, distributions
+    enumerated, refusals by their message."""
 
     tokens: int = 0
     accepted: int = 0
     ties: int = 0
+    batched: int = 0
+    enumerated: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
 
@@ -395,7 +404,73 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
         raise WrongOutputError(
             f"{found} is not {expected} ({difference}; end {end}, stop {stop!r}, {result.finish_reason})"
         )
+    if exact and not case.top_k and case.drafter != "guesses" and not case.hook and drafter is not None:
+        run_batch(case, reference, target, drafter, seen)
     return seen
+
+
+def run_batch(case: Case, reference: Any, target: Target, drafter: Any, seen: Seen) -> None:
+    """Decode every prompt twice, several at a time, and compare with `generate`."""
+    r = random.Random(-1 - case.number)
+    limit = case.limit if case.kind in LLAMAS else target.scorer.context_limit
+    prompts = [each for each in 2 * case.prompts if limit is None or len(each[0]) <= limit]
+    runs = [
+        GenerationRun(
+            prompt, target, drafter, policy=build_policy(case.rule), max_new_tokens=new, ignore_eos=True,
+            sampling=Sampling(repetition_penalty=case.penalty), first_target=case.first_target,
+        )
+        for prompt, new in prompts
+    ]  # fmt: skip
+    many = GenerationRuns(runs, max_batch=r.choice((2, 3, 8)), pool=r.choice((None, "paged", "slotted")))
+    for (prompt, new), result in zip(prompts, many.results(), strict=True):
+        if isinstance(result, Exception):
+            raise result
+        expected = generated(reference, case, prompt, new)[: None if limit is None else limit - len(prompt)]
+        found = list(result.token_ids)
+        seen.batched += 1
+        if found == expected:
+            continue
+        difference = find_difference(
+            target.scorer, prompt, found, expected, Sampling(repetition_penalty=case.penalty)
+        )
+        if difference is None or not difference.numerical_tie:
+            raise WrongOutputError(f"in a batch: {found} is not {expected} ({difference})")
+        seen.ties += 1
+
+
+def run_distribution(number: int) -> Seen:
+    """Enumerate a random output distribution of three tokens."""
+    r = random.Random(number)
+    scripted_drafters.draw_tables(number)
+    siblings = r.choice((0, 1, 2, 5))
+    word = r.choice([each.partition(":")[0] for each in distributions.POLICIES])
+    policy = {
+        "fixed": f"fixed:gamma={r.choice((1, 2, 3))}",
+        "heuristic": f"heuristic:gamma={r.choice((1, 2))},max=2",
+        "confidence": f"confidence:threshold={r.choice((0.2, 0.5, 0.8))},max=2" + r.choice(("", ",adapt")),
+        "auto-tree": f"auto-tree:nodes={r.choice((1, 2, 3))}",
+        "static-tree": f"static-tree:nodes={r.choice((2, 3))},depth=2,ranks={r.choice(('50-40', '70-20', '40-30-20'))}",
+        "dynamic-tree": f"dynamic-tree:top-k={r.choice((1, 2, 3))},nodes={r.choice((2, 3, 4))},depth=2",
+        "chains": f"chains:k={r.choice((1, 2))},length=2",
+    }.get(word, f"{word}:max=2")
+    if "tree" not in word and word != "chains":
+        policy += f",siblings={siblings}"
+    sampling = Sampling(
+        temperature=r.choice((0.4, 1.0, 1.7)),
+        top_k=r.choice((0, 0, 2)),
+        top_p=r.choice((1.0, 1.0, 0.7)),
+        min_p=r.choice((0.0, 0.0, 0.2)),
+        repetition_penalty=r.choice((1.0, 1.0, 1.5)),
+    )
+    verification = r.choice(list(distributions.VERIFICATIONS))
+    cell = distributions.Cell(verification, policy, r.choice(list(distributions.DRAFTERS)), sampling)
+    try:
+        gap = distributions.measure(cell)
+    finally:
+        scripted_drafters.draw_tables(0)
+    if gap > distributions.TOLERANCE:
+        raise WrongOutputError(f"{cell} is off by {gap:.2e}")
+    return Seen(enumerated=1)
 
 
 def check_sampled(case: Case, reference: Any, prompt: list[int], found: list[int]) -> None:
@@ -435,7 +510,9 @@ def prepare(case: Case) -> tuple[Any, Target]:
 
 
 def run_number(number: int, findings: list[str]) -> list[Seen]:
-    """A case alone, or every eighth time three at once, each in a thread of its own."""
+    """A case alone, or every eighth time three at once, each in a thread of its own; or a distribution."""
+    if number % 4 == 2:
+        return [attempt(Case(number), lambda: run_distribution(number), findings)]
     cases = [draw(number)]
     if number % 8 == 7:
         cases += [draw(1_000_000 + 2 * number), draw(1_000_001 + 2 * number)]
@@ -476,7 +553,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.case is not None:
             print(draw(number))
         for seen in run_number(number, findings):
-            total.update(tokens=seen.tokens, accepted=seen.accepted, ties=seen.ties)
+            total.update(
+                tokens=seen.tokens, accepted=seen.accepted, ties=seen.ties, batched=seen.batched,
+                enumerated=seen.enumerated,
+            )  # fmt: skip
             refused.update(seen.refused)
         cases += 1
     for message, times in refused.most_common():

@@ -122,8 +122,8 @@ MUTANTS = (
     Mutant(
         "a drafter draws from what is banned",
         "decoding/sampling.py",
-        "        return self.defaults is not None and bool(\n",
-        "        return self.defaults is None and bool(\n",
+        "        return self.defaults is not None and bool(",
+        "        return self.defaults is None and bool(",
         BANNED,
     ),
     Mutant(

@@ -49,9 +49,16 @@ VOCAB = 3
 DEPTH = 2
 """Tokens that a head drafts at most."""
 PROMPT = [1, 2, 0, 1, 2]
-TARGET, DRAFT, OTHER = random_table(3, VOCAB), random_table(9, VOCAB), random_table(11, VOCAB)
-STATES = torch.randn(VOCAB, VOCAB, 3, 8, generator=torch.Generator().manual_seed(4))
-AHEAD = random_table(8, VOCAB)
+
+
+def draw_tables(seed: int) -> None:
+    """Give target, drafters and heads the logits of a seed from now on; those of 0 are the usual ones."""
+    global TARGET, DRAFT, OTHER, STATES, AHEAD
+    TARGET, DRAFT, OTHER, AHEAD = (random_table(5 * seed + place, VOCAB) for place in range(4))
+    STATES = torch.randn(VOCAB, VOCAB, 3, 8, generator=torch.Generator().manual_seed(5 * seed + 4))
+
+
+draw_tables(0)
 
 
 def states_of(tokens: Sequence[int]) -> torch.Tensor:
@@ -63,8 +70,8 @@ def scripted_target() -> ScriptedScorer:
     return ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache(), states=states_of)
 
 
-def model(table: Any = DRAFT, name: str = "model") -> ModelDrafter:
-    return ModelDrafter(ScriptedScorer(table, VOCAB), name)  # type: ignore[arg-type]
+def model(table: Any = None, name: str = "model") -> ModelDrafter:
+    return ModelDrafter(ScriptedScorer(table or DRAFT, VOCAB), name)  # type: ignore[arg-type]
 
 
 # -- trained heads ---------------------------------------------------------------------------------
