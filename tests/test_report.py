@@ -71,7 +71,8 @@ class TestAnswer:
     def test_the_fastest_with_its_categories(self, tmp_path: Path) -> None:
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(1.2), "d@5": times(2.0, code=1.5)})
         assert headline(report) == (
-            "d with γ = 5: 2.45× [1.94, 3.09] over plain decoding; chat 2.00× [1.90, 2.10], code 3.00× [2.85, 3.15]."
+            "d with γ = 5: 2.45× [1.94, 3.09] over plain decoding; chat 2.00× [1.90, 2.10], code 3.00× [2.85, 3.15];"
+            " with the time to the first token 1.64× [1.48, 1.83]."
         )
         assert report.answers[0].verdict == "faster"
 
@@ -83,13 +84,15 @@ class TestAnswer:
             "plain": {name: [10.0] for name in prompts},
             "d@1": {name: [float(x)] for name, x in prompts.items()},
         }
-        assert "; from b 1.20× [1.20, 1.20] to c 4.00× [4.00, 4.00]." in headline(reported(tmp_path, speeds))
+        assert "; from b 1.20× [1.20, 1.20] to c 4.00× [4.00, 4.00]; with the time" in headline(
+            reported(tmp_path, speeds)
+        )
 
     def test_nothing_is_faster(self, tmp_path: Path) -> None:
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(0.8), "d@5": times(0.9)})
         assert headline(report) == (
-            "Speculation does not pay here: the best of what was measured is d with γ = 5, 0.90× [0.88, 0.92], over"
-            " plain decoding."
+            "Speculation does not pay here: the best of what was measured is d with γ = 5, 0.90× [0.88, 0.92] over"
+            " plain decoding; with the time to the first token 0.93× [0.92, 0.94]."
         )
         assert report.answers[0].verdict == "slower"
 
@@ -110,12 +113,14 @@ class TestAnswer:
     def test_one_prompt_is_no_answer(self, tmp_path: Path) -> None:
         report = reported(tmp_path, {"plain": {"chat-01": [10.0, 10.0]}, "d@2": {"chat-01": [20.0, 21.0]}})
         assert headline(report).startswith("It cannot be told whether speculation pays")
-        assert re.search(r"2\.05× \[1\.\d\d, 2\.\d\d\]\*, over plain decoding\.$", headline(report))
+        assert re.search(
+            r"2\.05× \[1\.\d\d, 2\.\d\d\]\* over plain decoding; with .* 1\.52× ", headline(report)
+        )
         assert "Only one prompt was measured" in told(report)
 
     def test_one_run_is_no_answer(self, tmp_path: Path) -> None:
         report = reported(tmp_path, {"plain": {"chat-01": [10.0]}, "d@2": {"chat-01": [20.0]}})
-        assert headline(report).endswith("d with γ = 2, 2.00× [too few to say], over plain decoding.")
+        assert "d with γ = 2, 2.00× [too few to say] over plain decoding; with" in headline(report)
         assert "Too few prompts or repeats for an interval" in told(report)
 
     def test_without_speculation_there_is_the_speed_of_plain_decoding(self, tmp_path: Path) -> None:
@@ -142,7 +147,7 @@ class TestAnswer:
             tmp_path, {"plain": PLAIN, "d@2": times(1.5), "d@3": times(2.0), "transformers": times(3.0)}
         )
         assert report.answers[0].rivals == "Everything else that was measured is slower than it."
-        lines = [line for line in to_markdown(report).splitlines() if "| fastest |" in line]
+        lines = [line for line in to_markdown(report).splitlines() if "| fastest measured |" in line]
         assert [line.startswith("| d γ=3 |") for line in lines] == [True]
         page = Page(to_html(report))
         # in the two tables made of the summary

@@ -382,11 +382,12 @@ def small() -> pd.DataFrame:
 class TestRendering:
     def test_at_80_columns(self, small: pd.DataFrame) -> None:
         assert [line.rstrip() for line in shown(small).splitlines()] == [
-            "               tokens                              tokens",
-            "configuration      /s            speedup  verdict   /step  accepted     α",
-            "─────────────────────────────────────────────────────────────────────────",
-            "plain            10.0       1 (baseline)        –       –         –     –",
-            "x [red]γ=2       13.3  1.33 [1.08, 2.05]  fastest    2.00       50%  0.60",
+            "               tokens                               tokens",
+            "configuration      /s            speedup   verdict   /step  accepted     α",
+            "──────────────────────────────────────────────────────────────────────────",
+            "plain            10.0       1 (baseline)         –       –         –     –",
+            "                                           fastest",
+            "x [red]γ=2       13.3  1.33 [1.08, 2.05]  measured    2.00       50%  0.60",
             "Speedups are geometric means over prompts; in brackets the 95% interval over",
             "prompts.",
             "14 more columns: in summary.md, or on a wider terminal.",

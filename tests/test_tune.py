@@ -686,7 +686,7 @@ def test_the_answer_as_text_markdown_and_json(tmp_path: Path) -> None:
     assert lines[0] == answer.headline
     table = lines[lines.index(next(line for line in lines if line.startswith("raced"))) :]
     assert table[1].startswith("d auto")
-    assert table[1].endswith("fastest")
+    assert table[1].endswith("fastest measured")
     assert any(line.startswith("d γ=8") and line.endswith("0.76, out after 6") for line in table)
     assert sum("fastest" in line for line in table) == 1
     (plain,) = (line.split() for line in table if line.startswith("plain"))

@@ -127,17 +127,14 @@ def _answer(
     winners = frames.winners(summary)
     top = max(measured, key=lambda row: float(row["speedup"]))
     best = next((row for row in measured if row["config"] in winners), top)
-    best_is = f"{_described(best)}, {stats.ratio_text(estimate_of(best))}"
+    best_is = f"{_described(best)}, {_both_speedups(best, PLAIN)}"
     if best["config"] in winners:
-        ratio = stats.ratio_text(estimate_of(best))
-        headline = f"{_described(best)}: {ratio} over plain decoding{_by_category(best, cells)}."
+        headline = f"{_described(best)}: {_both_speedups(best, PLAIN, cells)}."
     elif all(row["verdict"] == "slower" for row in measured):
-        headline = (
-            f"Speculation does not pay here: the best of what was measured is {best_is}, over plain decoding."
-        )
+        headline = f"Speculation does not pay here: the best of what was measured is {best_is}."
     else:
         why = summary.attrs.get("disturbance") or "It cannot be told whether speculation pays here."
-        headline = f"{why} The best of what was measured is {best_is}, over plain decoding."
+        headline = f"{why} The best of what was measured is {best_is}."
     return Answer(
         when + headline,
         best["verdict"],
@@ -171,9 +168,9 @@ def _answer_of_servers(
             when + told[0], best["verdict"], details=[*told[1:], *details, *_same_texts([best], over)]
         )
     best = max(measured, key=lambda row: (row["verdict"] == "faster", float(row["speedup"])))
-    ratio = f"{_described(best)}: {stats.ratio_text(estimate_of(best))} over {over}"
+    ratio = f"{_described(best)}: {_both_speedups(best, over)}"
     if best["verdict"] == "faster":
-        headline = f"{ratio}{_by_category(best, cells)}."
+        headline = f"{_described(best)}: {_both_speedups(best, over, cells)}."
     elif all(row["verdict"] == "slower" for row in measured):
         headline = f"Nothing is faster than {over} here; {ratio}."
     else:
@@ -372,6 +369,14 @@ def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ]
     if shown:
         yield f"For comparison, over the same plain decoding: {', '.join(shown)}."
+
+
+def _both_speedups(row: Mapping[str, Any], over: str, cells: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The speedup after the first token, by category where ``cells`` has these, and that of the whole time."""
+    text = f"{stats.ratio_text(estimate_of(row))} over {over}{_by_category(row, cells)}"
+    if math.isnan(row["speedup_total"]):
+        return text
+    return f"{text}; with the time to the first token {stats.ratio_text(estimate_of(row, 'speedup_total'))}"
 
 
 def _by_category(best: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:

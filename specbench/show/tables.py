@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -423,7 +424,7 @@ def _summary_sheet(frame: pd.DataFrame) -> Sheet:
     best = winners(frame)
     marked = frozenset(number for number, config in enumerate(frame["config"]) if config in best)
     for number in marked:
-        sheet.rows[number][sheet.headings.index("verdict")] = "fastest"
+        sheet.rows[number][sheet.headings.index("verdict")] = "fastest measured"
     return dataclasses.replace(sheet, notes=notes(frame), marked=marked)
 
 
@@ -451,7 +452,8 @@ def _category_sheet(frame: pd.DataFrame) -> Sheet:
 # --- Terminal and Markdown ------------------------------------------------------------------------
 
 _LABEL_CELLS = 28  # a longer name takes several lines
-_INDENT = "  "  # of its other lines
+_VERDICT_CELLS = 12
+_INDENT = "  "  # of a name's other lines
 _BREAKS = " ,:/+"  # signs of a name behind which a line may end
 _BETWEEN = 2  # cells between columns, one of them the box's own
 
@@ -530,15 +532,18 @@ def spelled_out(text: str, encoding: str) -> str:
 
 
 def _encoded(sheet: Sheet, encoding: str) -> Sheet:
-    """Signs that the console lacks are spelled out."""
+    """Signs that the console lacks are spelled out, and long verdicts take several lines."""
 
     def said(text: str) -> str:
         return spelled_out(text, encoding)
 
+    def cell(heading: str, text: str) -> str:
+        return textwrap.fill(said(text), _VERDICT_CELLS) if heading == "verdict" else said(text)
+
     return dataclasses.replace(
         sheet,
         headings=[*map(said, sheet.headings)],
-        rows=[[*map(said, row)] for row in sheet.rows],
+        rows=[[*map(cell, sheet.headings, row)] for row in sheet.rows],
         notes=[*map(said, sheet.notes)],
     )
 
@@ -574,7 +579,8 @@ def _widths(sheet: Sheet) -> list[int]:
     from rich.cells import cell_len
 
     headings = [max(map(cell_len, _broken(heading).split("\n"))) for heading in sheet.headings]
-    cells = [max(map(cell_len, column)) for column in zip(*sheet.rows, strict=True)] or headings
+    columns = ["\n".join(column).split("\n") for column in zip(*sheet.rows, strict=True)]
+    cells = [max(map(cell_len, lines)) for lines in columns] or headings
     widths = [max(pair) for pair in zip(headings, cells, strict=True)]
     return [min(widths[0], _LABEL_CELLS), *widths[1:]]
 

@@ -305,7 +305,7 @@ def _outcome(race: Race, name: str) -> str:
     if not race.measured(name):
         return "not measured"
     if name == race.leader:
-        return "leads" if race.open else "fastest"
+        return "leads" if race.open else "fastest measured"
     bound = _bound(race, name)
     if name in race.rivals or (name == race.plain and name in race.open):
         return f"{bound}, may be faster"

@@ -215,8 +215,8 @@ def _speed_table(title: str, frame: pd.DataFrame, sheet: tables.Sheet) -> _Table
         for heading, cell in zip(table.headings[1:], row.cells, strict=True):
             if heading == "speedup":
                 cell.bar = scale.bar(record)
-            elif heading == "verdict" and cell.text in ("faster", "fastest", "slower"):
-                cell.kind = "slower" if cell.text == "slower" else "faster"
+            elif heading == "verdict" and (row.best or record["verdict"] in ("faster", "slower")):
+                cell.kind = "faster" if row.best else record["verdict"]
     return table
 
 
