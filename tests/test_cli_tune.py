@@ -413,7 +413,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     monkeypatch.setattr(
         specbench.results.frames,
         "disturbance",
-        lambda _: "No verdicts: others used the processor during 9 of 9 generations.",
+        lambda _: "Verdicts are provisional: others used the processor during 9 of 9 generations.",
     )
     said = tune()
     assert said.code == 0, said.err

@@ -95,7 +95,7 @@ def test_one_prompt_gives_no_verdict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disturbed", [("machine-busy",), ("steal",)])
-def test_a_busy_machine_gives_no_verdict(
+def test_a_busy_machine_gives_provisional_verdicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], disturbed: tuple[str, ...]
 ) -> None:
     speeds = {"plain": PLAIN, "d@1": times(0.5)}
@@ -103,12 +103,21 @@ def test_a_busy_machine_gives_no_verdict(
     quiet = write_exact(tmp_path / "quiet", {"plain": PLAIN, "d@1": times(2.0)}, disturbed=("thermal",))
     df, other = load_results(busy), load_results(quiet)
     compared = compare_configs(df, "d@1", "plain")
-    assert {row.verdict for row in compared.rows} == {"cannot tell"}
-    assert compared.notes[0] == "No verdicts: others used the processor during 24 of 24 generations."
+    assert {(row.verdict, row.provisional) for row in compared.rows} == {("slower", True)}
+    assert compared.notes[:2] == [
+        "Verdicts are provisional: others used the processor during 24 of 24 generations.",
+        stats.PROVISIONAL,
+    ]
+    assert "slower, provisional" in shown(compared)
+    assert {row["provisional"] for row in to_json(compared)["rows"]} == {True}
     compared = compare_runs(df, other)
-    assert {row.verdict for row in compared.rows} == {"cannot tell"}
-    assert compared.notes[0].startswith("A: No verdicts")
-    assert compare_configs(other, "d@1", "plain").overall[0].verdict == "faster"
+    assert {(row.label, row.verdict, row.provisional) for row in compared.overall} == {
+        ("plain", "cannot tell", False),
+        ("d γ=1", "slower", True),
+    }
+    assert compared.notes[0].startswith("A: Verdicts are provisional")
+    sure = compare_configs(other, "d@1", "plain").overall[0]
+    assert (sure.verdict, sure.provisional) == ("faster", False)
     command([busy], a="d@1", b="plain", fail_below=0.95)
     assert "--fail-below does not judge" in capsys.readouterr().err
 

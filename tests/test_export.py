@@ -477,6 +477,20 @@ def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path: P
     )
 
 
+def test_a_provisional_verdict_is_not_deployed_as_a_sure_one(tmp_path: Path) -> None:
+    df = load_results(ranked_run(tmp_path / "run", disturbed=("machine-busy",)))
+    found = setting_of_run(df)
+    assert found.measured is not None
+    assert (found.measured.config, found.measured.verdict, found.measured.best) == (
+        "self:int8@2",
+        "cannot tell",
+        False,
+    )
+    fitting, made = export_fastest(ENGINES["vllm"], settings_of_run(df), df)
+    text = as_file(ENGINES["vllm"], fitting, made, "run")
+    assert "cannot be told from plain decoding" in " ".join(text.replace("#", "").split())
+
+
 def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path: Path) -> None:
     ranking = ["lookup@4", "self:int8@2", "plain", "lookup@2"]
     tuning = {"predicted": {}, "raced": ranking[:2], "left_out": {}, "ranking": ranking, "verdict": "faster"}

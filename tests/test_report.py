@@ -157,10 +157,26 @@ class TestAnswer:
         )
         assert 'specbench generate --drafter d --gamma 3 "Your prompt"' in page.text
 
-    def test_a_busy_machine_gets_no_verdict(self, tmp_path: Path) -> None:
+    def test_a_busy_machine_gets_a_provisional_verdict(self, tmp_path: Path) -> None:
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0)}, disturbed=("machine-busy",))
         assert headline(report).startswith(
-            "No verdicts: others used the processor during 24 of 24 generations. The best of what was measured is d"
+            "Verdicts are provisional: others used the processor during 24 of 24 generations. d with γ = 2: 2.00× ["
+        )
+        (answer,) = report.answers
+        assert (answer.verdict, answer.command != "") == ("faster", True)
+        assert "| fastest measured, provisional |" in to_markdown(report)
+        assert "▲ ▼" in to_html(report)
+        assert (
+            to_html(report).count("Provisional: also an interval") == 2
+        )  # below the summary and the categories
+
+    def test_a_busy_machine_gets_no_verdict_from_an_interval_close_to_1(self, tmp_path: Path) -> None:
+        """A quiet machine's would be faster: 1.03 [1.01, 1.06]."""
+        speeds = {"plain": PLAIN, "d@2": times(1.025)}
+        assert reported(tmp_path / "quiet", speeds).answers[0].verdict == "faster"
+        report = reported(tmp_path, speeds, disturbed=("machine-busy",))
+        assert headline(report).startswith(
+            "Verdicts are provisional: others used the processor during 24 of 24 generations. It cannot be told whether"
         )
         (answer,) = report.answers
         assert (answer.verdict, answer.command, answer.rivals) == ("cannot tell", "", "")

@@ -640,9 +640,12 @@ def test_where_it_stops_paying_in_words(points: list[tuple[int, str]], words: st
     assert words in where_it_stops(line(*points))
 
 
-def test_a_disturbed_run_gives_no_verdict_in_words() -> None:
-    said = where_it_stops(line((1, "cannot tell")), "No verdicts: others used the processor.")
-    assert said.startswith("No verdicts: others used the processor. At batch 1 it measured 1.05×")
+def test_a_disturbed_run_gives_provisional_verdicts_in_words() -> None:
+    why = "Verdicts are provisional: others used the processor."
+    said = where_it_stops(line((1, "cannot tell")), why)
+    assert said.startswith(f"{why} At batch 1 it measured 1.05×")
+    said = where_it_stops(line((1, "faster"), (2, "cannot tell")), why)
+    assert said.startswith(f"{why} The largest batch at which it pays is 1, 1.50×")
 
 
 def test_the_answer_of_batches(falls: Path) -> None:

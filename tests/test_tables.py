@@ -498,8 +498,8 @@ class TestRendering:
             )
         assert one(frames.summary_frame(df), "x")["verdict"] == "cannot tell"
 
-    @pytest.mark.parametrize(("busy", "verdict"), [(4, "faster"), (5, "cannot tell")])
-    def test_a_machine_busy_most_of_the_time_allows_no_verdict(self, busy: int, verdict: str) -> None:
+    @pytest.mark.parametrize("busy", [4, 5])
+    def test_a_machine_busy_most_of_the_time_makes_verdicts_provisional(self, busy: int) -> None:
         rows = [
             row(config, f"{prompt}-1", speed, warnings=["steal" if number % 2 else "machine-busy", "thermal"])
             for number, (prompt, (config, speed)) in enumerate(
@@ -509,11 +509,49 @@ class TestRendering:
         for each in rows[busy:]:
             each["warnings"] = ["thermal"]
         frame = frames.summary_frame(frame_of(*rows))
-        assert one(frame, "x")["verdict"] == verdict
+        assert (one(frame, "x")["verdict"], one(frame, "x")["provisional"]) == ("faster", busy == 5)
         assert not isinstance(one(frame, "plain")["verdict"], str)
+        assert not one(frame, "plain")["provisional"]
         assert set(frames.category_frame(frame_of(*rows))["verdict"]) == {"cannot tell"}
-        said = "No verdicts: others used the processor during 5 of 8 generations."
-        assert (said in tables.notes(frame)) == (busy == 5)
+        said = "Verdicts are provisional: others used the processor during 5 of 8 generations."
+        assert (said in tables.notes(frame)) == (stats.PROVISIONAL in tables.notes(frame)) == (busy == 5)
+        assert ("fastest measured, provisional" in tables.to_markdown(frame)) == (busy == 5)
+
+    @pytest.mark.parametrize(
+        ("low", "high", "verdict"),
+        [(1.1, 1.5, "faster"), (1.08, 1.5, "cannot tell"), (1.4, None, "cannot tell")],
+    )
+    def test_a_provisional_verdict_wants_a_wider_interval(
+        self, low: float, high: float | None, verdict: str
+    ) -> None:
+        """1.3 · (1.08 / 1.3)^1.5 is 0.98."""
+        ratio = stats.Estimate(1.3, low if high else None, high, 6, "prompts")
+        assert stats.verdict(ratio, disturbed=True) == verdict
+        assert stats.verdict(ratio) == ("faster" if high else "cannot tell")
+        mirrored = stats.Estimate(
+            1 / 1.3, 1 / high if high else None, 1 / low if high else None, 6, "prompts"
+        )
+        assert stats.verdict(mirrored, disturbed=True) == verdict.replace("faster", "slower")
+
+    @pytest.mark.parametrize("width", [60, 80])
+    def test_a_provisional_verdict_fits(self, made: pd.DataFrame, width: int) -> None:
+        df = made.copy()
+        df["warnings"] = [["steal"]] * len(df)
+        text = shown(frames.summary_frame(df), width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "provisional" in text
+
+    def test_predictions_of_a_disturbed_run_are_withheld(self, made: pd.DataFrame) -> None:
+        df = made.copy()
+        df["warnings"] = [["machine-busy"]] * len(df)
+        quiet, busy = frames.summary_frame(made), frames.summary_frame(df)
+        names = [name for name in quiet.columns if name.startswith("predicted_speedup")]
+        assert quiet[names].notna().any(axis=None)
+        assert busy[names].isna().all(axis=None)
+        said = f"Predicted speedups are left out: others used the processor during {len(df)} of {len(df)} generations."
+        assert any(note.startswith(said) for note in tables.notes(busy))
+        assert not any(note.startswith("Predicted") for note in tables.notes(quiet))
+        assert "predicted" not in shown(busy, 300)
 
     def test_a_missing_baseline_is_told(self) -> None:
         frame = frames.summary_frame(frame_of(row("x", "a-1", 20.0)))

@@ -62,7 +62,8 @@ def compare(
             "--fail-below",
             metavar="RATIO",
             help="Leave with exit code 1 if A / B of any configuration, on all prompts, has a 95% interval that lies"
-            " wholly below RATIO. An interval that reaches RATIO passes; so does a ratio without one.",
+            " wholly below RATIO. An interval that reaches RATIO passes; so does a ratio without one, and all where"
+            " others used the processor most of the time.",
         ),
     ] = None,
     categories: Annotated[

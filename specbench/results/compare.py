@@ -64,6 +64,7 @@ class Row:
         a, b: Speed (tokens/s) or speedup of either, geometric mean over the prompts that both have.
         ratio: A over B; NaN without common prompts.
         verdict: What the interval allows to say about A.
+        provisional: Whether the interval was widened for that, because the measurements were disturbed.
     """
 
     config_a: str
@@ -74,6 +75,7 @@ class Row:
     b: stats.Estimate
     ratio: stats.Estimate
     verdict: stats.Verdict
+    provisional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Compared:
         measure: What is compared.
         rows: For each configuration a row on all prompts, followed by one for each category where there are several.
         notes: What has to be known to read it, sentences.
-        disturbance: Why there are no verdicts, empty where there are.
+        disturbance: Why verdicts are provisional, empty where they are not.
     """
 
     a: str
@@ -101,7 +103,7 @@ class Compared:
         return [row for row in self.rows if row.category is None]
 
     def below(self, ratio: float) -> list[Row]:
-        """The rows on all prompts whose interval over prompts lies wholly below ``ratio``; none without verdicts."""
+        """The rows on all prompts whose interval over prompts lies wholly below ``ratio``; none if disturbed."""
         return [
             row
             for row in self.overall
@@ -156,11 +158,19 @@ def compare_configs(df: pd.DataFrame, a: str, b: str) -> Compared:
 
 
 def _judged(compared: Compared, disturbed: str) -> Compared:
-    """A comparison without verdicts if the measurements were disturbed."""
+    """A comparison, with provisional verdicts if the measurements were disturbed."""
     if not disturbed:
         return compared
-    rows = [dataclasses.replace(row, verdict="cannot tell") for row in compared.rows]
-    return dataclasses.replace(compared, rows=rows, notes=[disturbed, *compared.notes], disturbance=disturbed)
+    rows = []
+    for row in compared.rows:
+        verdict = stats.verdict(row.ratio, disturbed=True)
+        rows.append(dataclasses.replace(row, verdict=verdict, provisional=verdict != "cannot tell"))
+    notes = [
+        disturbed,
+        *([stats.PROVISIONAL] if any(row.provisional for row in rows) else []),
+        *compared.notes,
+    ]
+    return dataclasses.replace(compared, rows=rows, notes=notes, disturbance=disturbed)
 
 
 def side_by_side(df: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
@@ -582,6 +592,7 @@ def to_json(compared: Compared, fail_below: float | None = None) -> dict[str, An
                 },
                 "basis": row.ratio.basis,
                 "verdict": row.verdict,
+                "provisional": row.provisional,
             }
             for row in compared.rows
         ],

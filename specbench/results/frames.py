@@ -67,6 +67,9 @@ _FIGURES = [
     "cached_share",
 ]  # fmt: skip
 _POOLED = ("pooled_speedup", "pooled_speedup_low", "pooled_speedup_high")
+_PREDICTED = tuple(
+    f"{name}{end}" for name in ("predicted_speedup", "predicted_speedup_iid") for end in ("", "_low", "_high")
+)
 _KEY = ["group", "prompt", "turn", "repeat"]
 _CONFIG_FIELDS = (
     "label", "kind", "drafter", "gamma", "policy", "temperature", "baseline", "batch", "arrivals",
@@ -134,11 +137,11 @@ def _as_told(told: Mapping[str, Any], category: str | None = None) -> dict[str, 
 
 
 def disturbance(df: pd.DataFrame) -> str:
-    """Why the rows allow no verdict: others used the machine most of the time. Empty where they do allow one."""
+    """Why verdicts on the rows are provisional: others used the machine most of the time. Empty where they did not."""
     busy = sum(not _OTHERS.isdisjoint(names) for names in df["warnings"])
     if busy <= _MOST_DISTURBED * len(df):
         return ""
-    return f"No verdicts: others used the processor during {busy} of {len(df)} generations."
+    return f"Verdicts are provisional: others used the processor during {busy} of {len(df)} generations."
 
 
 _OTHERS = frozenset({"machine-busy", "steal"})
@@ -236,11 +239,13 @@ def summary_frame(df: pd.DataFrame, steps: Steps | None = None) -> pd.DataFrame:
         - ``speedup``: over the baseline, geometric mean over prompts of paired ratios, 1 for a baseline;
           ``speedup_total``: the same with the time to first token; ``pooled_speedup``: all tokens over all seconds;
         - ``speedup_basis``: what its interval is over (``prompts``; ``repeats``, with one prompt; ``None``);
-          ``verdict``: what that interval allows to say;
+          ``verdict``: what that interval allows to say; ``provisional``: whether it was widened for that, because
+          others used the machine most of the time;
         - ``tokens_per_step, acceptance_rate`` (accepted / drafted), ``acceptance_tested`` (accepted / tested),
           ``alpha, mean_gamma, mean_nodes``: over all steps;
         - ``predicted_speedup``: from acceptance by position and the measured costs of passes, and
-          ``predicted_speedup_iid``: from α instead, geometric means over prompts; ``c``: cost of a drafter pass;
+          ``predicted_speedup_iid``: from α instead, geometric means over prompts, none if others used the machine most
+          of the time; ``c``: cost of a drafter pass;
         - ``ms_per_token``: time of the steps per emitted token, and ``share_draft, share_verify, share_accept,
           share_rollback, share_other``: the parts of it, with ``share_draft_prefill`` within that of drafting;
         - ``speedup_first``, of servers: the speedup over the first repeat alone; ``warming``: how many times as fast
@@ -299,7 +304,7 @@ def category_frame(df: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row per category and configuration with ``category, config, label, prompts, speedup, speedup_low,
-        speedup_high, speedup_basis, verdict, pooled_speedup`` and its interval. Baselines are left out.
+        speedup_high, speedup_basis, verdict, provisional, pooled_speedup`` and its interval. Baselines are left out.
     """
     configs = _configs(df)
     pairs = paired_runs(df)
@@ -324,15 +329,26 @@ def category_frame(df: pd.DataFrame) -> pd.DataFrame:
 
 
 def _judged(frame: pd.DataFrame, kind: str, df: pd.DataFrame) -> pd.DataFrame:
-    """A frame with what its text needs to know, and without verdicts where the rows that it was made of allow none."""
+    """A frame with what its text needs to know; verdicts on disturbed rows are provisional, predictions left out."""
     dtype = df.attrs.get("run", {}).get("target", {}).get("dtype")
-    disturbed = "" if stored_answer(df) else disturbance(df)
+    why = disturbance(df)
+    disturbed = "" if stored_answer(df) else why
     frame.attrs = {"kind": kind, "disturbance": disturbed, "dtype": dtype, "over": baseline_name(df)}
     tuning = run_of(df).get("tuning") or {}
     if tuning.get("ranking"):
         frame.attrs["fastest"] = tuning["ranking"][:1] if tuning.get("verdict") == "faster" else []
-    if frame.attrs["disturbance"]:
-        frame["verdict"] = frame["verdict"].where(frame["verdict"].isna(), "cannot tell")
+    if disturbed:
+        frame["verdict"] = [
+            stats.verdict(estimate_of(row), disturbed=True) if isinstance(row["verdict"], str) else None
+            for row in records(frame)
+        ]
+    frame["provisional"] = frame["verdict"].isin(("faster", "slower")) & bool(disturbed)
+    if why and kind == "summary" and frame[list(_PREDICTED)].notna().any(axis=None):
+        frame[list(_PREDICTED)] = _NAN
+        frame.attrs["withheld"] = (
+            "Predicted speedups are left out:"
+            f"{why.partition(':')[2]} Passes timed meanwhile say little of what generations took."
+        )
     return frame
 
 

@@ -17,7 +17,7 @@ __all__ = ["PLACES", "best_measure", "distinct_stories", "head_frame", "stories"
 PLACES = 4
 """Of a draft, whose acceptance is told while a head learns."""
 
-_SPEEDUP = ("prompts", "speedup", "speedup_low", "speedup_high", "speedup_basis", "verdict")
+_SPEEDUP = ("prompts", "speedup", "speedup_low", "speedup_high", "speedup_basis", "verdict", "provisional")
 
 
 def stories(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -18,6 +18,8 @@ from scipy import stats as distributions
 
 __all__ = [
     "CONFIDENCE",
+    "PROVISIONAL",
+    "WIDENED",
     "Comparison",
     "Estimate",
     "Verdict",
@@ -48,6 +50,15 @@ stands upright: beyond, the interval of a few values with an outlier gets severa
 Floats: TypeAlias = NDArray[np.float64]
 Labels: TypeAlias = Sequence[Any] | NDArray[Any]
 Verdict = Literal["faster", "slower", "cannot tell"]
+
+WIDENED = 1.5
+"""How many times as far from the figure, in logarithms, an interval reaches for a provisional verdict."""
+
+PROVISIONAL = (
+    "Provisional: also an interval that reaches 1.5 times as far from the figure, on the logarithmic scale, lies wholly"
+    " above or below 1. Measure again on a quiet machine."
+)
+"""What that means, in sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,11 +334,20 @@ def unseen_text(units: int, what: str = "prompts") -> str:
 # --- Comparing ------------------------------------------------------------------------------------
 
 
-def verdict(ratio: Estimate) -> Verdict:
-    """What an interval of a speed ratio allows to say; without one over prompts nothing."""
+def verdict(ratio: Estimate, *, disturbed: bool = False) -> Verdict:
+    """What an interval of a speed ratio allows to say; without one over prompts nothing.
+
+    Args:
+        ratio: With its interval.
+        disturbed: Whether others used the machine most of the time: the interval is widened by ``WIDENED``, and the
+            verdict a provisional one.
+    """
     if ratio.basis != "prompts" or ratio.low is None or ratio.high is None:
         return "cannot tell"
-    return "faster" if ratio.low > 1.0 else "slower" if ratio.high < 1.0 else "cannot tell"
+    low, high = ratio.low, ratio.high
+    if disturbed:
+        low, high = (ratio.value * (end / ratio.value) ** WIDENED for end in (low, high))
+    return "faster" if low > 1.0 else "slower" if high < 1.0 else "cannot tell"
 
 
 def compare(

@@ -133,10 +133,11 @@ def _answer(
     elif all(row["verdict"] == "slower" for row in measured):
         headline = f"Speculation does not pay here: the best of what was measured is {best_is}."
     else:
-        why = summary.attrs.get("disturbance") or "It cannot be told whether speculation pays here."
-        headline = f"{why} The best of what was measured is {best_is}."
+        headline = (
+            f"It cannot be told whether speculation pays here. The best of what was measured is {best_is}."
+        )
     return Answer(
-        when + headline,
+        when + _provisionally(summary) + headline,
         best["verdict"],
         _rivals(df, best, measured),
         generate_command(arguments, best) if best["verdict"] != "cannot tell" else "",
@@ -174,17 +175,21 @@ def _answer_of_servers(
     elif all(row["verdict"] == "slower" for row in measured):
         headline = f"Nothing is faster than {over} here; {ratio}."
     else:
-        headline = (
-            f"{disturbance or f'It cannot be told whether anything is faster than {over} here.'} {ratio}."
-        )
+        headline = f"It cannot be told whether anything is faster than {over} here. {ratio}."
     if base:
         details.append(f"{_described(best)} decodes at {_speed(best)}, {over} at {_speed(base[0])}.")
     return Answer(
-        when + headline,
+        when + _provisionally(summary) + headline,
         best["verdict"],
         _rivals(df, best, measured),
         details=[*details, *_same_texts([best], over)],
     )
+
+
+def _provisionally(summary: pd.DataFrame) -> str:
+    """Why verdicts are provisional, a sentence before others; empty where they are not."""
+    why = summary.attrs.get("disturbance")
+    return f"{why} " if why else ""
 
 
 def _at_batch(row: Mapping[str, Any]) -> str:
@@ -238,7 +243,7 @@ def where_it_stops(line: Line, disturbance: str = "", over: str = PLAIN) -> str:
 
     Args:
         line: A drafter and a rule over batches.
-        disturbance: Why there are no verdicts; empty where there are.
+        disturbance: Why verdicts are provisional; empty where they are not.
         over: The baseline, in words.
     """
 
@@ -247,7 +252,9 @@ def where_it_stops(line: Line, disturbance: str = "", over: str = PLAIN) -> str:
 
     first, last = line.batches[0], line.batches[-1]
     if disturbance:
-        return f"{disturbance} At batch {last} it measured {at(last)}."
+        if line.pays is None:
+            return f"{disturbance} At batch {last} it measured {at(last)}."
+        return f"{disturbance} The largest batch at which it pays is {line.pays}, {at(line.pays)}."
     told, untold = line.told
     if not told:
         return (
@@ -358,7 +365,7 @@ def _tied(df: pd.DataFrame, best: Mapping[str, Any], other: Mapping[str, Any]) -
     ratio = stats.geometric_mean(
         (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
     )
-    return stats.verdict(ratio) == "cannot tell"
+    return stats.verdict(ratio, disturbed=bool(best["provisional"])) == "cannot tell"
 
 
 def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specbench.results import stats
-from specbench.show.tables import markdown_row, markdown_text, spelled_out
+from specbench.show.tables import markdown_row, markdown_text, spelled_out, verdict_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,13 @@ def _cells(row: Row, compared: Compared, *, by_category: bool) -> list[str]:
     else:
         sides = [stats.ratio_text(each, "") for each in (row.a, row.b)]
     names = [row.label, *([row.category or "all"] if by_category else [])]
-    return [*names, str(row.ratio.prompts), *sides, stats.ratio_text(row.ratio, ""), row.verdict]
+    return [
+        *names,
+        str(row.ratio.prompts),
+        *sides,
+        stats.ratio_text(row.ratio, ""),
+        verdict_text(row.verdict, row.provisional),
+    ]
 
 
 def render_terminal(compared: Compared, console: Console, *, categories: bool) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "spelled_out",
     "terminal_table",
     "to_markdown",
+    "verdict_text",
 ]
 
 _NAN = float("nan")
@@ -113,6 +114,10 @@ def notes(frame: pd.DataFrame) -> list[str]:
         out.append(_too_few(one))
     if frame.attrs.get("disturbance"):
         out.append(frame.attrs["disturbance"])
+    if frame["provisional"].any():
+        out.append(stats.PROVISIONAL)
+    if frame.attrs.get("withheld"):
+        out.append(frame.attrs["withheld"])
     out += [
         f"{row['label']}: all tokens over all seconds give {_ratio_text(row, 'pooled_speedup')}, "
         f"the mean over {unit} {_ratio_text(row, 'speedup')}: its {unit.split()[0]} fare differently."
@@ -181,6 +186,13 @@ def identity_text(rows: Sequence[Mapping[str, Any]], dtype: str | None, over: st
     if over != PLAIN:
         return f"{share}; --check-outputs tells whether rounding explains the others."
     return f"{share}; whether rounding explains the others is checked at the end of a sweep."
+
+
+def verdict_text(verdict: str | None, provisional: bool) -> str:
+    """A verdict as tables show it, a dash for a baseline's."""
+    if not isinstance(verdict, str):
+        return "–"
+    return f"{verdict}, provisional" if provisional else verdict
 
 
 def _means_differ(row: Mapping[str, Any]) -> bool:
@@ -252,7 +264,7 @@ _SUMMARY_COLUMNS = [
     _Column("configuration", "label", 0, lambda row: str(row["label"])),
     _Column("tokens/s", "tokens_per_second", 1, _as(stats.decimals, "tokens_per_second")),
     _Column("speedup", "speedup", 0, _speedup_text("speedup")),
-    _Column("verdict", "verdict", 0, lambda row: row["verdict"] if isinstance(row["verdict"], str) else "–"),
+    _Column("verdict", "verdict", 0, lambda row: verdict_text(row["verdict"], row["provisional"])),
     _Column("first time", "speedup_first", 6, _speedup_text("speedup_first")),
     _Column("again", "warming", 6, lambda row: _ratio_text(row, "warming")),
     _Column("with TTFT", "speedup_total", 14, _speedup_text("speedup_total")),
@@ -393,7 +405,8 @@ def _head_notes(frame: pd.DataFrame) -> list[str]:
     for label, mine in frame.groupby("label", sort=False):
         slower = mine[mine["verdict"] == "slower"]["category"]
         if len(slower):
-            out.append(f"{label} loses to plain decoding on {', '.join(slower)}.")
+            surely = " provisionally" if mine["provisional"].eq(True).any() else ""
+            out.append(f"{label}{surely} loses to plain decoding on {', '.join(slower)}.")
         known = mine[mine["first"].notna()]
         if len(known) > 1:
             worst = min(records(known), key=lambda row: float(row["first"]))
@@ -424,7 +437,9 @@ def _summary_sheet(frame: pd.DataFrame) -> Sheet:
     best = winners(frame)
     marked = frozenset(number for number, config in enumerate(frame["config"]) if config in best)
     for number in marked:
-        sheet.rows[number][sheet.headings.index("verdict")] = "fastest measured"
+        sheet.rows[number][sheet.headings.index("verdict")] = verdict_text(
+            "fastest measured", frame["provisional"].iloc[number]
+        )
     return dataclasses.replace(sheet, notes=notes(frame), marked=marked)
 
 

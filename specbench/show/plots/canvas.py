@@ -557,7 +557,8 @@ WHY_NOT = {
     "speedup": "no speculative configuration has a generation beside one of its baseline",
     "tokens_per_second": "no speculative configuration has finished a generation of two tokens or more",
     "acceptance_rate": "nothing was drafted",
-    "predicted_speedup": "the costs of single passes were not measured, or nothing was drafted",
+    "predicted_speedup": "the costs of single passes were not measured, nothing was drafted, or others used the"
+    " processor most of the time",
 }
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from specbench.results import frames
-from specbench.results.stats import decimals
+from specbench.results.stats import WIDENED, decimals
 from specbench.show.plots.canvas import (
     DASHED,
     GREY,
@@ -246,8 +246,9 @@ def by_category(run: Run) -> Figure:
     counts = frame["prompts"]
     prompts = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
     means = f"Geometric means over prompts ({prompts} per category)"
+    bold = f"one {WIDENED:g} times as wide (busy machine)" if frame["provisional"].any() else "it"
     remarks = (
-        f"{means}." if plain_cells else f"{means}, below them the 95% intervals. Bold: 1 is not in it.",
+        f"{means}." if plain_cells else f"{means}, below them the 95% intervals. Bold: 1 is not in {bold}.",
         "*: one prompt; over its repeats." if (frame["speedup_basis"] == "repeats").any() else "",
         f"No interval: {'one run of one prompt' if (without['prompts'] == 1).all() else 'too few prompts'}."
         if len(without)

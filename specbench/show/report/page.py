@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from specbench.decoding.records import PARTS
-from specbench.results import frames
+from specbench.results import frames, stats
 from specbench.show import tables
 from specbench.show.answer import Answer
 from specbench.show.report.content import (
@@ -266,6 +266,8 @@ def _category_table(title: str, frame: pd.DataFrame) -> _Table:
     sheet = tables.sheet_of(frame)
     table = _table(title, sheet)
     table.notes = [*sheet.notes, "[–]: too few to say. ▲ ▼: the interval lies wholly above or below 1."]
+    if frame["provisional"].any():
+        table.notes.append(f"{frame.attrs['disturbance']} {stats.PROVISIONAL}")
     configs, categories = (list(dict.fromkeys(frame[name])) for name in ("config", "category"))
     verdicts = {(row["config"], row["category"]): row["verdict"] for row in frames.records(frame)}
     for config, row in zip(configs, table.rows, strict=True):

@@ -294,7 +294,7 @@ class _Run:
         self.df, self.name, self.run = df, name, frames.run_of(df)
         summary = frames.summary_frame(df)
         self.rows = frames.records(summary)
-        self.winners = frames.winners(summary)
+        self.winners = frames.winners(summary[~summary["provisional"]])
         tuning = self.run.get("tuning") or {}
         self.ranking: Sequence[str] = tuning.get("ranking", ())
         """The order to which `specbench tune` came, which measures the slower ones on few prompts."""
@@ -346,6 +346,7 @@ class _Run:
         rule = parse_rule(row["policy"])
         own, reason = (gamma, "as --gamma says") if gamma else _fixed(self.df, self.rows, row, rule)
         target = self.run["target"]
+        sure: stats.Verdict = "cannot tell" if row["provisional"] else row["verdict"]
         setting = Setting(
             Model.named(one_line(target["name"])),
             drafter,
@@ -359,7 +360,7 @@ class _Run:
                 row["config"],
                 row["label"],
                 frames.estimate_of(row),
-                "faster" if row["config"] in self.winners else row["verdict"],
+                "faster" if row["config"] in self.winners else sure,
                 row["config"] in self.winners,
             ),
         )
