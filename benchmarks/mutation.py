@@ -68,7 +68,12 @@ SCHEDULE = ("tests/test_schedule.py",)
 CALIBRATED = ("tests/test_tree_calibration.py", "-k", "holds_for or rule_takes or faster")
 BLOCKS = ("tests/test_pools.py", "-k", "whatever_others_do")
 RAGGED = ("tests/test_batch.py::test_every_request_gets_the_rows_it_gets_alone[llama-slotted]",)
-TREES = ("tests/test_trees.py", "-k", "targets and not specinfer or keeps_what_it_has_read")
+TREES = (
+    "tests/test_distributions.py",
+    "tests/test_trees.py",
+    "-k",
+    "(exact_or_refused and (traversal or recursive)) or keeps_what_it_has_read",
+)
 HEADS = ("tests/test_heads.py", "-k", "formula or every_draft")
 DISTRIBUTIONS = ("tests/test_distributions.py", "-k", "exact_or_refused and specinfer")
 BANNED = ("tests/test_distributions.py", "-k", "banned")

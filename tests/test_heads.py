@@ -39,27 +39,19 @@ from head_files import (
     speculators_settings,
     write_head,
 )
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
+from scripted_drafters import scripted_target, small_scorer
 from tiny import save_tiny, tiny_language_model
 from told import Result, refusal
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig
 
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.head_scorers import (
-    BlockScorer,
     EagleScorer,
     HeadBatch,
-    HeadScorer,
-    MedusaScorer,
-    ParallelScorer,
 )
 from specbench.backends.torch.heads import (
-    BlockHead,
     EagleHead,
-    EagleOneHead,
     EagleShape,
-    MedusaHeads,
-    ParallelEagleHead,
 )
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.bench.passes import time_passes
@@ -72,13 +64,11 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Asking, Drafter, Pass, answered
 from specbench.decoding.records import Generation, Prefill, SharedPass, Step
 from specbench.decoding.request import DraftPolicy
-from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
-from specbench.drafters.look_ahead import LookAheadDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.drafters.several import SeveralDrafters
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
@@ -592,152 +582,7 @@ def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path: Pat
     assert target.scorer.held == 0  # all of it was taken back
 
 
-# -- the loop's own distribution, enumerated -------------------------------------------------------
-
-FEW, NEW, DEPTH = 3, 4, 2
 PROMPT = [1, 2, 0]
-TABLE = random_table(3, FEW)
-STATES = torch.randn(FEW, FEW, 3, 8, generator=torch.Generator().manual_seed(4))
-
-
-def states_of(tokens: Sequence[int]) -> torch.Tensor:
-    """Hidden states that depend on the last two tokens and the length, [layers, width]."""
-    return STATES[tokens[-1], tokens[-2] if len(tokens) > 1 else 0] + 0.1 * len(tokens)
-
-
-def scripted_target() -> ScriptedScorer:
-    return ScriptedScorer(TABLE, FEW, cache=ScriptedCache(), states=states_of)
-
-
-@cache
-def small_head(kind: str) -> Any:
-    """Of a target with hidden states of the size 8; draws the last two of three tokens."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        if kind == "medusa":
-            module: Any = MedusaHeads(2, 1, 8, 2)
-        else:
-            layer = LlamaConfig(
-                vocab_size=FEW,
-                hidden_size=8,
-                intermediate_size=12,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-            )
-            shape = EagleShape(
-                1 if kind == "eagle-1" else 3, 8, 2, layer, embeds=True, head_norms=kind == "dflash"
-            )
-            if kind == "dflash":
-                module = BlockHead(shape, 1, DEPTH + 1, 1)
-            elif kind == "peagle":
-                module = ParallelEagleHead(shape, DEPTH, 1)
-            else:
-                module = (EagleHead if kind == "eagle" else EagleOneHead)(shape)
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter)
-    return module.eval().requires_grad_(False)
-
-
-def small_scorer(kind: str) -> HeadScorer:
-    fitted = FittedLogits(FEW, torch.tensor([2, 0]))
-    head = small_head(kind)
-    if kind == "medusa":
-        return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, FEW)
-    layers = (2,) if kind == "eagle-1" else (0, 1, 2)
-    scorer: Any = {"dflash": BlockScorer, "peagle": ParallelScorer}.get(kind, EagleScorer)
-    made: HeadScorer = scorer(head, head.embed_tokens, layers, fitted, None)
-    return made
-
-
-DRAFTERS: dict[str, Callable[[ScriptedScorer], Drafter]] = {
-    "eagle": lambda _: HeadDrafter(small_scorer("eagle"), "eagle"),
-    "eagle-1": lambda _: HeadDrafter(small_scorer("eagle-1"), "eagle-1"),
-    "dflash": lambda _: HeadDrafter(small_scorer("dflash"), "dflash"),
-    "peagle": lambda _: HeadDrafter(small_scorer("peagle"), "peagle"),
-    "medusa": lambda _: HeadDrafter(small_scorer("medusa"), "medusa"),
-    "lookup+eagle": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("eagle"), "eagle")),
-    "lookup+medusa": lambda _: CascadeDrafter(LookupDrafter(), HeadDrafter(small_scorer("medusa"), "medusa")),
-    "eagle|medusa": lambda target: SeveralDrafters([DRAFTERS["eagle"](target), DRAFTERS["medusa"](target)]),
-    "pass": lambda target: look_ahead(target),
-    "lookup+pass": lambda target: CascadeDrafter(LookupDrafter(), look_ahead(target)),
-}
-
-
-def ahead_table(tokens: Sequence[int]) -> torch.Tensor:
-    """Logits of the target where the ids from ``FEW`` on stand for tokens to come."""
-    return TABLE(tokens) if tokens[-1] < FEW else AHEAD([token % FEW for token in tokens[-2:]]) + tokens[-1]
-
-
-AHEAD = random_table(8, FEW)
-
-
-def look_ahead(target: ScriptedScorer) -> LookAheadDrafter:
-    scorer: Any = ScriptedScorer(ahead_table, FEW, cache=target.cache, own_entries_only=False)
-    return LookAheadDrafter(scorer, (FEW, FEW + 1), "pass")
-
-
-POLICIES: dict[str, Callable[[], DraftPolicy]] = {
-    "chain": lambda: DraftPolicy(FixedLength(DEPTH)),
-    "block": lambda: DraftPolicy(FixedLength(DEPTH), verification="block"),
-    **{
-        method: lambda method=method: DraftPolicy(  # type: ignore[misc]
-            FixedLength(DEPTH), tree=StaticTree.shaped((-1, -1, 0)), verification=method
-        )
-        for method in ("recursive", "traversal", "naive")
-    },
-}
-
-
-def loop_distribution(
-    drafter: str, policy: str, sampling: Sampling, new: int
-) -> dict[tuple[int, ...], float]:
-    def run(random: Any) -> tuple[int, ...]:
-        tokens: list[int] = []
-        target = scripted_target()
-        for record in decode_steps(
-            PROMPT, target, DRAFTERS[drafter](target), policy=POLICIES[policy](), sampling=sampling, random=random,
-            max_new_tokens=new,
-        ):  # fmt: skip
-            if isinstance(record, Prefill):
-                tokens += [] if record.token is None else [record.token]
-            else:
-                tokens += record.tokens
-        return tuple(tokens)
-
-    return enumerate_outcomes(run, new)
-
-
-def target_distribution(sampling: Sampling, new: int) -> dict[tuple[int, ...], float]:
-    """By the chain rule: written without anything of the loop."""
-    growing: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(new):
-        grown: dict[tuple[int, ...], float] = {}
-        for tokens, weight in growing.items():
-            context = [*PROMPT, *tokens]
-            p = sampling.probabilities(TABLE(context).unsqueeze(0), context)[0].double()
-            for token in range(FEW):
-                grown[*tokens, token] = weight * float(p[token] / p.sum())
-        growing = grown
-    return {tokens: weight for tokens, weight in growing.items() if weight > 0}
-
-
-CELLS = [
-    *((drafter, policy, NEW) for drafter, policy in itertools.product(["eagle", "medusa", "pass"], POLICIES)),
-    ("eagle-1", "chain", NEW), ("eagle-1", "traversal", NEW), ("dflash", "chain", NEW), ("dflash", "traversal", NEW),
-    ("peagle", "chain", NEW), ("peagle", "block", NEW), ("peagle", "traversal", NEW),
-    ("lookup+eagle", "chain", NEW), ("lookup+medusa", "chain", NEW), ("lookup+pass", "chain", NEW),
-    ("eagle|medusa", "chain", NEW - 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("drafter", "policy", "new"), CELLS)
-def test_the_output_distribution_is_the_targets(drafter: str, policy: str, new: int) -> None:
-    samplings = (Multinomial(0.9, repetition_penalty=1.4), Nucleus(0.8))
-    for sampling in samplings[: 2 if policy == "chain" else 1]:
-        found = loop_distribution(drafter, policy, sampling, new)
-        expected = target_distribution(sampling, new)
-        assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
-        assert max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in {*found, *expected}) < 1e-6
 
 
 # -- real models -----------------------------------------------------------------------------------
@@ -977,11 +822,10 @@ def test_timed_passes_are_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # -- the check -------------------------------------------------------------------------------------
 
 
-def check_setup(drafter: str | Drafter) -> DecodingSetup:
-    target = scripted_target()
+def check_setup(drafter: Drafter) -> DecodingSetup:
     return DecodingSetup(
-        target=target,  # type: ignore[arg-type]
-        drafter=DRAFTERS[drafter](target) if isinstance(drafter, str) else drafter,
+        target=scripted_target(),  # type: ignore[arg-type]
+        drafter=drafter,
         policy=FixedLength(2),
         sampling=Multinomial(0.9),
         max_new_tokens=6,
@@ -998,7 +842,7 @@ class Flattering(HeadDrafter):
         return draft
 
 
-@pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "medusa"])
 def test_the_check_passes_heads_and_finds_a_wrong_q(kind: str) -> None:
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
         checking = DecodingCheck(check_setup(drafter(small_scorer(kind), kind)), [Case("a", tuple(PROMPT))])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -152,46 +151,7 @@ def largest_gap(a: dict[tuple[int, ...], float], b: dict[tuple[int, ...], float]
     return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
 
 
-def cells() -> Iterator[Any]:
-    """Which trees go with which way to verify."""
-    for method, how in METHODS.items():
-        for tree in (None, *TREES):
-            if tree is not None and how.chains_only:
-                continue
-            if tree == "dynamic" and method != "naive":
-                continue
-            if tree == "chains" and method not in ("specinfer", "naive"):
-                continue
-            yield pytest.param(method, tree, id=f"{method}-{tree}")
-
-
-@pytest.mark.parametrize(("method", "tree"), list(cells()))
-def test_the_output_distribution_is_the_targets(method: VerificationName, tree: str | None) -> None:
-    for sampling in (SAMPLINGS["multinomial"], SAMPLINGS["repetition penalty"]):
-        found = loop_distribution(TREES[tree] if tree else None, method, sampling)
-        assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
-        assert largest_gap(found, target_distribution(sampling)) < 1e-6
-
-
 # --- Several drafters -----------------------------------------------------------------------------
-
-
-def several(target: ScriptedScorer, *, certain: bool = False) -> SeveralDrafters:
-    others = [LookupDrafter()] if certain else []
-    tables = (DRAFT, random_table(11, VOCAB))
-    models = [ModelDrafter(ScriptedScorer(table, VOCAB), f"model {i}") for i, table in enumerate(tables)]
-    return SeveralDrafters([*models, *others])
-
-
-@pytest.mark.parametrize("method", ["specinfer", "recursive", "naive"])
-@pytest.mark.parametrize("certain", [False, True])
-def test_the_drafts_of_several_keep_the_distribution(
-    method: VerificationName, certain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(DRAFTERS, "model", partial(several, certain=certain))
-    for sampling in (SAMPLINGS["multinomial"], SAMPLINGS["nucleus"]):
-        found = loop_distribution(None, method, sampling)
-        assert largest_gap(found, target_distribution(sampling)) < 1e-6
 
 
 def test_several_on_caches_of_their_own_decode_greedily() -> None:

@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
-from test_exact import NEW, PROMPT, SAMPLINGS, TARGET, VOCAB, largest_gap, target_distribution
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 
 from specbench.cli import run
 from specbench.decoding.logits import DraftVocabulary, Logits
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.prospects import Scores
-from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Multinomial, Sampling
-from specbench.drafters.model import ModelDrafter
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
-from specbench.lengths import FixedLength, build_policy
+from specbench.lengths import build_policy
 from specbench.models.counts import TokenCounts, read_counts, write_counts
 from specbench.models.prepare import Target, load_drafter, prepare, wrap_drafter, wrap_target
 from specbench.options import ModelOptions
@@ -251,38 +246,6 @@ def test_one_model_with_several_vocabularies(tmp_path: Path) -> None:
     assert [None if width is None else len(width) for width in widths] == [None, 5, 5, 8]
     assert load_drafter(words[1], loaded).name == "small:vocab=5 (int8)"
     assert target.vocab_size == loaded.vocab_size
-
-
-class TrimmedScorer(ScriptedScorer):
-    """A scripted drafter that computes two logits of four."""
-
-    vocabulary = DraftVocabulary(torch.tensor([3, 1]), VOCAB)
-
-    def score(self, asked: Any) -> Any:
-        rows = super().score(asked)
-        return rows._replace(logits=rows.logits[:, [3, 1]])
-
-
-@pytest.mark.parametrize("name", ["multinomial", "top-k", "repetition penalty"])
-def test_the_output_distribution_is_the_targets(name: str) -> None:
-    def outcome(random: Any) -> tuple[int, ...]:
-        tokens: list[int] = []
-        for record in decode_steps(
-            PROMPT,
-            ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache()),
-            ModelDrafter(TrimmedScorer(random_table(2, VOCAB), VOCAB), "trimmed"),  # type: ignore[arg-type]
-            policy=FixedLength(2),
-            sampling=SAMPLINGS[name],
-            random=random,
-            max_new_tokens=NEW,
-        ):
-            new = [record.token] if isinstance(record, Prefill) else record.tokens
-            tokens += [token for token in new if token is not None]
-        return tuple(tokens)
-
-    found = enumerate_outcomes(outcome, NEW)
-    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
-    assert largest_gap(found, target_distribution(SAMPLINGS[name])) < 1e-6
 
 
 # -- the command line --------------------------------------------------------------------------------
