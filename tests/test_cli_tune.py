@@ -188,6 +188,30 @@ def test_what_is_written_is_read_and_what_is_printed_runs(
     assert run(["compare", str(folder), "--a", "lookup@auto", "--b", "plain"]) == 0
 
 
+def test_the_command_of_the_answer_names_models_as_they_were_typed(
+    tune: Tune,
+    tmp_path: Path,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A cascade behind a drafter that was given has its folder too; nothing stored has any."""
+    small, target = f"{models / 'small'}/", str(models / "target")
+    monkeypatch.setattr(sys, "argv", ["specbench", "tune", "--target", target, "--drafter", small])
+    factors = {"lookup+small (int8)@auto": 2.0}
+    said = tune("--drafter", small, "--quiet", drafters=drafters_to_try, factors=factors)
+    assert said.code == 0, said.err
+    (line,) = (line for line in said.out.splitlines() if line.startswith("    specbench generate"))
+    words = shlex.split(line)[1:]
+    assert words[:3] == ["generate", "--drafter", f"lookup+{small}"]
+    assert words[words.index("--target") + 1] == target
+    capsys.readouterr()
+    assert run([*words, "-n", "3"]) == 0
+    (folder,) = (tmp_path / "results").iterdir()
+    for path in folder.iterdir():
+        assert str(models).encode() not in path.read_bytes()
+
+
 def test_json(tune: Tune) -> None:
     facts = tune("--json", "--quiet").json()
     assert (facts["winner"], facts["verdict"], facts["configuration"]) == (

@@ -307,7 +307,9 @@ def test_revisions_and_names_without_an_organisation() -> None:
     assert exported("vllm", "org/small@v1", **changes).options["--revision"] == "v2"
     assert exported("vllm", "org/small@v1").options["--speculative-config"]["revision"] == "v1"
     assert exported("sglang", "org/small@v1").options["--speculative-draft-model-revision"] == "v1"
-    assert "from_pretrained('org/small', revision='v1'" in exported("transformers", "org/small@v1").text
+    text = exported("transformers", "org/small@v1").text
+    assert "DRAFTER = 'org/small'\n" in text
+    assert "from_pretrained(DRAFTER, revision='v1'" in text
     for name in ("tensorrt-llm", "mlx-lm"):
         assert any("evision" in each for each in exported(name, "org/small@v1").missing)
     needs = exported("vllm", "lookup", target=Model("qwen")).needs
@@ -335,7 +337,7 @@ def test_names_of_strangers_stay_words() -> None:
         text = exported(name, "lookup", target=odd).text
         assert odd.name in words(text.rpartition("YAML\n")[2])
     text = exported("transformers", "lookup", target=odd).text
-    assert f"from_pretrained({odd.name!r})" in text
+    assert f"TARGET = {odd.name!r}" in text
     compile(text, "x", "exec")
 
 
@@ -741,7 +743,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def performed(text: str, folder: Path) -> tuple[list[int], int, int]:
+def performed(text: str) -> tuple[list[int], int, int]:
     """The tokens that an exported program makes, and how many it counts in how many passes."""
     printed: list[str] = []
     text = text.replace("max_new_tokens=256", "max_new_tokens=40").replace("Why is the sky blue?", PROMPT)
@@ -782,12 +784,30 @@ def test_transformers_gives_the_same_tokens(
 ) -> None:
     monkeypatch.chdir(pair)
     here = setting(drafter, rule, target=Model("big"), dtype="float32")
-    tokens, new, passes = performed(ENGINES["transformers"].export(here).text, pair)
+    tokens, new, passes = performed(ENGINES["transformers"].export(here).text)
     assert tokens == plainly(pair)
     if drafter == "big":  # every draft is right: 40 tokens in eight times four and one, and the prompt's pass
         assert (new, passes) == (40, 8)
     elif not drafter.startswith("self"):
         assert 0 < passes <= new == len(tokens)
+
+
+def test_a_program_names_its_models_at_its_beginning_and_says_which_to_fill_in(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs keep no paths: what is a folder's name has to be found; a hub id, or a built-in model's, stands."""
+    monkeypatch.chdir(pair)
+    text = exported("transformers", "small-1b", target=Model("big"), dtype="float32").text
+    assert "TARGET = 'big'  # a local folder or hub id: fill in\nDRAFTER = 'small-1b'  # a local" in text
+    assert "from_pretrained('" not in text
+    told = "^Fill in TARGET and DRAFTER at the beginning of this program: a local folder or hub id"
+    with pytest.raises(SystemExit, match=told):
+        performed(text)
+    tokens, *_ = performed(text.replace("'small-1b'", repr(str(pair / "small"))))
+    assert tokens == plainly(pair)
+    text = exported("transformers", "lookup", target=Model("smollm2-135m")).text
+    assert "TARGET = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # what smollm2-135m was quantised from\n" in text
+    assert f"TARGET = {HUB.name!r}\n" in exported("transformers", "lookup").text
 
 
 def command_lines(name: str) -> list[list[str]]:

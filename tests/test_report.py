@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,21 @@ class TestAnswer:
                 "--drafter=lookup+/a/small",
                 "--drafter lookup+/a/small --gamma 3",
             ),
+            (
+                {"drafter": "lookup|small:vocab=9 (int8)"},
+                "--drafter ./a/small/:vocab=9",
+                "--drafter 'lookup|./a/small/:vocab=9' --gamma 3",
+            ),
+            (
+                {"drafter": "lookup+small (int4)"},
+                "--target '/my models/big' --drafter /a/small",
+                "--drafter lookup+/a/small --gamma 3 --target '/my models/big' --drafter-dtype int4",
+            ),
+            (
+                {"drafter": "lookup+small (int8)"},
+                "--drafter lookup --drafter /a+b/small",
+                "--drafter lookup+/a+b/small --gamma 3",
+            ),
             ({"drafter": "org/m (int8)"}, "--drafter org/m", "--drafter org/m --gamma 3"),
             (
                 {},
@@ -213,7 +229,7 @@ class TestAnswer:
     ) -> None:
         usual = {"drafter": "d", "gamma": 3.0, "policy": "fixed", "temperature": 0.0, "verdict": "faster"}
         usual["batch"] = math.nan
-        found = generate_command(["sweep", *given.split()], usual | row)
+        found = generate_command(["sweep", *shlex.split(given)], usual | row)
         assert found == f'specbench generate {command} "Your prompt"'
 
     def test_a_single_configuration_was_not_chosen(self, tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ class _Job:
             }
             write_out(json.dumps(facts, allow_nan=False) + "\n")
         else:
-            text = as_text(answer)
+            text = as_text(answer) + self._command(df)
             if found.race.verdict == "faster":
                 text += f"\n{exports_text(exported)}"
             encoding = sys.stdout.encoding or "utf-8"
@@ -429,6 +429,15 @@ class _Job:
                 " sweep and check read it in this folder, or with --config."
             )
         self._say(f"What was measured is in {self.folder}: specbench report {self.folder} shows it.")
+
+    def _command(self, df: Any) -> str:
+        """What decodes as the answer says, with models as they were typed, which nothing stored repeats."""
+        from specbench.results import frames
+        from specbench.show.answer import find_answers
+
+        summary, categories = frames.summary_frame(df), frames.category_frame(df)
+        (answer,) = find_answers(df, summary, categories, sys.argv[1:])
+        return f"\nDecode like that:\n    {answer.command}\n" if answer.command else ""
 
     def _write_summary(self, answer: Answer, df: Any) -> None:
         """The answer and the table of the run, as a sweep has them."""

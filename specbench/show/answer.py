@@ -450,6 +450,8 @@ def generate_command(arguments: Sequence[str], row: Mapping[str, Any]) -> str:
     for name in (*_SHARED, *(("--costs",) if _rule_word(row) == "auto" and not without else ())):
         if not name.startswith(without):
             words += [word for value in _given(arguments, name)[-1:] for word in (name, value)]
+    if row["verdict"] != "slower" and row["drafter"].endswith(" (int4)") and "--drafter-dtype" not in words:
+        words += ["--drafter-dtype", "int4"]  # which `specbench tune` tries beside what auto means
     words += [name for name in _SHARED_FLAGS if name in arguments]
     if row["temperature"]:
         words += ["--temperature", f"{row['temperature']:g}"]
@@ -472,11 +474,17 @@ def _given(arguments: Sequence[str], option: str) -> list[str]:
 
 
 def _drafter_spec(name: str, specs: Sequence[str]) -> str:
-    """How a drafter was named on the command line: in results a folder has its last name, and a dtype behind it."""
-    bare = name.partition(" (")[0]
-    return next(
-        (spec for spec in specs if bare in (spec, re.sub(r"[^+]*[\\/]", "", spec.rstrip("\\/")))), bare
-    )
+    """A drafter as the command line takes it, whose models were named there: results have the last name of a folder."""
+    typed = {}
+    for piece in (piece for spec in specs for piece in spec.split("|")):
+        front, plus, back = piece.partition("+")
+        model = back if plus and not re.search(r"[\\/]", front) else piece
+        typed[re.sub(r".*[\\/]", "", re.sub(r"[\\/]+(?=:|$)", "", model))] = model
+    found = []
+    for part in re.sub(r" \([^()]*\)", "", name).split("|"):
+        front, plus, back = part.partition("+")
+        found.append(typed.get(part, f"{front}{plus}{typed.get(back, back)}"))
+    return "|".join(found)
 
 
 # --- Text -------------------------------------------------------------------------------------------

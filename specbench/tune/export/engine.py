@@ -171,7 +171,7 @@ def model_needs(setting: Setting) -> Iterator[str]:
     for model in (setting.target, setting.assistant):
         builtin = None if model is None else BUILTIN_MODELS.get(model.name)
         if builtin is not None:
-            yield f"{builtin.alias} is a 4-bit file of {builtin.hub_id}: put that there."
+            yield f"{builtin.alias} is a 4-bit file of {builtin.hub_id}, which other engines take in its place."
         elif model is not None and not model.is_hub_id:
             yield f"{model.name} is what one machine calls a model: put its path or hub id there."
     if setting.unseen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specbench.specs.drafters import DrafterSpec, Lookup, SelfForm, SmallModel
+from specbench.specs.models import BUILTIN_MODELS
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Model, Setting
 
@@ -32,7 +33,7 @@ class Transformers:
         """See ``Engine``."""
         drafter, differs = setting.drafter, []
         missing = list(engine.without_counterpart(self, setting))
-        lines: list[str] = []
+        models, lines = {"TARGET": setting.target}, []
         generate: dict[str, Any] = {}
         options: dict[str, Any] = {"generate": generate}
         check = (
@@ -49,10 +50,8 @@ class Transformers:
         elif isinstance(drafter, SmallModel):
             assert setting.assistant is not None
             options["generation_config"] = drafting = _drafting(setting)
-            lines = [
-                f"assistant = {_loaded(_MODEL, setting.assistant, setting.dtype)}",
-                _configured("assistant", drafting),
-            ]
+            models["DRAFTER"] = setting.assistant
+            lines = [_configured("assistant", drafting)]
             generate["assistant_model"] = "assistant"
             differs += [
                 "These settings are read from the assistant's generation_config; arguments of generate are not.",
@@ -79,8 +78,20 @@ class Transformers:
         arguments += [f"{name}={value}" for name, value in generate.items()]
         text = [
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
-            f"tokenizer = {_loaded('AutoTokenizer', setting.target)}",
-            f"target = {_loaded(_MODEL, setting.target, setting.dtype)}",
+            *(_named(name, model) for name, model in models.items()),
+            "",
+            "try:",
+            f"    tokenizer = {_loaded('AutoTokenizer', 'TARGET', setting.target)}",
+            f"    target = {_loaded(_MODEL, 'TARGET', setting.target, setting.dtype)}",
+            *(
+                f"    assistant = {_loaded(_MODEL, name, model, setting.dtype)}"
+                for name, model in models.items()
+                if name == "DRAFTER"
+            ),
+            "except OSError as error:",
+            f'    raise SystemExit(f"Fill in {" and ".join(models)} at the beginning of this program: a local folder or'
+            ' hub id. {error}")',
+            "",
             *lines,
             'messages = [{"role": "user", "content": "Why is the sky blue?"}]',
             "inputs = tokenizer.apply_chat_template(",
@@ -118,10 +129,18 @@ def _configured(model: str, values: dict[str, Any]) -> str:
     return "\n".join(f"{model}.generation_config.{name} = {value!r}" for name, value in values.items())
 
 
-def _loaded(kind: str, model: Model, dtype: str | None = None) -> str:
+def _named(variable: str, model: Model) -> str:
+    """The variable for a model: its hub id, or a name to fill in."""
+    builtin = BUILTIN_MODELS.get(model.name)
+    if builtin is not None:
+        return f"{variable} = {builtin.hub_id!r}  # what {builtin.alias} was quantised from"
+    return f"{variable} = {model.name!r}{'' if model.is_hub_id else '  # a local folder or hub id: fill in'}"
+
+
+def _loaded(kind: str, variable: str, model: Model, dtype: str | None = None) -> str:
     """What loads a tokenizer or a model."""
     given = engine.revision(model, "revision") | engine.floating(dtype, "dtype")
-    arguments = [repr(model.name), *(f"{name}={value!r}" for name, value in given.items())]
+    arguments = [variable, *(f"{name}={value!r}" for name, value in given.items())]
     return f"{kind}.from_pretrained({', '.join(arguments)})"
 
 
