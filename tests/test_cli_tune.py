@@ -176,7 +176,7 @@ def test_what_is_written_is_read_and_what_is_printed_runs(
 ) -> None:
     said = tune()
     assert run(["generate", "--target", str(models / "target"), "Hello", "-n", "3"]) == 0
-    assert "using specbench.toml: drafter lookup, length-policy auto" in capsys.readouterr().err
+    assert "specbench.toml sets --drafter lookup, --length-policy auto" in capsys.readouterr().err
     exports = [
         shlex.split(line)[1:] for line in said.out.splitlines() if line.startswith("    specbench export")
     ]

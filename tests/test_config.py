@@ -156,9 +156,10 @@ def test_generate_takes_it_from_the_folder_and_says_so(tiny: Path, cli: Cli) -> 
     result = cli(*GENERATE)
     assert said(result) == ("self:layers=1", "fixed:gamma=3")
     assert (
-        "specbench: using specbench.toml: target tiny, drafter self:layers=1, length-policy fixed:gamma=3"
-        " (--no-config ignores it)\n" in result.err
+        "specbench: specbench.toml sets --target tiny, --drafter self:layers=1, --length-policy fixed, --gamma 3"
+        " (leave it out with --no-config)\n" in result.err
     )
+    assert "specbench.toml sets --target tiny, --drafter self:layers=1 (leave" in cli(*GENERATE, "-g", 2).err
     assert tiny.exists()
 
 

@@ -47,8 +47,8 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
         return {}
     config = _left(config, given)
     if "config" not in given:
-        used = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in config.given.items())
-        _say(f"using {path}: {used or 'nothing of it'} (--no-config ignores it)")
+        used = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in _options(config).items())
+        _say(f"{path} sets {used or 'nothing'} (leave it out with --no-config)")
     if config.provisional and config.drafter is not None:
         _say(f"{path} {PROVISIONAL}")
     return {name: [value] if name in lists else value for name, value in _options(config).items()}
