@@ -34,6 +34,7 @@ from specbench.files import try_lock
 from specbench.models.choices import Choice, write_choice
 from specbench.models.prepare import choice_key, load_target
 from specbench.results.store import load_results, read_run
+from specbench.show.answer import find_answers
 from specbench.specs.drafters import Lookup
 from specbench.tune import candidates, loading
 from specbench.tune.candidates import drafters_to_try
@@ -208,6 +209,11 @@ def test_the_command_of_the_answer_names_models_as_they_were_typed(
     capsys.readouterr()
     assert run([*words, "-n", "3"]) == 0
     (folder,) = (tmp_path / "results").iterdir()
+    df = load_results(folder)
+    frames = specbench.results.frames
+    (answer,) = find_answers(df, frames.summary_frame(df), frames.category_frame(df))
+    assert "--drafter lookup+/path/to/small " in answer.command
+    assert "--target /path/to/target " in answer.command
     for path in folder.iterdir():
         assert str(models).encode() not in path.read_bytes()
 

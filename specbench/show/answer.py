@@ -18,6 +18,8 @@ from specbench.results.compare import side_by_side
 from specbench.results.frames import estimate_of
 from specbench.results.rows import FOREIGN, PLAIN
 from specbench.show.tables import identity_text, markdown_text
+from specbench.specs.drafters import DRAFTERS
+from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS
 from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
 
@@ -64,7 +66,8 @@ def find_answers(
     """
     rows, cells = frames.records(summary), frames.records(categories)
     run = frames.run_of(df)
-    arguments = run.get("command") or () if arguments is None else arguments
+    if arguments is None:
+        arguments = _with_places(run.get("command") or ())
     told = frames.stored_answer(df)
     if told is not None:
         return [_answer_of_tuning(told, rows, arguments, run)]
@@ -426,6 +429,7 @@ _SHARED = (
     "--target", "--dtype", "--device", "--device-map", "--drafter-dtype", "--drafter-device", "--drafter-device-map",
     "--cache", "--config",
 )  # fmt: skip
+_OF_MODELS = ("--target", "--drafter")
 _SHARED_FLAGS = ("--allow-pickle", "--bit-exact", "--compile", "--no-config")
 """Options of ``sweep`` that ``generate`` has too and that its draft-length rules do not name."""
 
@@ -471,6 +475,24 @@ def _given(arguments: Sequence[str], option: str) -> list[str]:
     """The values of an option on a command line, in either notation."""
     values = [value for word, value in itertools.pairwise(arguments) if word == option]
     return values + [word.partition("=")[2] for word in arguments if word.startswith(f"{option}=")]
+
+
+def _with_places(arguments: Sequence[str]) -> list[str]:
+    """A stored command line with `/path/to/` before what it has left of paths to models: their last names."""
+    words = {*(kind.word for kind in DRAFTERS), *BUILTIN_MODELS, *PACKAGED_HEADS}
+    found: list[str] = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if not equals or option not in _OF_MODELS:
+            option, equals, value = "", "", argument
+        if equals or found[-1:] in ([each] for each in _OF_MODELS):
+            parts = re.split(r"([+|])", value)
+            named = [part for part in parts if part[:1].isalnum() and re.split("[:@]", part)[0] not in words]
+            if "/" not in value and named:
+                parts[parts.index(named[0])] = f"/path/to/{named[0]}"
+            value = "".join(parts)
+        found.append(f"{option}{equals}{value}")
+    return found
 
 
 def _drafter_spec(name: str, specs: Sequence[str]) -> str:
