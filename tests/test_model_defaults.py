@@ -110,6 +110,29 @@ def test_a_forced_beginning_of_a_single_token() -> None:
             assert list(result.token_ids) == expected
 
 
+def test_an_end_is_forced_behind_the_tokens_asked_for_and_not_where_the_context_ends() -> None:
+    settings = {"eos_token_id": 3, "forced_eos_token_id": 3}
+    most = len(PROMPT) + NEW // 2
+
+    def short(context: int) -> PreTrainedModel:
+        model: Any = tiny_llama(context=context)
+        model.generation_config = GenerationConfig(**settings)
+        return model
+
+    for context in (most, len(PROMPT) + NEW):  # generate goes on behind the first one
+        model = short(context)
+        expected = answer(model, PROMPT)[: context - len(PROMPT)]
+        assert (expected[-1] == 3) == (context > most)
+        target = wrap_target(short(context), pack=False)
+        assert target.scorer.context_limit == context
+        for drafter in ("none", "lookup", "self:int8"):
+            result = speculative_generate(PROMPT, target, load_drafter(drafter, target), max_new_tokens=NEW)
+            assert list(result.token_ids) == expected
+        forced = {"forced_eos_token_id": 3}
+        asked = ReferenceSettings(NEW, (3,), model_defaults=forced, context_limit=context)
+        assert list(reference_output(model, PROMPT, asked).tokens) == expected
+
+
 def test_siblings_are_left_out() -> None:
     """Their logits follow another context than the draft's."""
     model = model_with(SETTINGS["no repeats"])

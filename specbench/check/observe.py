@@ -90,9 +90,8 @@ class DecodingSetup:
 
     def transforms(self, prompt: Sequence[int], *, greedy: bool) -> Sampling:
         """The transforms of the output of a prompt."""
-        limit, room = len(prompt) + self.max_new_tokens, self.target.context_limit
-        limit = limit if room is None else min(limit, room)
-        return (self.greedy if greedy else self.sampling).at(len(prompt), limit, self.end_ids)
+        asked = len(prompt) + self.max_new_tokens
+        return (self.greedy if greedy else self.sampling).at(len(prompt), asked, self.end_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,9 @@ def reference_output(model: PreTrainedModel, prompt: Sequence[int], settings: Re
         room = min(room, settings.context_limit - len(prompt))
     if room < 1:
         return Output((), ())
+    defaults = {**settings.model_defaults, "repetition_penalty": settings.repetition_penalty}
+    if room < settings.max_new_tokens:  # an end is forced behind the tokens asked for, which are not reached
+        defaults.pop("forced_eos_token_id", None)
     tops: list[Top] = []
 
     class Note(LogitsProcessor):
@@ -68,7 +71,7 @@ def reference_output(model: PreTrainedModel, prompt: Sequence[int], settings: Re
         max_new_tokens=room,
         eos_token_id=list(settings.end_ids) or None,
         pad_token_id=next(iter(settings.end_ids), 0),
-        **{**settings.model_defaults, "repetition_penalty": settings.repetition_penalty},
+        **defaults,
     )
     own = untyped.generation_config
     untyped.generation_config = (

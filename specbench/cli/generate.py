@@ -527,8 +527,8 @@ def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
     parted = [(fast, slow) for fast, slow in both if fast != slow]
     found |= {"identical": not parted, "differing_repeats": len(parted)}
     if parted:
-        limit, end_ids = len(job.prompt) + job.decode.max_new_tokens, job.target.end_ids
-        transforms = job.sampling.at(len(job.prompt), limit, () if job.decode.ignore_eos else end_ids)
+        asked, end_ids = len(job.prompt) + job.decode.max_new_tokens, job.target.end_ids
+        transforms = job.sampling.at(len(job.prompt), asked, () if job.decode.ignore_eos else end_ids)
         difference = find_difference(job.target.scorer, job.prompt, *parted[0], transforms)
         assert difference is not None
         texts = [None if token is None else job.piece(token) for token in difference.tokens]

@@ -104,7 +104,7 @@ def decode(request: Request, watch: Stopwatch) -> Decoding:
     target, drafter, random = request.target, request.drafter, request.random
     policy, stops = request.policy, request.stops
     rule, siblings = policy.learner, policy.siblings
-    sampling = request.sampling.at(len(request.prompt), request.limit, stops.end_ids)
+    sampling = request.sampling.at(len(request.prompt), request.asked, stops.end_ids)
     verification = verification_of(sampling, request.method, residual_adjustment=request.residual_adjustment)
     # A sibling's logits follow another context than the draft's, which transforms that look back would need.
     branching = siblings.most > 0 and verification.takes_trees and not sampling.looks_back

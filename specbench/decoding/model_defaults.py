@@ -118,13 +118,14 @@ def _listed(settings: dict[str, Any]) -> str:
 
 
 class ContextRules:
-    """The applied settings of one output: they have to know its prompt's length, its limit and its end tokens.
+    """The applied settings of one output: they have to know the lengths asked for and its end tokens.
 
     Args:
         applied: See ``ModelDefaults``.
         repetition_penalty: In place of the settings' own; 1 for none.
         prompt: Length of the prompt.
-        limit: The most tokens that prompt and output may have; ``None`` if nobody knows, and then no end is forced.
+        asked: Length of the prompt and of the new tokens asked for, whose last one may be a forced end, whether or not
+            the model's context ends earlier; ``None`` if nobody knows, and then no end is forced.
         end_ids: What ends the output.
     """
 
@@ -133,11 +134,11 @@ class ContextRules:
         applied: dict[str, Any],
         repetition_penalty: float,
         prompt: int,
-        limit: int | None,
+        asked: int | None,
         end_ids: Iterable[int],
     ) -> None:
         self._applied, self._penalty = applied, repetition_penalty
-        self._prompt, self._limit, self._end_ids = prompt, limit, sorted(end_ids)
+        self._prompt, self._asked, self._end_ids = prompt, asked, sorted(end_ids)
         self._made: dict[torch.device, list[Processor]] = {}
 
     def __call__(
@@ -175,9 +176,9 @@ class ContextRules:
             made.append(hf.MinLengthLogitsProcessor(least, ends, device=str(device)))
         if "forced_bos_token_id" in own:
             made.append(hf.ForcedBOSTokenLogitsProcessor(own["forced_bos_token_id"]))
-        if "forced_eos_token_id" in own and self._limit is not None:
+        if "forced_eos_token_id" in own and self._asked is not None:
             forced = own["forced_eos_token_id"]
-            made.append(hf.ForcedEOSTokenLogitsProcessor(self._limit, forced, device=str(device)))
+            made.append(hf.ForcedEOSTokenLogitsProcessor(self._asked, forced, device=str(device)))
         if "exponential_decay_length_penalty" in own and ends is not None:
             decay = tuple(own["exponential_decay_length_penalty"])
             made.append(hf.ExponentialDecayLengthPenalty(decay, ends, self._prompt))

@@ -180,13 +180,18 @@ class Request:
         return self.policy.method(self.drafter)
 
     @property
+    def asked(self) -> int:
+        """Length of the prompt and of the new tokens asked for."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
     def limit(self) -> int:
         """The most tokens that prompt and output may have."""
-        end, room = len(self.prompt) + self.max_new_tokens, self.target.context_limit
-        return end if room is None else min(end, room)
+        room = self.target.context_limit
+        return self.asked if room is None else min(self.asked, room)
 
     def end_at(self, length: int) -> FinishReason | None:
         """Why an output ends with a context of so many tokens; ``None`` if it goes on."""
         if length < self.limit:
             return None
-        return "length" if length >= len(self.prompt) + self.max_new_tokens else "context-limit"
+        return "length" if length >= self.asked else "context-limit"

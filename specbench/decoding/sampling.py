@@ -147,11 +147,11 @@ class Sampling:
         more = applied.keys() - {"repetition_penalty"}
         return self._but(repetition_penalty=penalty, defaults=defaults if more else None)
 
-    def at(self, prompt: int, limit: int | None, end_ids: Iterable[int]) -> Sampling:
+    def at(self, prompt: int, asked: int | None, end_ids: Iterable[int]) -> Sampling:
         """These transforms for one output; for the arguments see ``ContextRules``."""
         if self.defaults is None:  # what was seen is remembered for one output
             return self._but() if self.looks_back else self
-        rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, limit, end_ids)
+        rules = ContextRules(self.defaults.applied, self.repetition_penalty, prompt, asked, end_ids)
         return self._but(rules=rules)
 
     def greedily(self) -> Sampling:
