@@ -147,6 +147,25 @@ def test_names_hold_no_path(tmp_path):
     assert ModelSpec("gguf", str(tmp_path / "mine.gguf")).name == "mine.gguf"
 
 
+@pytest.mark.parametrize("option", ["int8", "order=3", "n=4", "top-k=2", "vocab=5", "calibrated", "nonsense"])
+@pytest.mark.parametrize("word", ["none", "lookup", "ngram", "suffix", "recycle", "self"])
+def test_what_a_mistyped_drafter_is_taken_for_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for before in ("", "an/organisation|", "lookup+"):
+        mistyped = f"{before}{word}{word[-1]}:{option}"
+        if before == "lookup+" and word != "self":
+            parsed = parse_drafter(f"{before}{word}{word[-1]}")
+            assert str(parsed) == f"{before}{word}{word[-1]}", "a model: no other word may stand there"
+            continue
+        with pytest.raises(UsageError, match="There is no drafter") as refused:
+            parse_drafter(mistyped)
+        offered = str(refused.value.hint).split("'")[1]
+        assert offered.startswith(word)
+        parse_drafter(before + offered if word != "none" else offered)
+
+
 # -- options -------------------------------------------------------------------------------------
 
 

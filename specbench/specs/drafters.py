@@ -597,8 +597,13 @@ def parse_drafter(text: str) -> DrafterSpec:
     Raises:
         UsageError: No such drafter or option, a value outside its range, or what cannot be a model.
     """
+    return _parse(text, _WORDS)
+
+
+def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
+    """See ``parse_drafter``; ``offered`` are the words that a mistyped one is taken for."""
     if "|" in text and not Path(text).exists():
-        return Several(tuple(parse_drafter(part.strip()) for part in text.split("|")))
+        return Several(tuple(_parse(part.strip(), offered) for part in text.split("|")))
     first, plus, second = text.partition("+")
     if plus and _word(first) in _FRONTS:
         return _parse_cascade(first.strip(), second.strip())
@@ -606,7 +611,7 @@ def parse_drafter(text: str) -> DrafterSpec:
     if kind is not None:
         return kind.read(_options(text, kind.options), text)
     model, given = _model_options(text)
-    if (meant := _mistyped(model)) is not None:
+    if (meant := _mistyped(model, offered)) is not None:
         raise UsageError(
             f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organisation."
         )
@@ -638,7 +643,7 @@ def _parse_cascade(first: str, second: str) -> Cascade:
     given = _options(first, {**kind.options, **Cascade.options})
     passes = given.integer("passes", None)
     front = kind.read(given, first, before_model=True)
-    back = parse_drafter(second) if second else None
+    back = _parse(second, {SelfForm.word: SelfForm}) if second else None
     if not isinstance(back, SelfForm | SmallModel):
         raise UsageError(
             f"The second drafter of a cascade, {second!r}, is no model.",
@@ -647,15 +652,26 @@ def _parse_cascade(first: str, second: str) -> Cascade:
     return Cascade(front, back, passes)
 
 
-def _mistyped(text: str) -> str | None:
-    """A drafter word or a folder here that a spec nearly is, which the hub need not be asked about then.
+def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None:
+    """A drafter or a folder here that a spec nearly is, which the hub need not be asked about then.
 
-    What names an organisation, as models on the hub do, and what exists, is taken at its word.
+    What names an organisation, as models on the hub do, and what exists, is taken at its word. Options that the drafter
+    lacks are left out.
     """
     name, colon, options = text.partition(":")
     if "/" in text or text in BUILTIN_MODELS or text in PACKAGED_HEADS or Path(text).exists():
         return None
-    if near := get_close_matches(name, _WORDS, 1, 0.7):
-        return near[0] + colon + options
+    if near := get_close_matches(name, offered, 1, 0.7):
+        (word,) = near
+        meant = (word + colon + options, word, *(f"{word}:{option}" for option in offered[word].options))
+        return next(spec for spec in meant if _is_right(spec))
     folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
     return next(iter(get_close_matches(text, folders, 1, 0.8)), None)
+
+
+def _is_right(text: str) -> bool:
+    try:
+        parse_drafter(text)
+    except UsageError:
+        return False
+    return True
