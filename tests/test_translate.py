@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from scripted import ScriptedScorer, random_table, sequences
 from test_exact import PROMPT, VOCAB
-from tiny import SPECIAL_TOKENS, WORDS, tiny_language_model, tiny_llama, tiny_tokenizer
+from tiny import SPECIAL_TOKENS, WORDS, save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specbench.backends.torch.scorer import Scorer
+from specbench.cli import run
+from specbench.cli.setting import facts, tokenizer_notes
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import answered
 from specbench.decoding.records import Generation
@@ -21,14 +24,16 @@ from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Samplin
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
+from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation, longest_matches
-from specbench.errors import UsageError
+from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.generate_many import speculative_generate_many
 from specbench.lengths import FixedLength
 from specbench.models.load import LanguageModel, wrap_model
 from specbench.models.pairing import token_bytes, translation_of
 from specbench.models.prepare import Target, wrap_drafter, wrap_target
+from specbench.options import DecodeOptions
 from specbench.specs.drafters import Lookup
 
 TEXT = "the otter is in the sea — émoji 🦦 and another thing"
@@ -319,3 +324,46 @@ def test_whatever_is_emitted_the_cache_follows() -> None:
             context += emitted
             drafter.commit(context, len(emitted), torch.empty(0))
             drafter.keep(len(context) - 1, (0, 1))
+
+
+# -- what is said of it ------------------------------------------------------------------------------
+
+
+def test_the_note_gives_the_share_of_the_targets_tokens() -> None:
+    """Special tokens count on both sides: nobody has more than all."""
+    target, drafter = pair(other_words(*reversed(WORDS)))
+    total = len(tiny_tokenizer())
+    cascade = CascadeDrafter(LookupDrafter(Lookup(None, 2)), drafter)
+    several = SeveralDrafters([LookupDrafter(Lookup(None, 2)), drafter])
+    for drafting in (drafter, cascade, several):
+        (note,) = tokenizer_notes([drafting, LookupDrafter(Lookup(None, 2)), RunError("It failed.")])
+        assert f"the {total:,} of the target's {total:,} tokens (100.0%) that both have" in note
+        assert facts(target, drafting, DecodeOptions()) == [note]
+    assert tokenizer_notes([LookupDrafter(Lookup(None, 2))]) == []
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[str, str]:
+    """A target's, and one of a drafter with another tokenizer."""
+    theirs, folder = other_words("the", "Ġan"), tmp_path / "foreign"
+    tiny_llama(1, vocab_size=len(theirs)).save_pretrained(folder)
+    theirs.save_pretrained(folder)
+    return str(save_tiny(tmp_path / "target")), str(folder)
+
+
+@pytest.mark.parametrize("command", ["generate", "check", "sweep", "tune"])
+def test_commands_say_that_the_tokenizers_differ(
+    folders: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    target, drafter = folders
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"id": "a", "category": "chat", "turns": ["the otter"]}\n')
+    words = ["--target", target, "--drafter", drafter, "--dtype", "float32", "-n", "4"]
+    words += ["the otter", "--json"] if command == "generate" else ["--prompts", str(prompts)]
+    more = {
+        "sweep": ["--repeats", "1", "--gamma", "2", "--out", str(tmp_path / "run")],
+        "tune": ["--minutes", "0.1", "--out", str(tmp_path / "a.toml"), "--results", str(tmp_path / "run")],
+    }.get(command, [])
+    run([command, *words, *more])
+    said = " ".join(capfd.readouterr().err.split())
+    assert said.count("has another tokenizer than the target: tokens are translated") == 1

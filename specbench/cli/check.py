@@ -380,6 +380,7 @@ class _DecodingJob:
 
         from specbench.check.observe import DecodingSetup
         from specbench.check.run import Case, DecodingCheck
+        from specbench.cli.setting import tokenizer_notes
         from specbench.models.prepare import check_models, prepare
 
         request = self.request
@@ -410,6 +411,8 @@ class _DecodingJob:
             progress=progress,
             beforehand=answer,
         )
+        for line in tokenizer_notes(each.outcome for each in proposers):
+            request.note(line)
         if (parting := opt.widths_differ(target)) is not None:
             request.note(parting)
         cases = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,14 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
+    from specbench.errors import SpecbenchError
     from specbench.models.load import Progress
     from specbench.models.prepare import Target
     from specbench.options import DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
 
-__all__ = ["Setting", "facts", "load_setting"]
+__all__ = ["Setting", "facts", "load_setting", "tokenizer_notes"]
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,7 @@ def facts(target: Target, drafter: Drafter, decode: DecodeOptions) -> list[str]:
     from specbench.cli.options import widths_differ
 
     lines = list(target.language_model.defaults.notes(applied=decode.model_defaults))
-    if (shared := _shared(drafter)) is not None:
-        lines.append(
-            f"The drafter has another tokenizer: it drafts the {shared[0]:,} of the target's {shared[1]:,}"
-            " tokens that both have."
-        )
+    lines += tokenizer_notes([drafter])
     if not decode.residual_adjustment:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
     if (parting := widths_differ(target)) is not None:
@@ -116,6 +114,24 @@ def facts(target: Target, drafter: Drafter, decode: DecodeOptions) -> list[str]:
             lines.append(f"{what} is slower than it could be, without native passes: {reason}.")
             break
     return lines
+
+
+def tokenizer_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
+    """What there is to say of drafting models with another tokenizer than the target's, a sentence each."""
+    from specbench.drafters.parts import models_of
+    from specbench.drafters.translate import TranslatingDrafter
+    from specbench.errors import SpecbenchError
+
+    loaded = [drafter for drafter in drafters if not isinstance(drafter, SpecbenchError)]
+    models = [model for drafter in loaded for model in models_of(drafter)]
+    translated = [model for model in models if isinstance(model, TranslatingDrafter)]
+    found = {model.name.rsplit(" (", 1)[0]: model.translation for model in translated}  # in whatever dtype
+    return [
+        f"The drafter {name} has another tokenizer than the target: tokens are translated, and it drafts only the"
+        f" {len(both.shared):,} of the target's {both.tokens:,} tokens ({len(both.shared) / both.tokens:.1%})"
+        " that both have."
+        for name, both in found.items()
+    ]
 
 
 def _own_scorer(drafter: Drafter) -> Scorer | None:
@@ -142,14 +158,3 @@ def _without_native_products(scorer: Scorer | None) -> str | None:
         return why_not()
     short = isinstance(scorer, Scorer) and issubclass(scorer.way, ShortPass)  # a head has a way of its own
     return why_not() if short and scorer.model.dtype != torch.float16 else None
-
-
-def _shared(drafter: Drafter) -> tuple[int, int] | None:
-    """How many of the target's tokens a drafter with another tokenizer has, of how many; ``None`` without one."""
-    from specbench.drafters.cascade import CascadeDrafter
-    from specbench.drafters.translate import TranslatingDrafter
-
-    model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
-    if not isinstance(model, TranslatingDrafter):
-        return None
-    return len(model.translation.shared), model.translation.tokens

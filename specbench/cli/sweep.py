@@ -287,6 +287,7 @@ def sweep(
     )
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import starting
+    from specbench.cli.setting import tokenizer_notes
     from specbench.results.store import RunStore
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
@@ -362,6 +363,7 @@ def sweep(
         engine = load_engine(engine_options, progress)
     notes += engine.target.language_model.notes
     notes += engine.target.language_model.defaults.notes(applied=decode.model_defaults)
+    notes += tokenizer_notes(engine.drafters.values())
     if (parting := opt.widths_differ(engine.target)) is not None:
         notes.append(parting)
     configs = build_configs(options, engine.specs, engine.fingerprints, partial(_calibrated, engine, notes))

@@ -307,9 +307,10 @@ class _Job:
 
     def say_at_start(self, start: Any, *, resumed: bool) -> None:
         """What the machine is like, and what there is to say of the models."""
+        from specbench.cli.setting import tokenizer_notes
         from specbench.results.advice import at_start
 
-        for note in self.loaded.notes:
+        for note in (*self.loaded.notes, *tokenizer_notes(self.loaded.engine.drafters.values())):
             self._say(f"note: {note}")
         for warning in at_start(start):
             self._warn(warning)

@@ -79,9 +79,10 @@ def _translation(
         raise _incompatible(
             target, drafter, f"of the target's {len(own)} tokens the drafter has {ordinary or 'none'}"
         )
+    tokens = len(own.keys() | special_tokens(ours).values())
     silent = (ours.bos_token, ours.eos_token, ours.pad_token, ours.unk_token)
     named = {token: name.encode() for name, token in special_tokens(ours).items() if name not in silent}
-    return Translation(shared, own | named, _speller(theirs, other), _first(theirs), len(own))
+    return Translation(shared, own | named, _speller(theirs, other), _first(theirs), tokens)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
