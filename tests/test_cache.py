@@ -18,7 +18,7 @@ from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.linear import Rounded, in_bytes, rounded
 from specbench.errors import RunError
 from specbench.models import rounded_layers as module
-from specbench.models.cache import cache_folder, cached, clear_derived
+from specbench.models.cache import cache_folder, cached, clear_derived, remove_cached
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.prepare import load_drafter, load_target, prepare
 from specbench.models.rounded_layers import rounded_layers
@@ -336,12 +336,63 @@ def test_what_is_there_and_what_can_go(folder):
     calibrations.mkdir()
     (calibrations / "a.json").write_text("{}")
     found = {kind.folder: kind for kind in cached()}
-    assert (found["layers"].entries, found["layers"].derived) == (1, True)
-    assert (found["calibrations"].entries, found["calibrations"].size) == (1, 2)
-    assert found["trees"].entries == found["trees"].size == 0
+    assert (len(found["layers"].entries), found["layers"].derived) == (1, True)
+    assert (len(found["calibrations"].entries), found["calibrations"].size) == (1, 2)
+    assert (found["trees"].entries, found["trees"].size) == ((), 0)
     assert clear_derived() == found["layers"].size > 0
     assert [kind.folder for kind in cached() if kind.entries] == ["calibrations"]
     assert clear_derived() == 0
+
+
+def test_everything_has_a_name_and_can_be_removed_by_it(folder, command):
+    """All bytes below the cache folder are of an entry, what this version does not write too."""
+    load_target(str(folder), INT8)
+    files = {
+        "models/gguf-12/manifest.json": '{"source": {"name": "mine.Q4.gguf"}}',
+        "models/gguf-12/model.safetensors": "x" * 5000,
+        "models/.gguf-34-abc/model": "half",
+        "models/gguf-12.lock": "",
+        "calibrations/1.json": '{"target": "org/name"}',
+        "vocabularies/1.json": '{"target": "org/name"}',
+        "texts/5f/texts.jsonl": "[]",
+        "gguf-hashes/6a": "00",
+        "starts/7b.json": "{}",
+        "stray\x1b[2J": "?",
+    }
+    for name, text in files.items():
+        path = cache_folder() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    code, out, _ = command()
+    assert code == 0
+    assert "\x1b" not in out
+    for name in ("mine.Q4.gguf", "m in int8", ".gguf-34-abc (half made)", "org/name", "5f", "6a", "7b.json"):
+        assert any(line.endswith(f"  {name}") for line in out.splitlines()), name
+    kinds = cached()
+    assert sum(kind.size for kind in kinds) == module.folder_size(cache_folder())
+
+    assert command("--remove", "org/name", "--remove", "starts")[:2] == (0, "0.00 MB removed.\n")
+    assert not any(
+        (cache_folder() / name).exists() for name in files if "1.json" in name or "starts/" in name
+    )
+    assert (cache_folder() / "models/gguf-12/model.safetensors").exists()
+    code, _, err = command("--remove", "org/name")
+    assert code == 2
+    assert "holds nothing called 'org/name'" in err
+    for entry in [entry for kind in cached() for entry in kind.entries]:
+        assert remove_cached(entry.name) == entry.size
+    assert module.folder_size(cache_folder()) == 0
+
+
+def test_what_a_link_leads_to_stays(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    (cache_folder() / "models").mkdir(parents=True)
+    (cache_folder() / "models" / "link").symlink_to(outside)
+    remove_cached("models")
+    assert cached()[0].entries == ()
+    assert (outside / "file").read_text() == "mine"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="folders have no such rights there")
@@ -371,7 +422,7 @@ def test_the_command(folder, command):
     load_target(str(folder), INT8)
     code, out, err = command()
     lines = out.splitlines()
-    assert (code, err, lines[0]) == (0, "", str(cache_folder()))
+    assert (code, err, lines[0].rpartition(": ")[0]) == (0, "", str(cache_folder()))
     assert [line.split()[:2] for line in lines[1:]][:2] == [["models", "0"], ["layers", "1"]]
     assert command("--clear")[0] == 0
     assert entries() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -9,16 +10,19 @@ from pathlib import Path
 
 import platformdirs
 
+from specbench.errors import UsageError
 from specbench.files import explained
 
 __all__ = [
     "CACHE_VARIABLE",
     "LAYERS_FOLDER",
+    "Entry",
     "Kind",
     "cache_folder",
     "cached",
     "clear_derived",
     "folder_size",
+    "remove_cached",
 ]
 
 CACHE_VARIABLE = "SPECBENCH_CACHE"
@@ -33,9 +37,13 @@ _KINDS = {
     "trees": "the best trees of drafters",
     "vocabularies": "how often targets write each token",
     "texts": "what targets have written to train heads on",
+    "gguf-hashes": "hashes of GGUF files",
 }
 _DERIVED = (LAYERS_FOLDER, "dtypes")
 """What is made anew in seconds where it is missing."""
+
+_LARGEST_NOTE = 1 << 26
+"""Bytes of a file that is read for the name in it."""
 
 
 def cache_folder() -> Path:
@@ -47,36 +55,76 @@ def cache_folder() -> Path:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """One thing that is kept.
+
+    Attributes:
+        name: That of the model or GGUF file that it was made for; the file's own where that is not known.
+        path: Where it is.
+        size: Of all files, in bytes.
+    """
+
+    name: str
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True)
 class Kind:
     """What is kept of one kind.
 
     Attributes:
         folder: Its name within the cache folder.
         meaning: In words.
-        entries: How many there are.
-        size: Of all files, in bytes.
+        entries: Each by itself.
         derived: Whether clearing removes it.
     """
 
     folder: str
     meaning: str
-    entries: int
-    size: int
+    entries: tuple[Entry, ...]
     derived: bool
+
+    @property
+    def size(self) -> int:
+        """Of all files, in bytes."""
+        return sum(entry.size for entry in self.entries)
 
 
 def cached() -> list[Kind]:
-    """What the cache folder holds, by kind."""
-    return [
-        Kind(
-            name,
-            meaning,
-            _entries(cache_folder() / name),
-            folder_size(cache_folder() / name),
-            name in _DERIVED,
-        )
-        for name, meaning in _KINDS.items()
+    """What the cache folder holds, by kind; what specbench does not know as one comes last, by its own name."""
+    folder = cache_folder()
+    others = {path.name for path in _listed(folder)} - _KINDS.keys()
+    kinds = _KINDS | dict.fromkeys(sorted(others), "not of this version of specbench")
+    return [Kind(name, meaning, _entries(folder / name), name in _DERIVED) for name, meaning in kinds.items()]
+
+
+def remove_cached(name: str) -> int:
+    """Remove all of a kind, by its folder's name, or what has this name of any kind.
+
+    Returns:
+        The bytes that are free then.
+
+    Raises:
+        UsageError: There is nothing of that name. RunError: The cache folder cannot be written.
+    """
+    entries = [
+        entry
+        for kind in cached()
+        for entry in kind.entries
+        if name in (kind.folder, entry.name, entry.path.name)
     ]
+    if not entries:
+        raise UsageError(
+            f"The cache folder holds nothing called {name!r}.", "`specbench cache` lists what there is."
+        )
+    with explained(f"The cache folder {str(cache_folder())!r} cannot be cleared"):
+        for entry in entries:
+            if entry.path.is_dir() and not entry.path.is_symlink():
+                shutil.rmtree(entry.path)
+            else:
+                entry.path.unlink(missing_ok=True)
+    return sum(entry.size for entry in entries)
 
 
 def clear_derived() -> int:
@@ -98,10 +146,40 @@ def clear_derived() -> int:
     return freed
 
 
-def _entries(folder: Path) -> int:
-    if not folder.is_dir():
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # there is none, or it is a file
+        return []
+
+
+def _entries(folder: Path) -> tuple[Entry, ...]:
+    """Those of a kind; a file in the place of its folder is the only one."""
+    paths = _listed(folder) if folder.is_dir() and not folder.is_symlink() else [folder]
+    sizes = {path: _size(path) for path in paths if os.path.lexists(path) and path.suffix != ".lock"}
+    return tuple(Entry(_name(path), path, size) for path, size in sizes.items())
+
+
+def _name(path: Path) -> str:
+    """What a user knows an entry by: what the files say that it was made for."""
+    if path.name.startswith("."):
+        return f"{path.name} (half made)"
+    about = path / "manifest.json" if path.is_dir() else path
+    try:
+        if about.suffix != ".json" or about.stat().st_size > _LARGEST_NOTE:
+            return path.name
+        data = json.loads(about.read_text(encoding="utf-8"))
+        named = data["source"]["name"] if "source" in data else data["target"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return path.name
+    return named if isinstance(named, str) and named else path.name
+
+
+def _size(path: Path) -> int:
+    try:
+        return folder_size(path) if path.is_dir() and not path.is_symlink() else path.lstat().st_size
+    except OSError:  # removed meanwhile
         return 0
-    return sum(not path.name.startswith(".") and path.suffix != ".lock" for path in folder.iterdir())
 
 
 def folder_size(folder: Path) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -100,7 +100,7 @@ def rounded_layers(
         return
     try:
         announce(progress, f"rounding {model.name} to {kind}, which later starts need not")
-        made = _Made(work, parent)
+        made = _Made(work, parent, f"{model.name} in {kind}")
         yield made
         made.finish(entry)
         _make_room(parent, entry)
@@ -169,8 +169,8 @@ class _Found:
 class _Made:
     """What is made of a model now, file by file; given up where it does not fit."""
 
-    def __init__(self, work: Path, parent: Path) -> None:
-        self.work, self.parent = work, parent
+    def __init__(self, work: Path, parent: Path, name: str) -> None:
+        self.work, self.parent, self.name = work, parent, name
         self.hashes: dict[str, str] | None = {}
 
     def find(self, place: str) -> RoundedWeight | None:  # noqa: ARG002 - nothing is there yet
@@ -193,7 +193,7 @@ class _Made:
         """Give it its name, complete."""
         if not self.hashes:
             return
-        manifest: dict[str, Any] = {"format": _FORMAT, "files": self.hashes}
+        manifest = {"format": _FORMAT, "source": {"name": self.name}, "files": self.hashes}
         with suppress(OSError):  # such as another process that was quicker
             write_text(self.work / _MANIFEST, json.dumps(manifest) + "\n")
             self.work.rename(entry)
