@@ -118,6 +118,13 @@ MUTANTS = (
         SIBLINGS,
     ),
     Mutant(
+        "a prompt's last row is computed along with the tree after it",
+        "backends/torch/scorer.py",
+        "        if self.cache.length == 0 and self.cache.prefill_apart:\n",
+        "        if False:\n",
+        ("tests/test_bitexact.py", "-k", "tree_changes"),
+    ),
+    Mutant(
         "specinfer tests what a draw has chosen before that draw",
         "decoding/verdicts.py",
         "        node, q = (draws or certain).pop(place)\n",

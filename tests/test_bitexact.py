@@ -192,6 +192,27 @@ def test_every_pass_of_a_walk_gives_the_same_bits() -> None:
         end = scorer.cache.length
 
 
+def test_a_tree_changes_no_bit_of_the_row_after_a_prompt_read_along_with_it() -> None:
+    """A prompt of more tokens than a short pass has rows is read by itself, as without a tree."""
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=1024, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        scorer = scorer_of(LlamaForCausalLM(config).to(torch.bfloat16).eval())
+    if scorer.why_not_bit_exact() is not None:
+        pytest.skip("not bit-exact here")
+    for length in range(LONGEST_PASS + 1, LONGEST_PASS + 30):
+        context = [7 * place % 100 for place in range(length)]
+        scorer.begin()
+        alone = scorer.score(Pass(scorer, context)).logits
+        scorer.begin()
+        rows = scorer.score(Pass(scorer, context, [1, 2, 3], (-1, -1, 0))).logits
+        assert rows.shape[0] == 4
+        assert torch.equal(rows[:1], alone), length
+
+
 def test_what_is_not_bit_exact_says_so() -> None:
     reason = scorer_of(tiny_llama(), "dynamic").why_not_bit_exact()
     assert reason is not None

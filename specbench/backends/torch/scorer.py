@@ -361,15 +361,19 @@ class Scorer:
     ) -> Rows:
         """Rows of a tree, of whose first nodes some may have been read before."""
         before = []
-        if self.cache.length < len(context) - 1:
+        rows = len(tokens) + 1 if rows is None else rows
+        if self.cache.length == 0 and self.cache.prefill_apart:
+            before.append(
+                self._feed(context, (), 1, layers)
+            )  # its last row has the bits that it has without a tree
+        elif self.cache.length < len(context) - 1:
             before.append(self._feed(context[:-1], (), 1, layers))
         past = len(context) - 1
         held = self.cache.length - past
         fed = [context[-1], *tokens][held:]
-        rows = len(fed) if rows is None else rows
         tree = self._forward(
             fed,
-            rows,
+            min(rows, len(fed)),
             layers,
             attention_mask=tree_mask(past, parents, self.cache.keys(len(fed)), self.device)[..., held:, :],
             position_ids=tree_positions(past, parents, self.device)[:, held:],
