@@ -125,6 +125,13 @@ MUTANTS = (
         ("tests/test_bitexact.py", "-k", "tree_changes"),
     ),
     Mutant(
+        "a name of a run is a format string of a figure",
+        "show/plots/canvas.py",
+        'return _joined(self.parts, f"γ = {gamma:g}")',
+        'return _joined(self.parts, "γ = {0:g}").format(gamma)',
+        ("tests/test_security.py", "-k", "format_string"),
+    ),
+    Mutant(
         "specinfer tests what a draw has chosen before that draw",
         "decoding/verdicts.py",
         "        node, q = (draws or certain).pop(place)\n",
