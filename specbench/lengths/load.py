@@ -337,7 +337,7 @@ class SharedCosts:
         alone = self._target_s(load.requests) / load.requests
         base = alone - self._target_s(others + 1)
         if others >= load.requests and self._given is None:
-            base += load.uneven_s / (load.drafters - (self._rows > 1) + 1)
+            base += load.uneven_s / (max(0, load.drafters - (self._rows > 1)) + 1)
         seconds = [max(base + self._target_s(others + n), _INSTANT) for n in range(2, widest + 1)]
         return [0.0, alone, *seconds]
 
