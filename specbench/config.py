@@ -21,8 +21,6 @@ from specbench.specs.models import parse_model
 from specbench.specs.rules import RuleSpec, parse_rule, parse_tree
 from specbench.textsafe import one_line, visible
 
-__all__ = ["FILE_NAME", "PROVISIONAL", "Config", "read_config", "write_config"]
-
 FILE_NAME = "specbench.toml"
 VERSION = 1
 PROVISIONAL = (

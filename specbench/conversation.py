@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.models.prepare import Target
 
-__all__ = ["Conversation"]
-
 
 class Conversation:
     """Asks one target message after message, as its chat template puts them.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["RunError", "SpecbenchError", "UsageError"]
-
 
 class SpecbenchError(Exception):
     """Something a user can act on.

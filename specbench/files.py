@@ -20,21 +20,6 @@ from specbench.errors import RunError, SpecbenchError, UsageError
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-__all__ = [
-    "SMALL_FILE",
-    "explained",
-    "feed",
-    "is_full",
-    "locked",
-    "reason",
-    "refuse_link",
-    "sha256",
-    "sync",
-    "try_lock",
-    "write_bytes",
-    "write_text",
-]
-
 SMALL_FILE = 16 << 20
 """Bytes up to which a model's file has its hash checked on every load."""
 

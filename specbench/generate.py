@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.models.seats import Seats
 
-__all__ = ["GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"]
-
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool | None = None, system: str | None = None

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import Target
 
-__all__ = ["BESIDE", "GenerationRuns", "speculative_generate_many"]
-
 BESIDE = 128
 """Tokens of a tree that may stand beside what fits into an output."""
 

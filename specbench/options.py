@@ -16,24 +16,6 @@ import typer
 from specbench.errors import UsageError
 from specbench.specs.verification import VERIFICATIONS, VerificationName
 
-__all__ = [
-    "DECODING",
-    "LENGTH",
-    "MODELS",
-    "OUTPUT",
-    "PROMPT",
-    "SAMPLING",
-    "CacheName",
-    "DecodeOptions",
-    "DtypeName",
-    "LengthOptions",
-    "LoadOptions",
-    "ModelOptions",
-    "QuantisedName",
-    "SamplingOptions",
-    "quantised",
-]
-
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 QuantisedName = Literal["int8", "int4"]
 CacheName = Literal["dynamic", "preallocated", "static", "none"]

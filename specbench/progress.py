@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-__all__ = ["Progress", "announce", "quiet_transformers"]
-
 
 class Progress(Protocol):
     """Told how far a slow stage has come; the command line draws it."""

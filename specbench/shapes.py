@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Shape", "count", "length", "misfit", "not_json", "number", "size"]
-
 Shape = Any
 """``None``, a text or a type that JSON has; a function that says whether a value fits; a tuple of shapes one of which
 fits; ``[shape]`` for a list; ``{str: shape}`` for a mapping of any names; ``{"name": shape}`` for an object, where

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["counted", "excerpt", "one_line", "terminal_safe", "visible"]
-
 _MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
 _ASCII_MARKS = {" ": "_", "\n": "\\n", "\t": "\\t"}
 

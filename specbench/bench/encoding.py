@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.models.prepare import Target
 
-__all__ = ["encode_turns"]
-
 
 def encode_turns(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of the first turns. A system message that the template has no place for goes before the turn.

@@ -18,11 +18,6 @@ from specbench._version import __version__
 from specbench.backends.torch.kernels.huge_pages import huge_page_setting
 from specbench.backends.torch.kernels.instructions import processor_name
 
-__all__ = [
-    "describe_environment",
-    "reset_peak_memory",
-]
-
 
 def describe_environment() -> dict[str, Any]:
     """Processor, memory, system, versions: what a figure depends on, ready for JSON.

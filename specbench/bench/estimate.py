@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from specbench.progress import Progress
     from specbench.specs.models import ModelSpec
 
-__all__ = ["MemoryNeed", "TimeNeed", "estimate_memory", "estimate_time", "slowdown"]
-
 _PROGRAM_BYTES = 700_000_000  # Python, torch and transformers themselves
 _RULES_GAMMA = 5  # tokens that a rule which decides as it goes drafts behind each other, about
 _LETTERS_PER_TOKEN = 4

@@ -20,26 +20,6 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.specs.drafters import DrafterSpec
 
-__all__ = [
-    "Cell",
-    "Config",
-    "Group",
-    "Kind",
-    "Salt",
-    "Sweep",
-    "SweepOptions",
-    "build_configs",
-    "build_server_configs",
-    "check_batches",
-    "groups_of",
-    "parse_baselines",
-    "parse_batches",
-    "parse_gammas",
-    "parse_policies",
-    "plan",
-    "turns_of",
-]
-
 LOOKUP_TOKENS = 10
 """``prompt_lookup_num_tokens`` of transformers' prompt lookup: the value its documentation uses."""
 

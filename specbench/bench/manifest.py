@@ -20,8 +20,6 @@ from specbench.results.store import RunStore
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
 
-__all__ = ["changes", "command_line", "describe_run", "merge_runs", "now", "open_run", "option_changes"]
-
 
 def describe_run(
     sweep: Sweep,

@@ -22,8 +22,6 @@ from specbench.results.load import LoadSnapshot, load_snapshot
 if TYPE_CHECKING:
     from specbench.decoding.records import Generation, Step
 
-__all__ = ["Explanation", "Pairs", "explain", "predict", "unexplained"]
-
 LEAST, MOST = 3, 12
 """Pairs of generations, if nobody asks for a number."""
 

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.progress import Progress
 
-__all__ = [
-    "ABREAST",
-    "PassTimes",
-    "SharedTimes",
-    "cost_widths",
-    "shared_widths",
-    "time_in_turn",
-    "time_passes",
-    "time_shared_passes",
-]
-
 _CONTEXT = 256  # tokens of context at which passes are timed
 _SHARED_CONTEXT = 128  # of each of several requests, which all have to be read
 _BESIDE = 64  # positions of a pool beside that, to begin with

@@ -19,17 +19,6 @@ from typing import Any, TextIO
 from specbench.errors import RunError, UsageError
 from specbench.files import reason
 
-__all__ = [
-    "ALL_SETS",
-    "TRAINING_SET",
-    "Prompt",
-    "in_turn",
-    "load_prompts",
-    "prompt_sets",
-    "read_prompt_text",
-    "set_names",
-]
-
 ALL_SETS = "all"
 TRAINING_SET = "training"
 """To train heads on; never measured on, and no part of all."""

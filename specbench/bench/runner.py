@@ -30,20 +30,6 @@ from specbench.specs.arrivals import Poisson
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
 
-__all__ = [
-    "Begun",
-    "CellDone",
-    "CellRunner",
-    "CellStarted",
-    "CostsDone",
-    "Event",
-    "SweepResult",
-    "TimeLeft",
-    "find_differences",
-    "finish_run",
-    "run_sweep",
-]
-
 COST_ROUNDS = 12
 """How often single passes are timed in a sweep, spread over it."""
 

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun
     from specbench.generate_many import GenerationRuns
 
-__all__ = ["Answered", "Asked", "Encoded", "Load", "Served", "SkippingClock", "serve"]
-
-
 Encoded = TypeVar("Encoded")
 """A prompt as its engine takes it: models as token ids."""
 

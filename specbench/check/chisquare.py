@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
-__all__ = ["POWER", "SIGNIFICANCE", "TokenCounts"]
-
 SIGNIFICANCE = 0.001
 """A lossless configuration fails the test once in a thousand checks."""
 

@@ -16,8 +16,6 @@ import torch
 from specbench.backends.torch.parity import epsilon, tie_units
 from specbench.backends.torch.scorer import Scorer
 
-__all__ = ["Columns", "DeviationResult", "clean_rows", "deviation", "judge_deviations"]
-
 _MOST_COLUMNS = 4096
 _MOST_BYTES = 256 << 20
 

@@ -24,16 +24,6 @@ from specbench.decoding.prospects import Scores
 from specbench.decoding.sampling import Multinomial, Randomness
 from specbench.decoding.verify import Verification, acceptance_probabilities
 
-__all__ = [
-    "ENUMERATION_LIMIT",
-    "acceptance_of_all",
-    "emitted",
-    "enumeration_error",
-    "error_limit",
-    "few_tokens",
-    "total_variation",
-]
-
 ENUMERATION_LIMIT = 1e-6
 """Total variation from p that rounding may leave where every outcome was gone through."""
 

@@ -21,19 +21,6 @@ from specbench.check.invariants import Rules, Violation, check_observation, chec
 from specbench.check.observe import DecodingSetup, Observation, observe
 from specbench.decoding.records import Step
 
-__all__ = [
-    "GreedyResult",
-    "Output",
-    "PlainRun",
-    "Top",
-    "Verdict",
-    "check_greedy",
-    "compare_outputs",
-    "run_greedy",
-    "run_plain",
-    "verdict_of",
-]
-
 Verdict = Literal["identical", "numerical tie", "wrong"]
 
 _BEST = 16

@@ -21,8 +21,6 @@ from specbench.decoding.verdicts import METHODS, without_replacement
 from specbench.decoding.verify import acceptance_probabilities
 from specbench.specs.verification import VerificationName
 
-__all__ = ["Invariant", "Rules", "Violation", "check_observation", "check_run", "target_distributions"]
-
 Invariant = Literal["position", "draft", "pass", "cache", "count", "choice", "chance", "stop"]
 
 _SAME = 1e-6

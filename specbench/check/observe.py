@@ -35,18 +35,6 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
 from specbench.lengths import FixedLength
 
-__all__ = [
-    "Decoder",
-    "DecodingSetup",
-    "Drawn",
-    "MadePass",
-    "Observation",
-    "Proposal",
-    "Tested",
-    "observe",
-    "scorers_of",
-]
-
 Decoder = Callable[[Request, Stopwatch], Decoding]
 """Something like ``decode``."""
 

@@ -19,8 +19,6 @@ from specbench.check.deviation import clean_rows
 from specbench.decoding.sampling import Sampling
 from specbench.errors import UsageError
 
-__all__ = ["GivenOutput", "Mismatch", "OutputResult", "Refused", "check_output", "misfit", "read_outputs"]
-
 
 @dataclass(frozen=True)
 class GivenOutput:

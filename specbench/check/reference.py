@@ -15,8 +15,6 @@ from specbench.progress import quiet_transformers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ReferenceSettings", "reference_output"]
-
 
 @dataclass(frozen=True)
 class ReferenceSettings:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from specbench.check.greedy import Verdict
     from specbench.check.outputs import Mismatch
 
-__all__ = ["show_check", "show_checks", "show_outputs"]
-
 _MOST_SHOWN = 20
 _SHORT = ("plain", "transformers", "logits", "bits", "steps", "exact", "sampled")
 """Columns of ``show_checks``."""

@@ -17,8 +17,6 @@ from specbench.check.invariants import Violation
 from specbench.check.outputs import OutputResult, Refused
 from specbench.check.sampled import ExactCase, SampledTest
 
-__all__ = ["CheckResult", "OutputsResult", "Piece", "worst"]
-
 Piece = Callable[[int], str]
 """A token's own text."""
 

@@ -15,8 +15,6 @@ from specbench.check.results import CheckResult
 from specbench.check.sampled import ExactCase, SampledTest, check_exact, sample
 from specbench.progress import Progress
 
-__all__ = ["Case", "DecodingCheck"]
-
 
 @dataclass(frozen=True)
 class Case:

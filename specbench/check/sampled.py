@@ -28,8 +28,6 @@ from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.verify import verification_of
 
-__all__ = ["ExactCase", "ExactPosition", "SampledTest", "check_exact", "sample"]
-
 _LIKELY = 0.02
 """Tokens with this probability or more are likely."""
 

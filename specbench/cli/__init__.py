@@ -38,8 +38,6 @@ from specbench.cli.train import train
 from specbench.cli.tune import tune
 from specbench.errors import RunError, SpecbenchError
 
-__all__ = ["app", "main", "run"]
-
 OUTPUT_CLOSED = 141  # what shells report for SIGPIPE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

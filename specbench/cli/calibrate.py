@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from specbench.tune.calibrate import Calibration
     from specbench.tune.ranks import TreeCalibration
 
-__all__ = ["calibrate"]
-
 _PROMPTS, _TOKENS = 9, 24
 _PROMPTS_TO_COUNT, _TOKENS_TO_COUNT = 30, 64
 _PROMPTS_OF_TREES, _TOKENS_OF_TREES = 12, 64

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from specbench.conversation import Conversation
     from specbench.decoding.records import Generation
 
-__all__ = ["chat"]
-
 _MOST_TOKENS = 1024
 _COMMANDS = {
     "/reset": "begin a new conversation, under the same system message",

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.models import ModelSpec
 
-__all__ = ["check"]
-
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT, _DEFAULT_BIAS, _DEFAULT_MINUTES = "all", 12, 0.05, 5.0
 _LARGEST_BIAS = 0.5
 _check = partial(typer.Option, rich_help_panel="What is checked")

@@ -15,8 +15,6 @@ from specbench.options import OUTPUT
 if TYPE_CHECKING:
     from specbench.results.compare import Compared
 
-__all__ = ["compare"]
-
 _FEW = 4  # configurations up to which the categories of each are shown without being asked for
 
 

@@ -15,8 +15,6 @@ from specbench.textsafe import terminal_safe
 if TYPE_CHECKING:
     from specbench.config import Config
 
-__all__ = ["defaults_from_config"]
-
 _RULE = ("length_policy", "tree")
 _LENGTH = {*_RULE, "egag", "gamma", *(field.name for field in fields(LengthOptions))}
 

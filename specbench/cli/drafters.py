@@ -10,8 +10,6 @@ from specbench.specs.drafters import DRAFTERS
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["drafters"]
-
 _WIDEST = 100
 _INDENT = 10  # cells before a summary: the longest word and a gap
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from specbench.tune.export.engine import Engine, Export
     from specbench.tune.export.setting import Setting
 
-__all__ = ["export"]
-
 EngineName = Literal["transformers", "vllm", "sglang", "llama.cpp", "tensorrt-llm", "mlx-lm", "openvino"]
 
 

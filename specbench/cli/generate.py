@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
 
-__all__ = ["generate"]
-
 _WARM_UP_TOKENS = 16
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.specs.drafters import DrafterSpec
 
-__all__ = ["ManyOptions", "decode_prompts", "refuse_for_many"]
-
 _BATCH = 8
 
 

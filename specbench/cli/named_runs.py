@@ -8,8 +8,6 @@ from typing import Any
 
 import typer
 
-__all__ = ["named_runs"]
-
 
 def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
     """The runs that are meant. A folder that holds several stands for the newest in which something was measured;

@@ -24,40 +24,6 @@ if TYPE_CHECKING:
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
 
-__all__ = [
-    "DEFAULT_DRAFTER",
-    "DEFAULT_TARGET",
-    "ConfigOption",
-    "DrafterOption",
-    "EgagOption",
-    "Fields",
-    "GammaOption",
-    "GroupedCommand",
-    "JsonOption",
-    "LengthPolicyOption",
-    "NoConfigOption",
-    "PromptFile",
-    "SystemOption",
-    "TargetOption",
-    "TracebackOption",
-    "TreeOption",
-    "TreesOption",
-    "cache_for",
-    "chained",
-    "command_with",
-    "complete_configurations",
-    "complete_drafters",
-    "complete_prompts",
-    "complete_rules",
-    "deciding",
-    "given",
-    "output",
-    "prompt_sets",
-    "several_drafters",
-    "unfolded",
-    "widths_differ",
-]
-
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "lookup"
 """What needs no model of its own, and costs next to nothing where it does not help."""

@@ -15,8 +15,6 @@ from specbench.errors import RunError, UsageError
 if TYPE_CHECKING:
     from specbench.show.plots import Look
 
-__all__ = ["plot"]
-
 NAMES = (
     "speedup, servers, batches, latency, tokens-per-second, acceptance, positions, time, prediction, categories,"
     " accepted-length, trees, ranks, training, generation"

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["StageProgress", "starting"]
-
 _SAID_ONCE = ("fetching", "converting", "waiting")
 _REDRAW_S = 0.1
 

@@ -10,8 +10,6 @@ import typer
 from specbench.cli.options import TracebackOption
 from specbench.options import OUTPUT
 
-__all__ = ["report"]
-
 
 def report(
     results: Annotated[

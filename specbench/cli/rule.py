@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
 
-__all__ = ["LengthRule", "left_out", "length_rule", "length_rules", "refuse_siblings", "with_trees"]
-
 
 class LengthRule:
     """A draft-length rule with costs from a file, if there is one; its options are checked.

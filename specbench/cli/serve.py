@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from specbench.serve.app import Defaults
     from specbench.serve.engine import Engine
 
-__all__ = ["serve"]
-
 _MOST_TOKENS = 1024
 _KV_MEMORY = 1024
 

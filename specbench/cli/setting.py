@@ -13,13 +13,11 @@ if TYPE_CHECKING:
     from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
     from specbench.errors import SpecbenchError
-    from specbench.models.load import Progress
     from specbench.models.prepare import Target
     from specbench.options import DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
+    from specbench.progress import Progress
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
-
-__all__ = ["Setting", "facts", "load_setting", "tokenizer_notes"]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ import signal
 from types import FrameType
 from typing import Any
 
-__all__ = ["CtrlC", "end_cleanly_on_sigterm", "exit_code_of_interrupt", "terminated"]
-
 _received: list[int] = []
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from specbench.decoding.origins import Origin
     from specbench.decoding.records import Generation, Step
 
-__all__ = ["show_answer", "show_answers", "show_legend", "show_many", "show_notes", "show_summary"]
-
 _LABEL = 8  # cells of a label with the gap behind it
 _WIDEST = 100
 _ENDS = {

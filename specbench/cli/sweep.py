@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from specbench.specs.rules import RuleSpec
     from specbench.specs.servers import ServerSpec
 
-__all__ = ["describe_sources", "sweep"]
-
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
 _GROUPS = 3  # of prompts side by side that an interval takes at least
 _FOLDER = Path("results")

@@ -21,8 +21,6 @@ from specbench.textsafe import terminal_safe
 if TYPE_CHECKING:
     from specbench.show.answer import Answer
 
-__all__ = ["SweepDisplay", "duration", "show_answer"]
-
 
 def duration(seconds: float) -> str:
     """Seconds as one would say them."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from specbench.models.heads import TrainedHead
     from specbench.train.settings import Measured
 
-__all__ = ["train"]
-
 KindName = Literal["eagle", "medusa", "pass"]
 
 TRAINING = "Training"

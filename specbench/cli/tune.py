@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from specbench.tune.race import Race
     from specbench.tune.search import Found
 
-__all__ = ["tune"]
-
 _FOLDER = Path("results")
 _REPEATS = 3
 """How often a prompt is decoded at most."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     Paint: TypeAlias = Callable[[str, Origin], str]
 
-__all__ = ["StreamedText", "TraceOutput", "Tracer", "Watcher", "WholeText", "tokens_of", "write_out"]
-
 _END_FIGURES = (
     "finish_reason",
     "new_tokens",

@@ -10,8 +10,6 @@ from typing import Literal, Protocol
 
 from specbench.decoding.records import StepTimes
 
-__all__ = ["Clock", "DeviceClock", "PausedClock", "Stopwatch", "WallClock", "clock_for", "peak_memory"]
-
 
 class Clock(Protocol):
     """Tells the time in seconds from an arbitrary origin."""

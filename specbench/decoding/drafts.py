@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from specbench.decoding.logits import Logits
     from specbench.decoding.prospects import Prospects
 
-__all__ = ["Candidate", "Draft", "Drawn", "GrowingTree"]
-
 
 class Drawn(NamedTuple):
     """A drafted token and what it was drawn from, float32 [vocab]; ``None`` where it is certain."""

@@ -16,8 +16,6 @@ from specbench.decoding.verify import Verdict, expected_acceptance
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["closing_of", "closing_probability", "step_of"]
-
 
 def step_of(
     index: int,

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["DraftVocabulary", "Logits"]
-
 
 class DraftVocabulary:
     """The tokens that a drafter knows, where they are not the first ones of its target's in their order.

@@ -25,8 +25,6 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Decoding", "decode", "decode_steps", "driven"]
-
 Decoding: TypeAlias = Generator[Pass | Prefill | Step, Rows, None]
 """An output in progress: asks for passes, and hands out records in between."""
 

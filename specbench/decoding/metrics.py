@@ -9,20 +9,6 @@ from typing import Any
 
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 
-__all__ = [
-    "PositionRate",
-    "TimeSplit",
-    "acceptance_by_position",
-    "acceptance_rate",
-    "count_ranks",
-    "kept_by_rank",
-    "mean_expected_acceptance",
-    "summary",
-    "time_split",
-    "tokens_per_second",
-    "tokens_per_step",
-]
-
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None

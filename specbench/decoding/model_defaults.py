@@ -14,8 +14,6 @@ import torch
 
 from specbench.errors import UsageError
 
-__all__ = ["ContextRules", "ModelDefaults"]
-
 APPLIED = (
     "sequence_bias",
     "repetition_penalty",

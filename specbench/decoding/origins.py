@@ -8,8 +8,6 @@ from typing import Literal
 
 from specbench.textsafe import terminal_safe
 
-__all__ = ["ORIGINS", "Origin", "as_html", "painted"]
-
 Origin = Literal["accepted", "sibling", "corrected", "bonus", "target"]
 """An accepted draft, a right alternative to a rejected one, or what closes a step (``records.Closing``)."""
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from specbench.decoding.logits import DraftVocabulary
 
-__all__ = ["Known", "Prospects", "Scores", "largest"]
-
 _STRIDE = 64
 """Values in a column: as many as make both halves of the search short."""
 

@@ -17,20 +17,6 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Step
     from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = [
-    "Asking",
-    "Batch",
-    "Drafter",
-    "Drawing",
-    "LengthPolicy",
-    "Pass",
-    "Rows",
-    "Scorer",
-    "ScorerLike",
-    "TreePolicy",
-    "answered",
-]
-
 T = TypeVar("T")
 
 

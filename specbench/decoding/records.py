@@ -14,21 +14,6 @@ from typing import Any, Literal
 from specbench.decoding.origins import Origin, as_html
 from specbench.textsafe import counted
 
-__all__ = [
-    "LONGEST_DRAFT",
-    "PARTS",
-    "SCHEMA_VERSION",
-    "Closing",
-    "DraftVerdict",
-    "FinishReason",
-    "Generation",
-    "Prefill",
-    "SharedPass",
-    "Step",
-    "StepTimes",
-    "depth_of",
-]
-
 SCHEMA_VERSION = 1
 """Version of the records as written to files. 1: first release."""
 

@@ -18,8 +18,6 @@ from specbench.errors import UsageError
 from specbench.specs.notation import add_option
 from specbench.specs.verification import VerificationName
 
-__all__ = ["DraftPolicy", "Request"]
-
 
 def _always() -> bool:
     return True

@@ -20,16 +20,6 @@ from numpy.typing import NDArray
 from specbench.decoding.model_defaults import ContextRules, ModelDefaults
 from specbench.errors import RunError, UsageError
 
-__all__ = [
-    "Greedy",
-    "Multinomial",
-    "Nucleus",
-    "Randomness",
-    "Sampling",
-    "TopK",
-    "TopKNucleus",
-]
-
 _NUCLEUS_CANDIDATES = 256
 """Tokens looked at before a nucleus falls back on sorting the whole vocabulary: most nuclei are far smaller."""
 

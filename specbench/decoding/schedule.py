@@ -25,8 +25,6 @@ from specbench.decoding.records import Prefill, SharedPass, Step
 from specbench.decoding.request import Request
 from specbench.errors import UsageError
 
-__all__ = ["Event", "Scheduler", "loaded_of"]
-
 _NAP = 0.001
 """Seconds between two looks at the clock where nobody is there yet."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from specbench.decoding.records import FinishReason
 
-__all__ = ["LabelledText", "StopRules", "TextStream", "special_tokens"]
-
 _REPLACEMENT = "\ufffd"
 
 Label = TypeVar("Label")

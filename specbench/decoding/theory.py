@@ -9,22 +9,6 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
-__all__ = [
-    "SLOPE",
-    "PassCosts",
-    "SharedCosts",
-    "best_length",
-    "expected_tokens",
-    "expected_tokens_by_position",
-    "expected_tokens_of_tree",
-    "interpolate",
-    "never_falling",
-    "predicted_speedup",
-    "predicted_throughput_ratio",
-    "prompt_readings",
-    "read_by_depth",
-]
-
 SLOPE = 0.02
 """By how much of v(1) another token is taken to lengthen a target pass, where nothing tells."""
 

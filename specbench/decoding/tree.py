@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from specbench.decoding.drafts import Draft
 from specbench.errors import UsageError
 
-__all__ = ["NO_SIBLINGS", "Siblings", "choose_siblings", "tree_mask", "tree_positions"]
-
 _BESIDE_ONE = 4
 """Alternatives of one drafted token that are looked at."""
 

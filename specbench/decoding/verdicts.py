@@ -24,25 +24,6 @@ from specbench.decoding.prospects import Prospects
 from specbench.decoding.protocols import Drawing
 from specbench.decoding.sampling import Randomness
 
-__all__ = [
-    "METHODS",
-    "Method",
-    "Rows",
-    "Walk",
-    "Walked",
-    "draw_and_top",
-    "match",
-    "naive",
-    "recursive",
-    "remainder",
-    "specinfer",
-    "top",
-    "top_and_tail",
-    "traverse",
-    "with_replacement",
-    "without_replacement",
-]
-
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 Rows: TypeAlias = Callable[[int], torch.Tensor]

@@ -19,19 +19,6 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verdicts import METHODS, Method, top
 from specbench.specs.verification import VerificationName
 
-__all__ = [
-    "GreedyVerification",
-    "RejectionVerification",
-    "TreeVerification",
-    "Verdict",
-    "Verification",
-    "acceptance_probabilities",
-    "deciding",
-    "expected_acceptance",
-    "residual",
-    "verification_of",
-]
-
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 _FEW = 32_000

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Asking, Drawing, ScorerLike, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = ["BaseDrafter"]
-
 
 class BaseDrafter:
     """Drafts chains, and has nothing to read, to learn or to roll back; others override what they need.

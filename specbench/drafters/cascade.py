@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Asking, LengthPolicy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = ["CascadeDrafter"]
-
 
 class CascadeDrafter(BaseDrafter):
     """Takes the next token from a free drafter if that has one, and from a model otherwise.

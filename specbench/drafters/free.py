@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, ScorerLike, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = ["CandidateDrafter", "FreeDrafter", "Guess"]
-
 
 @dataclass(frozen=True, slots=True)
 class Guess:

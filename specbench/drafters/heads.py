@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from specbench.backends.torch.head_scorers import AnyHeadScorer
     from specbench.decoding.clocks import Clock
 
-__all__ = ["HeadDrafter"]
-
 
 class HeadDrafter(ModelDrafter):
     """Drafts with a head of the target, chains and trees; nothing before the target has made a pass.

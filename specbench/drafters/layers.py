@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import RoundedLayers
     from specbench.specs.drafters import SelfForm
 
-__all__ = ["cheaper_form", "check_form", "skippable_layers"]
-
 
 def check_form(form: SelfForm, config: PreTrainedConfig) -> None:
     """Refuse layers that a model of this configuration lacks, or cannot do without.

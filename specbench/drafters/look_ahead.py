@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft, GrowingTree
     from specbench.decoding.protocols import Asking, ScorerLike
 
-__all__ = ["LookAheadDrafter"]
-
 
 class LookAheadDrafter(SelfDrafter):
     """Drafts with the target and look-ahead embeddings, on the target's own cache.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from specbench.decoding.clocks import Clock
     from specbench.decoding.sampling import Sampling
 
-__all__ = ["LookupDrafter"]
-
 _INDEXED = 4
 """Suffixes up to this length are found in an index, longer ones at the places of the last so many."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Asking, Drawing, LengthPolicy, ScorerLike, TreePolicy
     from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = ["Drawn", "ModelDrafter", "SelfDrafter"]
-
 _READ_LATE = ("cuda",)
 """Devices that work on while nobody reads what they have computed."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from specbench.decoding.clocks import Clock
     from specbench.decoding.sampling import Sampling
 
-__all__ = ["NGramDrafter"]
-
 
 class _Continuations:
     """How often each token followed one context, and which did so most often (of equals the last seen)."""

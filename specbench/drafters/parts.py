@@ -11,8 +11,6 @@ from specbench.drafters.several import SeveralDrafters
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
 
-__all__ = ["drafting_parts", "models_of"]
-
 
 def drafting_parts(drafter: Drafter) -> list[Drafter]:
     """The drafters side by side that make passes: of a cascade its model, and what stands alone itself."""

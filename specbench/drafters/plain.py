@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Asking, LengthPolicy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = ["NoDraft"]
-
 
 class NoDraft(BaseDrafter):
     """Proposes nothing, so that every step is a plain target pass: plain decoding."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from specbench.decoding.clocks import Clock
 
-__all__ = ["RecycleDrafter"]
-
 _CHANCES = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.01)
 """By rank, how often that successor comes next; later ones count as the last."""
 

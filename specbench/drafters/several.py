@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Asking, Drafter, LengthPolicy, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
-__all__ = ["SeveralDrafters"]
-
 
 class SeveralDrafters(BaseDrafter):
     """Drafts a chain with each of its drafters, under one rule; equal beginnings share their rows of the pass.

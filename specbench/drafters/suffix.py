@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from specbench.decoding.clocks import Clock
 
-__all__ = ["SuffixDrafter", "SuffixTrie"]
-
 _BEST = 8
 """Continuations of one match that are told apart."""
 

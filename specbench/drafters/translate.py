@@ -19,8 +19,6 @@ from specbench.decoding.clocks import Clock
 from specbench.decoding.protocols import Pass, ScorerLike
 from specbench.drafters.model import ModelDrafter
 
-__all__ = ["TranslatingDrafter", "Translation", "longest_matches"]
-
 
 @dataclass(frozen=True, eq=False)
 class Translation:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["OnlineLogistic", "log_odds"]
-
 _FLOOR, _CEILING = -4.0, 6.0
 
 _LATELY = 0.1

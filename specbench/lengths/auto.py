@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
 
-__all__ = ["TIMINGS", "AutoLength"]
-
 TIMINGS = 2
 """Steps that must have told the drafter's time before it can be held too slow: the first may be disturbed."""
 

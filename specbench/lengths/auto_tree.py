@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Step
     from specbench.lengths.costs import CostSource
 
-__all__ = ["AutoTree"]
-
 _BESIDE_ONE = 4
 """Candidates of one node, at most."""
 

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
 
-__all__ = [
-    "FixedLength",
-    "Rule",
-    "confidence",
-    "entropy",
-    "is_free",
-    "normalised_entropy",
-    "rule_name",
-]
-
-
 _ROW_PRICE = 0.02
 """Where nothing is known of what a pass costs: a token more takes a few per cent of it on a processor."""
 

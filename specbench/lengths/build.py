@@ -16,8 +16,6 @@ from specbench.lengths.outcomes import ConfidenceLength, HeuristicLength
 from specbench.lengths.trees import DynamicTree, IndependentChains, StaticTree
 from specbench.specs.rules import RuleSpec, parse_rule
 
-__all__ = ["build_policy"]
-
 _CLASSES: Mapping[str, Callable[..., Rule]] = {
     "auto": AutoLength,
     "fixed": FixedLength,

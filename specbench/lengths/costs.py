@@ -16,21 +16,6 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
-__all__ = [
-    "ASSUMED_C",
-    "FIRST_REACH",
-    "LATEST_PASSES",
-    "CostSource",
-    "GivenCosts",
-    "MeasuredCosts",
-    "WidthTimes",
-    "check_costs",
-    "costs_to_dict",
-    "load_costs",
-    "parse_costs",
-    "read_costs",
-]
-
 COST_NOTES = ("drafter_pass_s", "rest_s")
 """Under these names the results of a sweep keep, step by step, the two samples that ``MeasuredCosts`` takes from it."""
 

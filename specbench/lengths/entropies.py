@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
 
-__all__ = ["EntropyBoundLength", "EntropyGuidedLength", "SvipLength"]
-
 
 class EntropyGuidedLength(Rule):
     """EGAG: the draft length falls as the entropy at the start of the step rises.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from specbench.decoding.records import SharedPass, Step
     from specbench.decoding.request import DraftPolicy
 
-__all__ = ["Load", "SharedCosts", "share_costs"]
-
 _CATCHING_UP = 8
 """Who brings more tokens than this besides its drafts reads a prompt, or a context anew."""
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
     from specbench.decoding.records import Step
 
-__all__ = ["ConfidenceLength", "HeuristicLength", "best_threshold"]
-
 _ENOUGH = 6
 """Tested drafts from which on the threshold is adapted, as in `transformers`."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
 
-__all__ = ["MOST_NODES", "DynamicTree", "IndependentChains", "StaticTree", "Tree", "best_shapes", "falling"]
-
 MOST_NODES = 64
 """Nodes that a tree may have. Every node that is read keeps a distribution over the vocabulary: 39 MB with 152,000
 tokens."""

@@ -33,12 +33,6 @@ from specbench.progress import Progress
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 from specbench.textsafe import excerpt
 
-__all__ = [
-    "discard_if_damaged",
-    "prepare_builtin",
-    "prepare_gguf",
-]
-
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1  # 1: first release
 

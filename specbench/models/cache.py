@@ -13,18 +13,6 @@ import platformdirs
 from specbench.errors import UsageError
 from specbench.files import explained
 
-__all__ = [
-    "CACHE_VARIABLE",
-    "LAYERS_FOLDER",
-    "Entry",
-    "Kind",
-    "cache_folder",
-    "cached",
-    "clear_derived",
-    "folder_size",
-    "remove_cached",
-]
-
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 
 LAYERS_FOLDER = "layers"

@@ -25,8 +25,6 @@ from specbench.textsafe import excerpt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TemplateError", "render_chat", "start_renderer"]
-
 SECONDS = 10.0
 """A template may take; what the process needs to start is apart."""
 _STARTING = 120.0

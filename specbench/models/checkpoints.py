@@ -29,23 +29,6 @@ from specbench.progress import quiet_transformers
 from specbench.shapes import misfit
 from specbench.textsafe import excerpt
 
-__all__ = [
-    "check_class",
-    "check_config",
-    "check_memory",
-    "custom_code",
-    "headers_digest",
-    "plain_name",
-    "read_config",
-    "read_settings",
-    "safetensors_elements",
-    "shard_names",
-    "text_config",
-    "weight_candidates",
-    "weight_files",
-    "weight_memory",
-]
-
 # -- what a configuration tells --------------------------------------------------------------------
 
 MOST = 10_000

@@ -10,8 +10,6 @@ from specbench.errors import UsageError
 from specbench.models.shelf import Shelf
 from specbench.specs.drafters import SelfForm
 
-__all__ = ["Choice", "ChoiceKey", "any_choice", "read_choice", "write_choice"]
-
 
 @dataclass(frozen=True)
 class ChoiceKey:

@@ -13,8 +13,6 @@ from typing import Any
 from specbench.errors import UsageError
 from specbench.models.shelf import Shelf
 
-__all__ = ["TokenCounts", "any_counts", "nothing_counted", "read_counts", "write_counts"]
-
 
 @dataclass(frozen=True)
 class TokenCounts:

@@ -27,16 +27,6 @@ from specbench.models.shelf import Shelf
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "DtypeChoice",
-    "decide",
-    "dtype_key",
-    "exact_dtypes",
-    "measure_dtypes",
-    "read_dtype",
-    "write_dtype",
-]
-
 _ROUNDS = 15
 _INNER = slice(3, -3)
 """Of so many ratios in their order, these hold the median with a chance of 0.965, however they are distributed."""

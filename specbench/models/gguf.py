@@ -21,8 +21,6 @@ from specbench.models.checkpoints import check_config, check_memory
 from specbench.progress import Progress, announce, quiet_transformers
 from specbench.textsafe import excerpt
 
-__all__ = ["GgufHeader", "convert_gguf", "read_gguf_header"]
-
 # llama.cpp's names for vocabularies that split every digit off before the usual byte-level rules.
 DIGIT_SPLITTERS = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}

@@ -50,8 +50,6 @@ from specbench.progress import Progress
 from specbench.specs.models import ModelSpec
 from specbench.textsafe import excerpt
 
-__all__ = ["HEAD_KINDS", "HeadFiles", "TrainedHead", "find_head", "load_head", "shape_text"]
-
 HEAD_KINDS = ("eagle3", "eagle", "peagle", "dflash", "medusa", "pass")
 """The kinds of heads that are read; ``eagle`` is EAGLE-1 and 2."""
 

@@ -22,8 +22,6 @@ from specbench.models.checkpoints import plain_name, safetensors_elements, shard
 from specbench.progress import Progress, quiet_transformers
 from specbench.textsafe import excerpt
 
-__all__ = ["HubModel"]
-
 HINT = "Check its spelling: a hub id is org/name or org/name@revision, and a folder is a path such as ./name."
 BESIDE_WEIGHTS = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
 

@@ -53,22 +53,6 @@ from specbench.progress import Progress, announce, quiet_transformers
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.textsafe import excerpt
 
-__all__ = [
-    "DTYPES",
-    "LanguageModel",
-    "Progress",
-    "WeightFiles",
-    "check_options",
-    "end_ids_of",
-    "end_of_turn",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "resolve_device",
-    "resolve_dtype",
-    "wrap_model",
-]
-
 DTYPES = get_args(DtypeName)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

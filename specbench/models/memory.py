@@ -7,8 +7,6 @@ from pathlib import Path
 import psutil
 import torch
 
-__all__ = ["available_memory"]
-
 
 def available_memory(device: torch.device | None = None) -> int:
     """Bytes free on a device (``None``: the CPU), without swapping and within the container's limit."""

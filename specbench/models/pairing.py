@@ -15,8 +15,6 @@ from specbench.models.load import LanguageModel, end_of_turn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["token_bytes", "translation_of"]
-
 _LEAST_SHARED = 0.03
 """A drafter that has a smaller share of the target's tokens can hardly draft."""
 

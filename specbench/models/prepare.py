@@ -50,7 +50,6 @@ from specbench.models.counts import any_counts, nothing_counted, read_counts
 from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.load import (
     LanguageModel,
-    Progress,
     check_options,
     load_config,
     load_model,
@@ -60,7 +59,7 @@ from specbench.models.load import (
 from specbench.models.pairing import translation_of
 from specbench.models.rounded_layers import rounded_layers
 from specbench.options import LoadOptions, ModelOptions, QuantisedName, quantised
-from specbench.progress import announce
+from specbench.progress import Progress, announce
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
@@ -79,26 +78,6 @@ from specbench.specs.models import ModelSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-
-__all__ = [
-    "Proposer",
-    "Target",
-    "check_drafter",
-    "check_models",
-    "choice_key",
-    "default_cache",
-    "join_cascade",
-    "load_drafter",
-    "load_target",
-    "prepare",
-    "prepare_drafters",
-    "refuse_keep",
-    "require_states",
-    "self_drafter",
-    "wrap_drafter",
-    "wrap_head",
-    "wrap_target",
-]
 
 _WITHOUT_MODEL: Mapping[type[DrafterSpec], Callable[[Any], Any]] = {
     Plain: lambda _: NoDraft(),

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from specbench.models.load import LanguageModel, WeightFiles
     from specbench.options import QuantisedName
 
-__all__ = ["MOST_BYTES", "rounded_layers"]
-
 MOST_BYTES = 8 << 30
 """What all entries may take; those that were not used for longest go first."""
 

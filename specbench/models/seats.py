@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.models.prepare import Target
 
-__all__ = ["Seats"]
-
 _AnyScorer = TypeVar("_AnyScorer", Scorer, AnyHeadScorer)
 
 

@@ -15,8 +15,6 @@ from specbench.models.cache import CACHE_VARIABLE, cache_folder
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Shelf"]
-
 _FORMAT = 1
 """Version of the files. 1: first release."""
 

@@ -14,16 +14,6 @@ from specbench.errors import RunError, UsageError
 from specbench.files import explained, sha256
 from specbench.shapes import count, misfit, not_json, number, size
 
-__all__ = [
-    "STORY_SHAPE",
-    "TRAINING_FILE",
-    "WEIGHTS",
-    "check_weights",
-    "is_packaged",
-    "packaged_folder",
-    "story_of",
-]
-
 TRAINING_FILE = "training.json"
 WEIGHTS = "model.safetensors"
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import Target
 
-__all__ = ["TreeChoice", "TreeKey", "calibrated_tree", "read_tree", "tree_key", "write_tree"]
-
 
 @dataclass(frozen=True)
 class TreeKey:

@@ -16,19 +16,6 @@ if TYPE_CHECKING:
 
     from specbench.results.load import LoadSnapshot
 
-__all__ = [
-    "Interval",
-    "RunWarning",
-    "at_start",
-    "baseline_too_slow",
-    "during",
-    "few_prompts",
-    "review",
-    "server_warnings",
-    "tokens_differ",
-    "wide_intervals",
-]
-
 FEW_PROMPTS = 8
 WIDE = 0.10
 BUSY_CORES = 0.3

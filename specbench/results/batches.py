@@ -12,8 +12,6 @@ from specbench.results.rows import RIVALS
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Line", "lines_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Line:

@@ -22,17 +22,6 @@ from specbench.textsafe import counted, one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "Compared",
-    "Measure",
-    "Row",
-    "compare_configs",
-    "compare_runs",
-    "named_config",
-    "side_by_side",
-    "to_json",
-]
-
 COMPARISON_VERSION = 1
 """Version of ``to_json``. 1: first release."""
 

@@ -34,27 +34,6 @@ from specbench.results import stats
 from specbench.results.rows import OTHER_ANSWERS, PLAIN, RIVALS, STEP_FIELDS
 from specbench.textsafe import one_line
 
-__all__ = [
-    "PERCENTILES",
-    "Steps",
-    "accepted_frame",
-    "baseline_name",
-    "category_frame",
-    "disturbance",
-    "estimate_of",
-    "paired_runs",
-    "position_frame",
-    "rank_frame",
-    "records",
-    "request_frame",
-    "run_of",
-    "step_arrays",
-    "stored_answer",
-    "stored_estimate",
-    "summary_frame",
-    "winners",
-]
-
 _WITH_INTERVAL = (
     "tokens_per_second", "speedup", "speedup_total", "pooled_speedup", "tokens_per_step", "acceptance_rate",
     "acceptance_tested", "alpha", "predicted_speedup", "predicted_speedup_iid", "speedup_first", "warming",

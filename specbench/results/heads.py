@@ -12,8 +12,6 @@ import pandas as pd
 from specbench.results import frames
 from specbench.results.frames import Steps
 
-__all__ = ["PLACES", "best_measure", "distinct_stories", "head_frame", "stories", "training_frame"]
-
 PLACES = 4
 """Of a draft, whose acceptance is told while a head learns."""
 

@@ -11,8 +11,6 @@ from types import FrameType
 
 import psutil
 
-__all__ = ["LoadSnapshot", "count_stops", "load_snapshot"]
-
 _stops = 0
 
 

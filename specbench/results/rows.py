@@ -19,30 +19,6 @@ from typing import Any
 from specbench.decoding.records import Step
 from specbench.shapes import count, misfit, number, size
 
-__all__ = [
-    "FOREIGN",
-    "GROUP",
-    "LINE",
-    "MEASURED",
-    "OTHER_ANSWERS",
-    "PLAIN",
-    "REQUEST",
-    "RIVALS",
-    "SERVER",
-    "STEP_FIELDS",
-    "STEP_OTHERS",
-    "Key",
-    "StepField",
-    "generations",
-    "key_of",
-    "numbers",
-    "parse_json",
-    "parse_line",
-    "rounded",
-    "step_columns",
-    "step_lists",
-]
-
 Key = tuple[str, str, int, int, bool]
 """What is measured at most once: configuration, prompt or group, turn, repeat, and whether it is a warm-up."""
 

@@ -16,27 +16,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats as distributions
 
-__all__ = [
-    "CONFIDENCE",
-    "PROVISIONAL",
-    "WIDENED",
-    "Comparison",
-    "Estimate",
-    "Verdict",
-    "compare",
-    "decimals",
-    "geometric_mean",
-    "mean_interval",
-    "mean_intervals",
-    "nested_means",
-    "pooled_rate",
-    "pooled_speedup",
-    "ratio_text",
-    "unseen_text",
-    "upper_bound",
-    "verdict",
-]
-
 CONFIDENCE = 0.95
 """Coverage that intervals aim at."""
 

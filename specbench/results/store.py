@@ -36,18 +36,6 @@ from specbench.shapes import count, length, misfit, not_json, number, size
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = [
-    "RESULTS_VERSION",
-    "RunStore",
-    "find_runs",
-    "load_results",
-    "measured_configs",
-    "read_run",
-    "speed_of",
-    "stored_runs",
-    "write_csv",
-]
-
 RESULTS_VERSION = 1
 """Version of the files of a run. 1: first release."""
 

@@ -18,18 +18,6 @@ from specbench.decoding.records import FinishReason, Prefill, Step, StepTimes
 from specbench.errors import UsageError
 from specbench.shapes import count, misfit, number
 
-__all__ = [
-    "TRACE_VERSION",
-    "Event",
-    "end_event",
-    "header_event",
-    "parse_trace",
-    "prefill_event",
-    "read_trace",
-    "step_event",
-    "write_event",
-]
-
 TRACE_VERSION = 1
 """Version of the trace format, written in its header. 1: first release."""
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from specbench.decoding.schedule import Event
     from specbench.serve.engine import Job
 
-__all__ = ["Defaults", "application"]
-
 _T = TypeVar("_T")
 
 _MOST_BYTES = 4 * 2**20

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from specbench.serve.engine import Engine
 
-__all__ = ["CONTENT_TYPE", "metrics_text"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun
     from specbench.models.prepare import Target
 
-__all__ = ["BusyError", "Counts", "Engine", "Job", "StoppedError"]
-
 Deliver: TypeAlias = Callable[[Event], None]
 
 

@@ -18,8 +18,6 @@ from specbench.errors import UsageError
 from specbench.shapes import not_json
 from specbench.textsafe import excerpt, one_line
 
-__all__ = ["LONGEST_NAME", "Asked", "ChatAsked", "Reply", "TextAsked", "Usage", "error_body", "parse"]
-
 _FINISHED: Mapping[FinishReason, str] = {
     "eos": "stop",
     "stop-string": "stop",

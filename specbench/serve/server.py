@@ -16,8 +16,6 @@ from specbench.serve.app import Defaults, application
 if TYPE_CHECKING:
     from specbench.serve.engine import Engine
 
-__all__ = ["Server"]
-
 _LATE_S = 5.0
 """For answers that nobody reads to their end, once everything has ended."""
 

@@ -26,8 +26,6 @@ from specbench.textsafe import one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Answer", "answer_markdown", "find_answers", "generate_command", "where_it_stops"]
-
 _FEW = 3  # categories that the answer names one by one
 _TIES = 5  # configurations as good as the best that the answer names
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from specbench.results.compare import Compared, Row
 
-__all__ = ["render_terminal", "to_markdown"]
-
 
 def _headings(compared: Compared, *, by_category: bool) -> list[str]:
     unit = "tokens/s" if compared.measure == "speed" else "speedup"

@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = [
-    "Sheet",
-    "identity_text",
-    "markdown_row",
-    "markdown_text",
-    "notes",
-    "render_terminal",
-    "sheet_of",
-    "shortened",
-    "spelled_out",
-    "terminal_table",
-    "to_markdown",
-    "verdict_text",
-]
-
 _NAN = float("nan")
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from specbench.results.trace import Event
 
-__all__ = ["TraceView"]
-
 _WIDEST = 100  # cells; wider consoles are not filled
 _GUTTER = 13  # cells of a label and what stands before its value
 _ROOMY = 72  # cells from which the table of drafts starts in the column of the values

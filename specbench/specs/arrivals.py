@@ -9,8 +9,6 @@ from random import Random
 
 from specbench.errors import UsageError
 
-__all__ = ["Arrivals", "Closed", "Poisson", "parse_arrivals"]
-
 MOST_CLIENTS = 1024
 FASTEST, SLOWEST = 1000.0, 0.001
 """Requests per second that can be asked for."""

@@ -16,22 +16,6 @@ from specbench.errors import UsageError
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.specs.notation import Options, add_option, join_spec, split_spec
 
-__all__ = [
-    "DRAFTERS",
-    "Cascade",
-    "DrafterSpec",
-    "Lookup",
-    "NGram",
-    "Plain",
-    "Recycle",
-    "SelfForm",
-    "Several",
-    "SmallModel",
-    "Suffix",
-    "cascade_name",
-    "parse_drafter",
-]
-
 _LONGEST_MATCH = 64
 """Longer ones are not told apart."""
 

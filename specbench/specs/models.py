@@ -9,8 +9,6 @@ from typing import Literal
 
 from specbench.errors import UsageError
 
-__all__ = ["BUILTIN_MODELS", "PACKAGED_HEADS", "BuiltinModel", "ModelSpec", "parse_model"]
-
 
 @dataclass(frozen=True)
 class BuiltinModel:

@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from specbench.errors import UsageError
 
-__all__ = ["Options", "add_option", "join_spec", "split_spec"]
-
 _Default = TypeVar("_Default")
 
 

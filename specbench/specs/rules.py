@@ -15,18 +15,6 @@ from specbench.specs.drafters import DrafterSpec
 from specbench.specs.notation import join_spec, split_spec
 from specbench.specs.verification import verification_name
 
-__all__ = [
-    "RULES",
-    "RuleOption",
-    "RuleSpec",
-    "RuleWord",
-    "default_rule",
-    "parse_rule",
-    "parse_tree",
-    "rule_words",
-    "share_options",
-]
-
 
 @dataclass(frozen=True)
 class RuleOption:

@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 
 from specbench.errors import UsageError
 
-__all__ = ["KEY_PREFIX", "ServerSpec", "parse_server", "parse_servers"]
-
 KEY_PREFIX = "SPECBENCH_KEY_"
 """Of the environment variables that hold keys; the server's name in capitals stands behind it."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, cast
 
-__all__ = ["VERIFICATIONS", "VerificationName", "verification_name"]
-
 VerificationName = Literal[
     "rejection", "block", "traversal", "naive", "residual", "greedy-draft", "recursive", "specinfer"
 ]

@@ -22,8 +22,6 @@ from specbench.files import explained, write_bytes
 if TYPE_CHECKING:
     from specbench.decoding.protocols import ScorerLike
 
-__all__ = ["HiddenStates", "StateListener"]
-
 _SPARED = 1 << 30
 """Bytes of a disk that they leave free."""
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text
 
-__all__ = ["Learner", "Learnt", "check_start"]
-
 _DECAY = 0.8
 """Weight of a draft at each place beside the one before it; a place weighs what share of drafts gets there."""
 

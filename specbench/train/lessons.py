@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from specbench.train.texts import Text
 
-__all__ = ["Batch", "Lesson", "Reading", "Teacher", "batches", "fitting", "has_plain_head", "padded"]
-
 
 class Batch(NamedTuple):
     """Texts side by side, filled up at their ends: what is attended to causally never looks there.

@@ -9,8 +9,6 @@ from pathlib import Path
 from specbench.bench.prompts import ALL_SETS, Prompt, load_prompts
 from specbench.errors import UsageError
 
-__all__ = ["held_out_prompts", "refuse_measured", "training_prompts"]
-
 _NO_WORD = re.compile(r"[\W_]+")
 
 

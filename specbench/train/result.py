@@ -17,8 +17,6 @@ from specbench.train.students import Student
 if TYPE_CHECKING:
     from specbench.models.prepare import Target
 
-__all__ = ["write_head", "write_story"]
-
 FORMAT = 1
 """Version of it. 1: first release."""
 

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.models.prepare import Target
 
-__all__ = ["Training", "check_folder", "processes"]
-
 _STATE = "state"
 """Folder of a training that has not ended, within its result's."""
 

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 from specbench.errors import UsageError
 
-__all__ = ["Measured", "TrainingSettings", "Watch"]
-
 _RATES = {"eagle": 1.6e-3, "medusa": 1e-3, "pass": 1e-2}
 _WIDTH = 576
 """Of hidden states: on wider ones an EAGLE head learns at a rate that is lower in proportion (Yang et al. 2022, arXiv

@@ -15,8 +15,6 @@ from specbench.errors import RunError
 from specbench.files import explained, write_bytes
 from specbench.textsafe import excerpt
 
-__all__ = ["read_state", "restore_optimizer", "stored_optimizer", "write_state"]
-
 
 def write_state(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
     """Write a state.

@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
     from specbench.train.lessons import Lesson
 
-__all__ = [
-    "KINDS",
-    "DraftAttention",
-    "Marks",
-    "Student",
-    "make_student",
-    "read_layers",
-    "soft_cross_entropy",
-]
-
 KINDS = ("eagle", "medusa", "pass")
 
 _ROWS = 256

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.train.hidden_states import HiddenStates
 
-__all__ = ["Text", "TextStore", "store_for", "tokens_of", "without_a_gap", "write_texts"]
-
 BATCH = 64
 """Texts that are written side by side."""
 

@@ -28,21 +28,6 @@ if TYPE_CHECKING:
     from specbench.options import ModelOptions
     from specbench.tune.search import Found
 
-__all__ = [
-    "Answer",
-    "Exported",
-    "Tried",
-    "as_json",
-    "as_markdown",
-    "as_text",
-    "configuration",
-    "exports",
-    "exports_json",
-    "exports_text",
-    "find_answer",
-    "stored",
-]
-
 _NAMED = 5
 """How many configurations a sentence names."""
 

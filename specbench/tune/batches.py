@@ -11,8 +11,6 @@ from typing import Any
 
 from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio
 
-__all__ = ["BATCHES", "mean_rows", "predicted_at"]
-
 BATCHES = (2, 4, 8, 16)
 """Requests side by side, of which passes are timed."""
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.progress import Progress
 
-__all__ = ["Agreement", "Calibration", "CalibrationSettings", "Candidate", "FormCosts", "calibrate"]
-
 _LONGEST_DRAFT = 8
 _WIDTHS = (1, 2, 3, 5, 7, 9)
 _TIMED = 7  # passes of each kind; the median counts

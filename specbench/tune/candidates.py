@@ -25,21 +25,6 @@ from specbench.specs.drafters import (
 )
 from specbench.specs.rules import RuleSpec, parse_rule
 
-__all__ = [
-    "BEHIND",
-    "CALIBRATED_TREE",
-    "GAMMAS",
-    "PROBED",
-    "Chosen",
-    "Probe",
-    "choose",
-    "drafters_to_try",
-    "is_tried",
-    "predict",
-    "probes_of",
-    "rules_to_try",
-]
-
 GAMMAS = (1, 2, 3, 4, 6, 8)
 """Lengths that the rule fixed is tried with; only the one that is predicted best is raced."""
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from specbench.specs.models import ModelSpec
     from specbench.specs.rules import RuleSpec
 
-__all__ = ["Loaded", "configurations", "exportable", "load_candidates", "quickest_cache"]
-
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 _CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
 """Of the passes that caches are compared by: tokens before them, drafts in the wide ones, and how often."""

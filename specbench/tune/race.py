@@ -35,20 +35,6 @@ from specbench.decoding.clocks import Clock
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 
-__all__ = [
-    "ERROR",
-    "MARGIN",
-    "Block",
-    "Ending",
-    "Fall",
-    "Race",
-    "Timing",
-    "Verdict",
-    "held_up",
-    "run_race",
-    "slowness",
-]
-
 ERROR = 0.05
 """Chance that another candidate is more than ``MARGIN`` faster than the choice of a race that is decided."""
 

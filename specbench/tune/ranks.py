@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from specbench.progress import Progress
     from specbench.specs.verification import VerificationName
 
-__all__ = ["PlannedTree", "TreeCalibration", "best_tree", "calibrate_tree"]
-
 _RANKS = 6  # candidates of a node
 _LEVELS = 4  # of the first branch
 _MOST, _DEEPEST = 32, 10  # of the trees to choose from

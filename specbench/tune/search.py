@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from specbench.results.advice import RunWarning
     from specbench.results.store import RunStore
 
-__all__ = ["Found", "Search"]
-
 _TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
 """Of the tries that predictions rest on."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.progress import Progress
 
-__all__ = ["count_tokens", "ranked_tokens"]
-
 _HELD_OUT = 3
 """Every third answer is not counted, and shows what the counts cover."""
 

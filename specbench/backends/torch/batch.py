@@ -19,8 +19,6 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 
-__all__ = ["BatchedModel"]
-
 
 class BatchedModel:
     """Opens a scorer for every request, and makes their passes together where the model can.

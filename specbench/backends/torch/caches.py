@@ -27,17 +27,6 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = [
-    "CACHE_KINDS",
-    "CacheKind",
-    "Held",
-    "KVCache",
-    "change_of_rotation",
-    "make_cache",
-    "prune_legacy",
-    "rotates_by_length",
-]
-
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
 CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none")
 """Those that hold on every device."""

@@ -24,8 +24,6 @@ from specbench.backends.torch.passes import NATIVE_ENTRIES, Rotations
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
 
-__all__ = ["HeadPass", "HeadRows", "NativeHeadPass", "Reading", "choose_head_pass", "joined"]
-
 
 class Reading(NamedTuple):
     """Tokens that a head reads behind those in caches of one request, which hold them afterwards.

@@ -16,16 +16,6 @@ from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Batch, Pass, Rows
 from specbench.decoding.tree import tree_mask, tree_positions
 
-__all__ = [
-    "AnyHeadScorer",
-    "BlockScorer",
-    "EagleScorer",
-    "HeadBatch",
-    "HeadScorer",
-    "MedusaScorer",
-    "ParallelScorer",
-]
-
 Wanted = TypeVar("Wanted")
 Given = TypeVar("Given")
 

@@ -16,19 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-__all__ = [
-    "Attend",
-    "BlockHead",
-    "EagleHead",
-    "EagleOneHead",
-    "EagleShape",
-    "LookAheadEmbedding",
-    "MedusaHeads",
-    "ParallelEagleHead",
-    "RecurrentHead",
-    "causal_attention",
-]
-
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From queries, [batch, heads, tokens, size], keys and values, [batch, key/value heads, tokens, size], of these tokens
 to what they attend to, [batch, tokens, heads, size]."""

@@ -12,17 +12,6 @@ import torch
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.sampling import Sampling
 
-__all__ = [
-    "Difference",
-    "difference_at",
-    "epsilon",
-    "find_difference",
-    "first_difference",
-    "rounding_unit",
-    "tie_units",
-    "units_below",
-]
-
 _HALF_UNITS, _FLOAT_UNITS, _INT8_UNITS = 8.0, 64.0, 64.0
 
 

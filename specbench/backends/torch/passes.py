@@ -32,17 +32,6 @@ from specbench.decoding.protocols import Rows
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = [
-    "NATIVE_ENTRIES",
-    "Forward",
-    "GraphPass",
-    "NativePass",
-    "OrdinaryPass",
-    "RaggedPass",
-    "Rotations",
-    "ShortPass",
-]
-
 
 class Forward:
     """Feeds tokens behind those in a cache, which holds them afterwards."""

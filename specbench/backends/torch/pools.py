@@ -32,19 +32,6 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = [
-    "Blocks",
-    "Joined",
-    "KVPool",
-    "Part",
-    "PoolKind",
-    "PoolUse",
-    "Slot",
-    "Table",
-    "bytes_per_token",
-    "fits_pools",
-]
-
 PoolKind = Literal["slotted", "paged"]
 
 PAGE = 16

@@ -16,8 +16,6 @@ from specbench.backends.torch.scorer import Scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["sample_in", "time_samples"]
-
 _WEIGHTS = 96_000_000
 """Numbers that a sample's layers hold, if the model has so many: more than caches do, in any dtype."""
 

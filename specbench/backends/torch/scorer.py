@@ -29,8 +29,6 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DeviceTokens", "FittedLogits", "Scorer"]
-
 
 class DeviceTokens(Sequence[int]):
     """Token ids that stay on their device until somebody reads one: only that waits for the device."""

@@ -40,14 +40,6 @@ from specbench.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "are_close",
-    "choose_pass",
-    "trees_are_right",
-    "why_not_ragged",
-    "why_widths_differ",
-]
-
 _TOKENS = (1, 2, 3, 5, 8, 13)
 """What is read in trials of fixed shapes, of trees and of speed, as far as the vocabulary reaches."""
 

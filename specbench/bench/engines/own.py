@@ -32,19 +32,6 @@ if TYPE_CHECKING:
     from specbench.specs.models import ModelSpec
     from specbench.specs.rules import RuleSpec
 
-__all__ = [
-    "Engine",
-    "EngineOptions",
-    "GroupOutcome",
-    "ModelEngine",
-    "Outcome",
-    "RequestOutcome",
-    "Speculation",
-    "Told",
-    "check_engine",
-    "load_engine",
-]
-
 _COST_PASSES = 2  # of each kind, every time they are timed
 _RATED_AT_ONCE = 32  # tokens of an answer whose rows of logits are in memory together
 

@@ -23,18 +23,6 @@ from specbench.textsafe import excerpt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Answer",
-    "Count",
-    "ListedModel",
-    "Piece",
-    "ServerClient",
-    "ServerError",
-    "SpeculationCounters",
-    "count_tokens",
-    "speculation_counters",
-]
-
 _TOLERANCE = 0.02
 """Share by which retokenised text may differ from what was generated: other tokens can spell the same text."""
 

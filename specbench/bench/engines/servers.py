@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.specs.servers import ServerSpec
 
-__all__ = ["Api", "MeasuredServer", "ServerEngine", "ServerPrompt"]
-
 Api = Literal["chat", "completions"]
 
 ServerPrompt: TypeAlias = str | tuple[Mapping[str, str], ...]

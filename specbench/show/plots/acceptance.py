@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["acceptance", "accepted_length", "panels", "positions", "two_lines"]
-
 _PANELS = 4  # in a row
 _FEW, _TOO_FEW = 30, 10  # drafts at a position below which its rate is marked as uncertain, and not drawn
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-__all__ = ["latency", "speedup_by_batch"]
-
 _ALONE = "requests were decoded one after the other"
 _NAME = 30  # characters of a drafter's name
 _CORNERS: tuple[tuple[int, int, Literal["left", "right"]], ...] = (

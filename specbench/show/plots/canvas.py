@@ -32,44 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Annotation
 
-__all__ = [
-    "BLACK",
-    "BLUE",
-    "COLORS",
-    "DASHED",
-    "GREEN",
-    "GREY",
-    "INK",
-    "MARKERS",
-    "ORANGE",
-    "PURPLE",
-    "SIZES",
-    "SKY",
-    "STYLE",
-    "WHY_NOT",
-    "WIDTH",
-    "End",
-    "Look",
-    "NoDataError",
-    "Run",
-    "Series",
-    "dodged",
-    "draw_series",
-    "gamma_axis",
-    "grid_lines",
-    "hollow",
-    "inscribe",
-    "key_line",
-    "label_ends",
-    "legend_below",
-    "letter_size",
-    "new_figure",
-    "row_names",
-    "short",
-    "two",
-    "with_gamma",
-]  # fmt: skip
-
 BLUE, _VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 PURPLE, SKY, _RED, BLACK, GREY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7A7A7A"
 COLORS = (BLUE, _VERMILLION, GREEN, PURPLE, ORANGE, SKY, _RED, BLACK)

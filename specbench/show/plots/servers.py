@@ -19,8 +19,6 @@ from specbench.show.plots.canvas import (
     two,
 )
 
-__all__ = ["servers"]
-
 
 def servers(run: Run) -> Figure:
     """Speed and speedup of every server, each with its interval."""

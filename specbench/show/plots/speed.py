@@ -42,8 +42,6 @@ from specbench.show.plots.canvas import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["by_category", "fit_y", "level", "mark_cut", "prediction", "speedup", "tokens_per_second"]
-
 
 def fit_y(axes: Axes, frames: Sequence[pd.DataFrame], name: str, *include: float) -> None:
     """Limits that show every value, and of wide intervals at least a part; those that are cut get an arrowhead."""

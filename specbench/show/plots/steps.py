@@ -37,8 +37,6 @@ from specbench.textsafe import one_line
 if TYPE_CHECKING:
     pass
 
-__all__ = ["generation", "time"]
-
 _PART_COLORS = {"draft": ORANGE, "verify": BLUE, "accept": GREEN, "rollback": PURPLE, "other": "#B0B0B0"}
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-__all__ = ["rank_rates", "trees"]
-
 _LEAST_TESTED = 10
 """Nodes below which a rate is not drawn."""
 

@@ -25,16 +25,6 @@ from specbench.textsafe import counted, one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "COST_HEADINGS",
-    "LONG_TABLE",
-    "Picture",
-    "Report",
-    "alternative",
-    "make_report",
-    "missing_figures",
-]
-
 LONG_TABLE = 16
 """Rows up to which a table is shown without being asked for."""
 

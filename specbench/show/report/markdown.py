@@ -9,8 +9,6 @@ from specbench.show.answer import answer_markdown
 from specbench.show.report.content import COST_HEADINGS, LONG_TABLE, Report, alternative, missing_figures
 from specbench.show.tables import markdown_row, markdown_text
 
-__all__ = ["to_markdown"]
-
 _TABLES = {
     "speedup": "Summary", "tokens-per-second": "Summary", "prediction": "Summary", "acceptance": "Summary",
     "time": "Summary", "positions": "Acceptance by position", "categories": "By category", "batches": "Summary",

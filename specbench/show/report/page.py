@@ -32,8 +32,6 @@ from specbench.textsafe import one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["to_html"]
-
 _FOLDER = Path(__file__).parent
 _LONG = 40  # characters of a name from which on it may take several lines
 _SHOWN, _SHOWN_NARROW = (

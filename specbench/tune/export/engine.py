@@ -13,22 +13,6 @@ from specbench.specs.models import BUILTIN_MODELS
 from specbench.tune.export.heads import HEADS, KINDS, SPECULATORS, Has, Lacks
 from specbench.tune.export.setting import Model, Setting
 
-__all__ = [
-    "GREEDY_DRAFTS",
-    "OLDEST_MATCH",
-    "Engine",
-    "Export",
-    "command",
-    "floating",
-    "head_of",
-    "kinds",
-    "model_needs",
-    "of_requests",
-    "refuse",
-    "revision",
-    "without_counterpart",
-]
-
 GREEDY_DRAFTS = (
     "Above temperature 0 a draft is the drafter's top token, kept with the target's probability of it; in specbench it"
     " is drawn, and kept with the chance of Σ min(p, q). Outputs keep their distribution, acceptance changes."

@@ -25,8 +25,6 @@ from specbench.tune.export.vllm import VLLM
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ENGINES", "as_file", "as_json", "export_fastest", "export_setting", "expresses"]
-
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (Transformers(), VLLM(), SGLang(), LlamaCpp(), TensorRTLLM(), MlxLm(), OpenVino())

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["HEADS", "KINDS", "SPECULATORS", "Has", "Lacks"]
-
 KINDS: Mapping[str, str] = {
     "eagle": "EAGLE-3",
     "eagle3": "EAGLE-3",

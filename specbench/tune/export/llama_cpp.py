@@ -8,8 +8,6 @@ from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, SmallModel
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Model, Setting
 
-__all__ = ["LlamaCpp"]
-
 
 class LlamaCpp:
     """See ``Engine``."""

@@ -6,8 +6,6 @@ from specbench.specs.drafters import DrafterSpec, SmallModel
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Setting
 
-__all__ = ["MlxLm"]
-
 
 class MlxLm:
     """See ``Engine``."""

@@ -9,8 +9,6 @@ from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Model, Setting
 
-__all__ = ["OpenVino"]
-
 
 class OpenVino:
     """See ``Engine``."""

@@ -26,18 +26,6 @@ if TYPE_CHECKING:
 
     from specbench.config import Config
 
-__all__ = [
-    "Beside",
-    "Measured",
-    "Model",
-    "Setting",
-    "dtype_in",
-    "in_place_of",
-    "setting_of_config",
-    "setting_of_run",
-    "settings_of_run",
-]
-
 _TESTED = 10
 """Drafts that were tested at a position before its acceptance counts."""
 

@@ -8,8 +8,6 @@ from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel, Suffix
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Setting
 
-__all__ = ["SGLang"]
-
 
 class SGLang:
     """See ``Engine``."""

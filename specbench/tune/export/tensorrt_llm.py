@@ -10,8 +10,6 @@ from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Setting
 
-__all__ = ["TensorRTLLM"]
-
 _FILE = "speculation.yaml"
 
 

@@ -9,8 +9,6 @@ from specbench.specs.models import BUILTIN_MODELS
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Model, Setting
 
-__all__ = ["Transformers"]
-
 _MODEL = "AutoModelForCausalLM"
 _COUNT = """passes = []
 target.register_forward_hook(lambda *_: passes.append(1))

@@ -9,8 +9,6 @@ from specbench.specs.drafters import DrafterSpec, Lookup, SmallModel, Suffix
 from specbench.tune.export import engine
 from specbench.tune.export.setting import Setting
 
-__all__ = ["VLLM"]
-
 
 class VLLM:
     """See ``Engine``."""

@@ -29,22 +29,6 @@ from specbench.backends.torch.kernels.native import Attention, Request
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = [
-    "FOLDED",
-    "KEY_BLOCK",
-    "LONGEST_PASS",
-    "RAGGED",
-    "NativeSpan",
-    "Ragged",
-    "Span",
-    "attend",
-    "fold_attention",
-    "fold_mask",
-    "folded_attention",
-    "is_folded",
-    "takes_ragged",
-]
-
 Made = TypeVar("Made")
 
 FOLDED = "specbench_folded"

@@ -16,8 +16,6 @@ import torch
 
 from specbench.errors import RunError, UsageError
 
-__all__ = ["COMPILERS", "WIDEST_GRAPH", "Capture", "compiled", "cuda_capture"]
-
 COMPILERS: dict[str, Any] = {"cuda": "inductor"}
 """By type of device, what ``torch.compile`` gets. A CPU has packed layers instead, which cannot be traced."""
 

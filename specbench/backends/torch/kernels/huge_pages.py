@@ -16,8 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["give_back_free_memory", "huge_page_setting", "in_huge_pages"]
-
 _SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 _PROCESS = Path("/proc/self")
 

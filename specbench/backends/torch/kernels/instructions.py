@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["allowed", "circumstances", "has_bfloat16", "has_vnni", "processor_name"]
-
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Variables by which oneDNN is limited, the newer one first."""
 

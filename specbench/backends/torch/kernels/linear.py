@@ -26,24 +26,6 @@ from specbench.backends.torch.kernels.instructions import allowed, has_bfloat16,
 from specbench.errors import UsageError
 from specbench.options import QuantisedName
 
-__all__ = [
-    "Int4Linear",
-    "Int8Linear",
-    "PackedLinear",
-    "QuantisedLinear",
-    "Rounded",
-    "RoundedWeight",
-    "can_pack",
-    "in_bytes",
-    "onednn_packs",
-    "pack_weight",
-    "quickest_rows",
-    "rounded",
-    "rounded_bytes",
-    "rounded_to_4_bits",
-    "settled",
-]
-
 _ROWS_HINT = 5
 """Rows the packed layout is chosen for: a verification pass of a usual draft length."""
 

@@ -23,16 +23,6 @@ from specbench.backends.torch.kernels.attention import attend
 from specbench.backends.torch.kernels.linear import PackedLinear, QuantisedLinear
 from specbench.backends.torch.kernels.surgery import JoinedLinear
 
-__all__ = [
-    "ShortLayer",
-    "joined_product",
-    "native_product",
-    "native_stack",
-    "short_layers",
-    "spread_rotation",
-    "stack_of",
-]
-
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Decoder layers of ``transformers`` that compute what ``ShortLayer`` computes."""
 

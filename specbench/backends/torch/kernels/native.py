@@ -25,24 +25,6 @@ import torch
 
 from specbench.backends.torch.kernels.instructions import allowed
 
-__all__ = [
-    "LAYOUT",
-    "LIBRARY",
-    "MOST_HEAD_SIZE",
-    "STEP",
-    "Attention",
-    "Entries",
-    "Layer",
-    "Panels",
-    "Product",
-    "Request",
-    "Stack",
-    "attends",
-    "available",
-    "memory_of_packed",
-    "why_not",
-]
-
 LIBRARY = "_native.so"
 """The file beside this one that the build makes."""
 

@@ -34,23 +34,6 @@ from specbench.options import QuantisedName
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "Hooks",
-    "JoinedLinear",
-    "RoundedLayers",
-    "first_layers",
-    "float32_sample",
-    "holds",
-    "int4_copy",
-    "int8_copy",
-    "kind_of_rounding",
-    "pack_linears",
-    "quantise_linears",
-    "round_linears",
-    "rounds_to_int8",
-    "trim_head",
-]
-
 _LARGE_MODEL = 1 << 23
 """Weights in linear layers from which looking for memory to lay together is worth it."""
 
