@@ -360,6 +360,20 @@ def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by() -> Non
     assert costs.timings == float("inf")
 
 
+def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_draft() -> None:
+    """Its rows are more than its requests though nobody drafted, and this request drafted in an earlier one."""
+    load, batch = Load(), 4
+    known(load, lambda rows: 10.0 + rows, batch)
+    costs = SharedCosts(load, [], MeasuredCosts())
+    costs.observe(step(3), True)
+    load.took(made(20.0, [0] * batch, read=3))
+    assert load.drafters == 0
+    assert load.rows - 3 > load.requests
+    found = costs.verify_s(3)
+    assert found[1] == pytest.approx((10 + batch) / batch, rel=0.03)
+    assert found[3] > found[2] > 0
+
+
 def test_a_drafter_s_pass_costs_each_a_part() -> None:
     load = Load()
     known(load, lambda rows: 10.0 + rows, 4)
