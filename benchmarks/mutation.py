@@ -4,24 +4,29 @@
     python benchmarks/mutation.py --fast       # the classical mistakes of speculative decoding; CI runs these
     python benchmarks/mutation.py stop residual    # those whose names contain a word
 
-Each bug is a change of a few words in a copy of the package, against which the smallest part of the suite that should
-notice it is run. Beforehand the same tests must pass on the unchanged copy, and a change that changes nothing must go
-unnoticed. Prints a table, with the test that noticed; exit code 1 if a bug survives or its place is no longer found.
+Each bug replaces one expression, or a few statements in a row, of one function in a copy of the package, against which
+the smallest part of the suite that should notice it is run. What is replaced is compared as a syntax tree: formatting,
+comments and other functions do not matter, and a function that moved is found by its name. Beforehand the same tests
+must pass on the unchanged copy, and a change that changes nothing must go unnoticed. Prints a table, with the test that
+noticed; exit code 1 if a bug survives or its place is no longer found.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import difflib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,15 +40,16 @@ class Mutant:
 
     Attributes:
         name: What is wrong with it.
-        file: Where, within the package.
-        old: The text to replace; it stands there exactly once.
-        new: What to put in its place.
+        where: ``file:name``: a file of the package and the qualified name of the function, class or constant in it. If
+            the file no longer defines that name, the only other file that does is taken.
+        old: What to replace: Python source of one expression, or of statements in a row. Found there exactly once.
+        new: What to put in its place; nothing removes the statements.
         tests: Arguments for pytest that select what should notice.
         fast: Whether CI plants it.
     """
 
     name: str
-    file: str
+    where: str
     old: str
     new: str
     tests: tuple[str, ...]
@@ -79,9 +85,9 @@ DISTRIBUTIONS = ("tests/test_distributions.py", "-k", "exact_or_refused and spec
 BANNED = ("tests/test_distributions.py", "-k", "banned")
 CONTROL = Mutant(
     "(nothing changed)",
-    "decoding/verify.py",
-    '"""The verdict on a draft: accept, correct or add a bonus token.',
-    '"""The verdict on a draft: accept, correct, or add a bonus token.',
+    "decoding/verify.py:GreedyVerification.judge",
+    "tokens = choices[:1]",
+    "tokens = choices[:1]",
     ACCEPT,
     fast=True,
 )
@@ -90,169 +96,169 @@ MUTANTS = (
     # -- the issue's own list --------------------------------------------------------------------
     Mutant(
         "roll-back keeps one token too many",
-        "decoding/loop.py",
-        "        target.keep(len(context) - 1, verdict.path)\n",
-        "        target.keep(len(context), verdict.path)\n",
+        "decoding/loop.py:decode",
+        "target.keep(len(context) - 1, verdict.path)",
+        "target.keep(len(context), verdict.path)",
         DECODE,
         fast=True,
     ),
     Mutant(
         "roll-back removes one token too many",
-        "decoding/loop.py",
-        "        target.keep(len(context) - 1, verdict.path)\n",
-        "        target.keep(len(context) - 2, verdict.path)\n",
+        "decoding/loop.py:decode",
+        "target.keep(len(context) - 1, verdict.path)",
+        "target.keep(len(context) - 2, verdict.path)",
         DECODE,
     ),
     Mutant(
         "the drafter is not rolled back",
-        "decoding/loop.py",
-        "        drafter.keep(len(context) - 1, verdict.path)\n",
-        "        pass\n",
+        "decoding/loop.py:decode",
+        "drafter.keep(len(context) - 1, verdict.path)",
+        "pass",
         DECODE,
     ),
     Mutant(
         "the drafter keeps what it drafted in a sibling's place",
-        "decoding/loop.py",
-        "        drafter.keep(len(context) - 1, verdict.path)\n",
-        "        drafter.keep(len(context) - 1)\n",
+        "decoding/loop.py:decode",
+        "drafter.keep(len(context) - 1, verdict.path)",
+        "drafter.keep(len(context) - 1)",
         SIBLINGS,
     ),
     Mutant(
         "a prompt's last row is computed along with the tree after it",
-        "backends/torch/scorer.py",
-        "        if self.cache.length == 0 and self.cache.prefill_apart:\n",
-        "        if False:\n",
+        "backends/torch/scorer.py:Scorer._feed_tree",
+        "self.cache.length == 0 and self.cache.prefill_apart",
+        "False",
         ("tests/test_bitexact.py", "-k", "tree_changes"),
     ),
     Mutant(
         "a name of a run is a format string of a figure",
-        "show/plots/canvas.py",
-        'return _joined(self.parts, f"γ = {gamma:g}")',
-        'return _joined(self.parts, "γ = {0:g}").format(gamma)',
+        "show/plots/canvas.py:Series.name_at",
+        '_joined(self.parts, f"γ = {gamma:g}")',
+        '_joined(self.parts, "γ = {0:g}").format(gamma)',
         ("tests/test_security.py", "-k", "format_string"),
     ),
     Mutant(
         "specinfer tests what a draw has chosen before that draw",
-        "decoding/verdicts.py",
-        "        node, q = (draws or certain).pop(place)\n",
-        "        node, q = (certain or draws).pop(place if not certain else 0)\n",
+        "decoding/verdicts.py:specinfer",
+        "(draws or certain).pop(place)",
+        "(certain or draws).pop(place if not certain else 0)",
         DISTRIBUTIONS,
     ),
     Mutant(
         "a drafter draws from what is banned",
-        "decoding/sampling.py",
-        "        return self.defaults is not None and bool(",
-        "        return self.defaults is None and bool(",
+        "decoding/sampling.py:Sampling.rules_out_all",
+        "self.defaults is not None",
+        "self.defaults is None",
         BANNED,
     ),
     Mutant(
         "a node of a tree is expected whether the one before it is kept or not",
-        "decoding/theory.py",
-        "reached.append(before * rates[rank] if",
-        "reached.append(rates[rank] if",
+        "decoding/theory.py:expected_tokens_of_tree",
+        "before * rates[rank]",
+        "rates[rank]",
         THEORY,
     ),
     Mutant(
         "a tree calibrated for other weights of a drafter is taken up",
-        "models/tree_choices.py",
-        "[self.dtype, self.device, self.drafter, self.weights,",
-        "[self.dtype, self.device, self.drafter,",
+        "models/tree_choices.py:TreeKey.name",
+        '[self.dtype, self.device, self.drafter, self.weights, f"{self.temperature:g}"]',
+        '[self.dtype, self.device, self.drafter, f"{self.temperature:g}"]',
         CALIBRATED,
     ),
     Mutant(
         "ranks of the command line give way to calibrated ones",
-        "models/tree_choices.py",
-        'if rule.word != "static-tree" or "ranks" in rule.options:',
-        'if rule.word != "static-tree":',
+        "models/tree_choices.py:calibrated_tree",
+        'rule.word != "static-tree" or "ranks" in rule.options',
+        'rule.word != "static-tree"',
         CALIBRATED,
     ),
     Mutant(
         "a tree is chosen as if a drafter read all nodes of a depth for the price of one",
-        "tune/ranks.py",
-        "for behind in (0, *read))",
-        "for behind in [min(each, 1) for each in (0, *read)])",
+        "tune/ranks.py:best_tree",
+        "(0, *read)",
+        "[min(each, 1) for each in (0, *read)]",
         CALIBRATED,
     ),
     Mutant(
         "leaves of a tree count as nodes that a drafter reads",
-        "decoding/theory.py",
-        "for node in set(parents) if node >= 0)",
-        "for node in range(len(parents)))",
+        "decoding/theory.py:read_by_depth",
+        "(depths[node] for node in set(parents) if node >= 0)",
+        "(depths[node] for node in range(len(parents)))",
         THEORY,
     ),
     Mutant(
         "the entry of a sibling that was right stays where it is",
-        "decoding/loop.py",
-        "        target.keep(len(context) - 1, verdict.path)\n",
-        "        target.keep(len(context) - 1)\n",
+        "decoding/loop.py:decode",
+        "target.keep(len(context) - 1, verdict.path)",
+        "target.keep(len(context) - 1)",
         SIBLINGS,
     ),
     Mutant(
         "a sibling sees the draft beside it",
-        "decoding/tree.py",
-        "        found[row] |= found[parent + 1]\n",
-        "        found[row] |= found[row - 1]\n",
+        "decoding/tree.py:_ancestors",
+        "parent + 1",
+        "row - 1",
         SIBLINGS,
     ),
     Mutant(
         "a sibling has the place behind the draft beside it",
-        "decoding/tree.py",
+        "decoding/tree.py:tree_positions",
         "ancestors.sum(axis=1, dtype=np.int64)",
         "np.arange(1, len(ancestors) + 1)",
         SIBLINGS,
     ),
     Mutant(
         "the logits behind another sibling are read",
-        "decoding/verify.py",
-        "sampling.choose(logits[node + 1 : node + 2]",
-        "sampling.choose(logits[node : node + 1]",
+        "decoding/verify.py:GreedyVerification.judge",
+        "logits[node + 1 : node + 2]",
+        "logits[node : node + 1]",
         SIBLINGS,
     ),
     Mutant(
         "a candidate keeps its share of q when it was drawn",
-        "decoding/verdicts.py",
-        "    rest = q.clone()\n    rest[token] = 0.0\n",
-        "    rest = q.clone()\n",
+        "decoding/verdicts.py:_without",
+        "rest[token] = 0.0",
+        "",
         TREES,
     ),
     Mutant(
         "what is left of p is not made whole again",
-        "decoding/verdicts.py",
-        "chance = total / (total + 1.0 - chance) if chance < 1.0 else 1.0",
-        "chance = total if chance < 1.0 else 1.0",
+        "decoding/verdicts.py:traverse.visit",
+        "total / (total + 1.0 - chance)",
+        "total",
         TREES,
     ),
     Mutant(
         "a drafter's best token is hidden from whoever looks next",
-        "decoding/prospects.py",
+        "decoding/prospects.py:largest",
         "values[every, place] = value",
         "value = place",
         ("tests/test_trees.py", "-k", "largest"),
     ),
     Mutant(
         "a column that ties with the last one counted is left out",
-        "decoding/prospects.py",
-        "highest >= np.partition(",
-        "highest > np.partition(",
+        "decoding/prospects.py:_largest",
+        "highest >= np.partition(highest, width - count)[width - count]",
+        "highest > np.partition(highest, width - count)[width - count]",
         ("tests/test_trees.py", "-k", "largest"),
     ),
     Mutant(
         "a node of a tree is read at the place of the one before it",
-        "drafters/model.py",
-        "place = {-1: -1} | {node: i for i, node in enumerate(self._read_nodes)}",
-        "place = {-1: -1} | {node: i - 1 for i, node in enumerate(self._read_nodes)}",
+        "drafters/model.py:ModelDrafter._frontier_logits",
+        "{node: i for i, node in enumerate(self._read_nodes)}",
+        "{node: i - 1 for i, node in enumerate(self._read_nodes)}",
         TREES,
     ),
     Mutant(
         "a drafter keeps nodes that are not on the path",
-        "drafters/model.py",
-        "place = {node: i for i, node in enumerate(self._read_nodes)}\n            read",
-        "place = {node: 0 for i, node in enumerate(self._read_nodes)}\n            read",
+        "drafters/model.py:ModelDrafter.keep",
+        "{node: i for i, node in enumerate(self._read_nodes)}",
+        "{node: 0 for i, node in enumerate(self._read_nodes)}",
         TREES,
     ),
     Mutant(
         "the drafter does not catch up with what it was not fed",
-        "backends/torch/scorer.py",
+        "backends/torch/scorer.py:Scorer._feed",
         "*context[start:]",
         "*context[max(start, len(context) - 1) :]",
         CATCH_UP,
@@ -260,23 +266,23 @@ MUTANTS = (
     ),
     Mutant(
         "residual without clamp",
-        "decoding/verify.py",
+        "decoding/verify.py:residual",
         "(p[i] - draft.q[i]).clamp_min_(0.0)",
-        "(p[i] - draft.q[i])",
+        "p[i] - draft.q[i]",
         STEP,
         fast=True,
     ),
     Mutant(
         "p and q swapped in the residual",
-        "decoding/verify.py",
-        "(p[i] - draft.q[i]).clamp_min_(0.0)",
-        "(draft.q[i] - p[i]).clamp_min_(0.0)",
+        "decoding/verify.py:residual",
+        "p[i] - draft.q[i]",
+        "draft.q[i] - p[i]",
         ACCEPT,
         fast=True,
     ),
     Mutant(
         "p and q swapped in the acceptance",
-        "decoding/verify.py",
+        "decoding/verify.py:acceptance_probabilities",
         "p_of_token.div_(q_of_token.clamp_min_(_SMALLEST))",
         "q_of_token.div_(p_of_token.clamp_min_(_SMALLEST))",
         ACCEPT,
@@ -284,823 +290,914 @@ MUTANTS = (
     ),
     Mutant(
         "a stop inside the accepted run is ignored",
-        "decoding/loop.py",
-        "        kept, reason = stops.cut(verdict.tokens)\n",
-        "        kept, reason = len(verdict.tokens), stops.cut(verdict.tokens[-1:])[1]\n",
+        "decoding/loop.py:decode",
+        "kept, reason = stops.cut(verdict.tokens)",
+        "kept, reason = len(verdict.tokens), stops.cut(verdict.tokens[-1:])[1]",
         DECODE,
         fast=True,
     ),
     Mutant(
         "a token of low confidence is thrown away",
-        "drafters/model.py",
-        "                if drawn is None:\n",
-        "                if drawn is None or (drawn.q is not None and float(drawn.q[drawn.token]) < 0.2):\n",
+        "drafters/model.py:ModelDrafter.propose",
+        "drawn is None",
+        "drawn is None or (drawn.q is not None and float(drawn.q[drawn.token]) < 0.2)",
         EXACT,
         fast=True,
     ),
     Mutant(
         "the numbers that tested the drafts are used again for the draw",
-        "decoding/sampling.py",
-        "        r = torch.rand(len(acceptance), generator=self.generator,",
-        "        r = torch.rand(len(acceptance), generator=self.generator.clone_state(),",
+        "decoding/sampling.py:Randomness.test",
+        "self.generator",
+        "self.generator.clone_state()",
         RANDOM,
         fast=True,
     ),
     # -- acceptance ------------------------------------------------------------------------------
     Mutant(
         "the generator is seeded anew for every draw",
-        "decoding/sampling.py",
-        "        u = torch.rand(1, generator",
-        "        self.generator.manual_seed(0)\n        u = torch.rand(1, generator",
+        "decoding/sampling.py:Randomness.draw",
+        "u = torch.rand(1, generator=self.generator, device=self._device, dtype=torch.float64)",
+        "self.generator.manual_seed(0)\n"
+        "u = torch.rand(1, generator=self.generator, device=self._device, dtype=torch.float64)",
         RANDOM,
     ),
     Mutant(
         "the rejected token is returned instead of the corrected one",
-        "decoding/verify.py",
-        "        return Verdict(path, tokens)\n",
-        "        return Verdict(path, [*tokens[:-1], (draft.tokens + tokens[-1:])[len(path)]])\n",
+        "decoding/verify.py:GreedyVerification.judge",
+        "Verdict(path, tokens)",
+        "Verdict(path, [*tokens[:-1], (draft.tokens + tokens[-1:])[len(path)]])",
         DECODE,
         fast=True,
     ),
     Mutant(
         "drafts behind a rejected one are kept",
-        "decoding/sampling.py",
+        "decoding/sampling.py:Randomness.test",
         "next((i for i, chance in enumerate(chances) if not r[i] < chance), len(r))",
         "sum(r[i] < chance for i, chance in enumerate(chances))",
         SAMPLING,
     ),
     Mutant(
         "the bonus token comes from the row before",
-        "decoding/verify.py",
-        "    distribution = p[accepted]\n",
-        "    distribution = p[max(0, accepted - 1)]\n",
+        "decoding/verify.py:RejectionVerification.judge",
+        "p[accepted]",
+        "p[max(0, accepted - 1)]",
         EXACT,
         fast=True,
     ),
     Mutant(
         "a certain drafter's rejected token may come again",
-        "decoding/verify.py",
-        "        rest[draft.tokens[i]] = 0.0\n",
+        "decoding/verify.py:residual",
+        "rest[draft.tokens[i]] = 0.0",
         "",
         ACCEPT,
     ),
     Mutant(
         "tokens drawn from another distribution than the q that is kept",
-        "drafters/model.py",
-        "return Drawn(random.draw(q), known, q)",
-        "return Drawn(random.draw(q * q), known, q)",
+        "drafters/model.py:ModelDrafter.draw",
+        "random.draw(q)",
+        "random.draw(q * q)",
         EXACT,
     ),
     Mutant(
         "α of tokens that were not tested",
-        "decoding/explain.py",
-        'tested = kept if cut else accepted + (closing == "corrected")',
-        "tested = gamma",
+        "decoding/explain.py:step_of",
+        'kept if cut else accepted + (closing == "corrected")',
+        "gamma",
         DECODE,
     ),
     # -- what a model's files ask for ------------------------------------------------------------
     Mutant(
         "a configuration chooses the attention",
-        "models/checkpoints.py",
-        "if key not in INNER_WORKINGS + OUTPUTS and not any(word in key for word in IMPLEMENTATIONS)",
-        "if key not in INNER_WORKINGS + OUTPUTS",
+        "models/checkpoints.py:_facts_alone",
+        "key not in INNER_WORKINGS + OUTPUTS and not any(word in key for word in IMPLEMENTATIONS)",
+        "key not in INNER_WORKINGS + OUTPUTS",
         ("tests/test_security.py", "-k", "choose_the_code"),
     ),
     Mutant(
         "a configuration gives the attention another name",
-        "models/checkpoints.py",
-        'INNER_WORKINGS = ("attribute_map", ',
-        "INNER_WORKINGS = (",
+        "models/checkpoints.py:INNER_WORKINGS",
+        '("attribute_map", "sub_configs", "configuration_files", "auto_map")',
+        '("sub_configs", "configuration_files", "auto_map")',
         ("tests/test_security.py", "-k", "choose_the_code"),
     ),
     Mutant(
         "the context limit forgets a scaling",
-        "models/load.py",
-        "int(max([limit, *scaled]))",
-        "int(limit)",
+        "models/load.py:_context_limit",
+        "max([limit, *scaled])",
+        "limit",
         ("tests/test_models.py", "-k", "scaling"),
     ),
     Mutant(
         "a model's own settings see the context before the drafts alone",
-        "decoding/model_defaults.py",
-        "ids[:, : before_drafts + place]",
-        "ids[:, :before_drafts]",
+        "decoding/model_defaults.py:ContextRules.__call__",
+        "before_drafts + place",
+        "before_drafts",
         ("tests/test_model_defaults.py", "-k", "distributions"),
     ),
     Mutant(
         "the check's reference lacks the model's own settings",
-        "check/reference.py",
-        "**{**settings.model_defaults, ",
-        "**{",
+        "check/reference.py:reference_output",
+        '{**settings.model_defaults, "repetition_penalty": settings.repetition_penalty}',
+        '{"repetition_penalty": settings.repetition_penalty}',
         ("tests/test_model_defaults.py", "-k", "reference"),
     ),
     Mutant(
         "siblings under transforms that look back",
-        "decoding/loop.py",
-        "verification.takes_trees and not sampling.looks_back",
-        "verification.takes_trees",
+        "decoding/loop.py:decode",
+        "siblings.most > 0 and verification.takes_trees and not sampling.looks_back",
+        "siblings.most > 0 and verification.takes_trees",
         ("tests/test_model_defaults.py", "-k", "siblings"),
     ),
     # -- transforms ------------------------------------------------------------------------------
     Mutant(
         "the repetition penalty sees drafts that come later",
-        "decoding/sampling.py",
-        "for place, token in fresh if place < drafts]",
-        "for place, token in fresh]",
+        "decoding/sampling.py:Sampling.scores",
+        "[token for place, token in fresh if place < drafts]",
+        "[token for place, token in fresh]",
         SAMPLING,
     ),
     Mutant(
         "the repetition penalty remembers another context",
-        "decoding/sampling.py",
-        "        if not known or len(self.mask)",
-        "        if len(self.mask)",
+        "decoding/sampling.py:_Seen.and_more",
+        "not known or len(self.mask) != width or self.ids.device != scores.device",
+        "len(self.mask) != width or self.ids.device != scores.device",
         ("tests/test_properties.py", "-k", "own_context"),
     ),
     Mutant(
         "top-k drops the last token it should keep",
-        "decoding/sampling.py",
-        "scores.masked_fill(scores < smallest_kept",
-        "scores.masked_fill(scores <= smallest_kept",
+        "decoding/sampling.py:_keep_top_k",
+        "scores < smallest_kept",
+        "scores <= smallest_kept",
         SAMPLING,
     ),
     Mutant(
         "a nucleus lacks its edge",
-        "decoding/sampling.py",
-        "scores.masked_fill(scores < edge",
-        "scores.masked_fill(scores <= edge",
+        "decoding/sampling.py:_keep_nucleus",
+        "scores < edge",
+        "scores <= edge",
         SAMPLING,
     ),
     Mutant(
         "min-p is taken of the mass instead of the largest",
-        "decoding/sampling.py",
-        "probabilities < min_p * top,",
-        "probabilities < min_p,",
+        "decoding/sampling.py:_keep_min_p",
+        "min_p * top",
+        "min_p",
         SAMPLING,
     ),
     # -- ends and limits -------------------------------------------------------------------------
     Mutant(
         "one token more than asked for",
-        "decoding/loop.py",
+        "decoding/loop.py:decode",
         "limit - position - 1",
         "limit - position",
         DECODE,
     ),
     Mutant(
         "accepted drafts behind a stop are counted",
-        "decoding/explain.py",
-        "accepted=min(accepted, kept)",
-        "accepted=accepted",
+        "decoding/explain.py:step_of",
+        "min(accepted, kept)",
+        "accepted",
         DECODE,
     ),
     Mutant(
         "the drafter goes beyond its own context",
-        "drafters/model.py",
+        "drafters/model.py:ModelDrafter._room",
         "limit - self._length(context) + 1",
         "limit - self._length(context) + 2",
         DECODE,
     ),
     Mutant(
         "logits of a trimmed head stand in wrong places",
-        "models/prepare.py",
-        "places=None if draftable is None else torch.tensor(draftable)",
-        "places=None if draftable is None else torch.tensor(draftable).flip(0)",
+        "models/prepare.py:wrap_drafter",
+        "torch.tensor(draftable)",
+        "torch.tensor(draftable).flip(0)",
         ("tests/test_vocabulary.py",),
     ),
     Mutant(
         "a drafter with another tokenizer keeps what is spelled otherwise by now",
-        "drafters/translate.py",
+        "drafters/translate.py:TranslatingDrafter._common",
         "next((i for i in range(start, length) if ids[i] != self._fed[i]), length)",
         "length",
         ("tests/test_translate.py",),
     ),
     Mutant(
         "the chat template's end of turn is no end",
-        "models/load.py",
+        "models/load.py:end_ids_of",
         "[tokenizer.eos_token_id, end_of_turn(tokenizer)]",
         "[tokenizer.eos_token_id]",
         ("tests/test_models.py", "-k", "end_ids"),
     ),
     Mutant(
         "a special token is no stop string",
-        "decoding/stops.py",
-        "if token in self._stop_ids:",
-        "if False:",
+        "decoding/stops.py:StopRules.cut",
+        "token in self._stop_ids",
+        "False",
         ("tests/test_text.py", "-k", "special_token"),
     ),
     Mutant(
         "bytes are shown before their run has ended",
-        "decoding/stops.py",
-        "        if byte is not None:\n",
-        "        if False:\n",
+        "decoding/stops.py:TextStream.push",
+        "byte is not None",
+        "False",
         ("tests/test_text.py", "-k", "decoded_text"),
     ),
     Mutant(
         "the beginning of a stop string is shown",
-        "decoding/stops.py",
+        "decoding/stops.py:TextStream._release",
         "len(self._decoded) - self._possible_stop()",
         "len(self._decoded)",
         ("tests/test_text.py", "-k", "held_back"),
     ),
     Mutant(
         "a chat prompt gets a second BOS",
-        "generate.py",
-        "(_encodable(str(text)), add_special_tokens=False)",
-        "(_encodable(str(text)), add_special_tokens=True)",
+        "generate.py:encode_messages",
+        "tokenizer(_encodable(text), add_special_tokens=False)",
+        "tokenizer(_encodable(text), add_special_tokens=True)",
         ("tests/test_properties.py", "-k", "chat_prompt"),
     ),
     # -- caches ----------------------------------------------------------------------------------
     Mutant(
         "a self-drafter leaves its keys in the target's cache",
-        "drafters/model.py",
-        "            self.scorer.keep(verified)\n",
-        "            pass\n",
+        "drafters/model.py:SelfDrafter.drafting",
+        "self.scorer.keep(verified)",
+        "pass",
         DECODE,
     ),
     Mutant(
         "sliding layers do not record their past",
-        "backends/torch/caches.py",
-        "        self._cache.activate_past_recording()\n",
+        "backends/torch/caches.py:DynamicKVCache.after_pass",
+        "self._cache.activate_past_recording()",
         "",
         CACHES,
     ),
     Mutant(
         "sliding layers are not cropped when nothing is removed",
-        "backends/torch/caches.py",
-        "        layer.crop(-surplus)\n\n    def _rollback_convolution",
-        "        if surplus:\n            layer.crop(-surplus)\n\n    def _rollback_convolution",
+        "backends/torch/caches.py:DynamicKVCache._rollback_sliding",
+        "layer.crop(-surplus)",
+        "if surplus:\n    layer.crop(-surplus)",
         CACHES,
     ),
     Mutant(
         "convolution states are not rolled back",
-        "backends/torch/caches.py",
-        "                self._rollback_convolution(layer, surplus)\n",
-        "                pass\n",
+        "backends/torch/caches.py:DynamicKVCache.rollback",
+        "self._rollback_convolution(layer, surplus)",
+        "pass",
         ROLL_BACK,
     ),
     Mutant(
         "the preallocated window lacks a position",
-        "backends/torch/caches.py",
-        "self.used - (self.sliding_window - 1 + key_states.shape[-2])",
-        "self.used - (self.sliding_window - 2 + key_states.shape[-2])",
+        "backends/torch/caches.py:PreallocatedSlidingLayer.update",
+        "self.sliding_window - 1",
+        "self.sliding_window - 2",
         CACHES,
     ),
     Mutant(
         "the preallocated cache keeps one position more",
-        "backends/torch/caches.py",
-        "            self.used = max(length, 0)\n",
-        "            self.used = max(length, 0) + 1\n",
+        "backends/torch/caches.py:PreallocatedLayer.keep",
+        "max(length, 0)",
+        "max(length, 0) + 1",
         CACHES,
     ),
     Mutant(
         "native passes write where keys and values were",
-        "backends/torch/caches.py",
-        "if layer.used != length or layer.keys is not keys:",
-        "if layer.used != length:",
+        "backends/torch/caches.py:Held.lengthen",
+        "layer.used != length or layer.keys is not keys",
+        "layer.used != length",
         ("tests/test_native.py", "-k", "in_between"),
     ),
     Mutant(
         "the prompt and drafts of a first pass go in together",
-        "backends/torch/caches.py",
+        "backends/torch/caches.py:DynamicKVCache.reset",
         "any(_forgets(layer) for layer in self._cache.layers)",
         "False",
         CACHES,
     ),
     Mutant(
         "a draft may be longer than what a window's cache takes back",
-        "decoding/records.py",
-        "LONGEST_DRAFT = 256",
-        "LONGEST_DRAFT = 320",
+        "decoding/records.py:LONGEST_DRAFT",
+        "256",
+        "320",
         ("tests/test_caches.py", "-k", "longest_draft"),
     ),
     Mutant(
         "what was no number stays in the cache",
-        "backends/torch/caches.py",
-        "        if not held.sum().isfinite():\n            held.zero_()\n",
-        "        held.sum()\n",
+        "backends/torch/caches.py:_clean",
+        "if not held.sum().isfinite(): held.zero_()",
+        "held.sum()",
         ("tests/test_caches.py", "-k", "spoils"),
     ),
     Mutant(
         "short passes get no mask",
-        "backends/torch/kernels/attention.py",
-        "attn_mask=mask, ",
-        "attn_mask=torch.zeros_like(mask), ",
+        "backends/torch/kernels/attention.py:_folded_rows",
+        "scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)",
+        "scaled_dot_product_attention(folded, key, value, attn_mask=torch.zeros_like(mask), scale=scale)",
         ("tests/test_attention.py",),
     ),
     Mutant(
         "the last token of a block of keys takes another way than the tokens beside it",
-        "backends/torch/kernels/attention.py",
-        "if masks is None and key.shape[2] % KEY_BLOCK == 0:",
-        "if False:",
+        "backends/torch/kernels/attention.py:attend",
+        "masks is None and key.shape[2] % KEY_BLOCK == 0",
+        "False",
         ("tests/test_bitexact.py", "-k", "edge"),
     ),
     Mutant(
         "an int8 target gets passes that depend on their width",
-        "models/prepare.py",
-        '            return "preallocated"\n',
-        '            return "dynamic"\n',
+        "models/prepare.py:default_cache",
+        'return "preallocated"',
+        'return "dynamic"',
         ("tests/test_bitexact.py", "-k", "int8"),
     ),
     Mutant(
         "ties of an int8 target are counted in units of the logits' own dtype",
-        "backends/torch/parity.py",
-        "scores(logits, context)[0], target.rounding)",
-        "scores(logits, context)[0], logits.dtype)",
+        "backends/torch/parity.py:find_difference",
+        "target.rounding",
+        "logits.dtype",
         ("tests/test_check.py", "-k", "tie_needs"),
     ),
     Mutant(
         "a single row in half precision is taken at its word",
-        "backends/torch/kernels/linear.py",
-        "    if dtype != torch.float32:\n        return True\n",
+        "backends/torch/kernels/linear.py:_single_rows_differ",
+        "if dtype != torch.float32: return True",
         "",
         ("tests/test_bitexact.py", "-k", "half_precision"),
     ),
     Mutant(
         "threads take each other's masks",
-        "backends/torch/kernels/attention.py",
-        "    return _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))\n",
-        "    made = _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))\n"
-        "    globals().update(_last=(mask, made))\n"
-        '    return globals()["_last"][1]\n',
+        "backends/torch/kernels/attention.py:_masks_of_pass",
+        "return _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))",
+        "made = _last_masks(mask, (groups, dtype), lambda: fold_mask(mask, groups, dtype))\n"
+        "globals().update(_last=(mask, made))\n"
+        'return globals()["_last"][1]',
         ("tests/test_attention.py", "-k", "thread"),
     ),
     Mutant(
         "short passes pass hooks by",
-        "backends/torch/kernels/surgery.py",
-        "for hooks in self._hooks\n",
-        "for hooks in ()\n",
+        "backends/torch/kernels/surgery.py:Hooks.there",
+        "self._hooks",
+        "()",
         ("tests/test_short_passes.py", "-k", "hooks_are_called"),
     ),
     Mutant(
         "joined layers read what they read before a hook changed it",
-        "backends/torch/kernels/surgery.py",
-        "        hooked = self.hooks.there()\n",
-        "        hooked = False\n",
+        "backends/torch/kernels/surgery.py:_Join.part",
+        "self.hooks.there()",
+        "False",
         ("tests/test_short_passes.py", "-k", "negate"),
     ),
     Mutant(
         "short passes keep a norm's old weights",
-        "backends/torch/passes.py",
-        "found is None or found.mark() is not mark:",
-        "found is None:",
+        "backends/torch/passes.py:_FoundLayers.__call__",
+        "found is None or found.mark() is not mark",
+        "found is None",
         ("tests/test_short_passes.py", "-k", "stale"),
     ),
     Mutant(
         "a paused run goes on upon another one's context",
-        "decoding/loop.py",
-        "        if (target.epoch, drafter.epoch) != begun:\n",
-        "        if False:\n",
+        "decoding/loop.py:decode",
+        "(target.epoch, drafter.epoch) != begun",
+        "False",
         ("tests/test_decode.py", "-k", "paused"),
     ),
     Mutant(
         "packed weights are not saved",
-        "backends/torch/kernels/linear.py",
-        '        destination[prefix + "weight"] = self.weight\n',
-        "        pass\n",
+        "backends/torch/kernels/linear.py:PackedLinear._save_to_state_dict",
+        'destination[prefix + "weight"] = self.weight',
+        "pass",
         ("tests/test_packing.py", "-k", "saved"),
     ),
     Mutant(
         "padding of the vocabulary can be drawn",
-        "backends/torch/scorer.py",
-        'value=float("-inf")',
-        "value=0.0",
+        "backends/torch/scorer.py:FittedLogits.__call__",
+        'float("-inf")',
+        "0.0",
         ("tests/test_caches.py", "-k", "padded"),
     ),
     # -- drafters and rules ----------------------------------------------------------------------
     Mutant(
         "of equally frequent tokens the first seen is taken",
-        "drafters/ngram.py",
+        "drafters/ngram.py:_Continuations.add",
         "count >= self.counts[self._best]",
         "count > self.counts[self._best]",
         ("tests/test_ngram.py",),
     ),
     Mutant(
         "n-gram counts leak into the next prompt",
-        "drafters/ngram.py",
-        "            self._continuations.clear()\n",
+        "drafters/ngram.py:NGramDrafter.begin",
+        "self._continuations.clear()",
         "",
         ("tests/test_ngram.py",),
     ),
     Mutant(
         "the lookup's places leak into the next prompt",
-        "drafters/lookup.py",
-        "        self._earlier.clear()\n",
+        "drafters/lookup.py:LookupDrafter.begin",
+        "self._earlier.clear()",
         "",
         ("tests/test_lookup.py",),
     ),
     Mutant(
         "a draft-length rule's state leaks into the next prompt",
-        "decoding/loop.py",
-        "        rule.reset()\n",
-        "        pass\n",
+        "decoding/loop.py:decode",
+        "rule.reset()",
+        "pass",
         DECODE,
     ),
     Mutant(
         "the heuristic counts what a stop has hidden",
-        "lengths/outcomes.py",
-        "        if step.gamma == 0 or step.closing is None:\n            return  # nothing was drafted",
-        "        if step.gamma == 0:\n            return  # nothing was drafted",
+        "lengths/outcomes.py:HeuristicLength.observe",
+        "step.gamma == 0 or step.closing is None",
+        "step.gamma == 0",
         ("tests/test_lengths.py", "-k", "heuristic"),
     ),
     # -- results ---------------------------------------------------------------------------------
     Mutant(
         "half a line stays when a write fails",
-        "results/store.py",
-        "            os.ftruncate(file, before)\n",
-        "            pass\n",
+        "results/store.py:_append",
+        "os.ftruncate(file, before)",
+        "pass",
         STORE,
     ),
     Mutant(
         "half a line is taken for a whole one",
-        "results/store.py",
-        "    if parse(data[start:]) is not None:\n",
-        "    if data[start:]:\n",
+        "results/store.py:_end_last_line",
+        "parse(data[start:]) is not None",
+        "data[start:]",
         STORE,
     ),
     Mutant(
         "an old trace is emptied before there is a new one",
-        "cli/watchers.py",
+        "cli/watchers.py:_open_as_it_is",
         "flags & ~os.O_TRUNC",
         "flags",
         ("tests/test_cli.py", "-k", "refused_command_leaves"),
     ),
     Mutant(
         "the end of a longer trace stays behind a new one",
-        "cli/watchers.py",
-        "                file.truncate()\n",
-        "                pass\n",
+        "cli/watchers.py:TraceOutput._keep",
+        "file.truncate()",
+        "pass",
         ("tests/test_cli.py", "-k", "longer_one"),
     ),
     Mutant(
         "a run.json of any types is taken",
-        "results/store.py",
-        "    wrong = misfit(run, _RUN_SHAPE)\n",
-        "    wrong = None\n",
+        "results/store.py:read_run",
+        "misfit(run, _RUN_SHAPE)",
+        "None",
         ("tests/test_ill_typed.py", "-k", "fields"),
     ),
     Mutant(
         "a run goes on with longer outputs",
-        "bench/manifest.py",
-        "        if then != now:\n",
-        "        if False:\n",
+        "bench/manifest.py:changes",
+        "then != now",
+        "False",
         ("tests/test_cli_sweep.py", "-k", "incomparable"),
     ),
     Mutant(
         "a run is overwritten",
-        "results/store.py",
-        "            if cls.exists(path):\n",
-        "            if False:\n",
+        "results/store.py:RunStore.create",
+        "cls.exists(path)",
+        "False",
         STORE,
     ),
     Mutant(
         "a configuration may say anything of layers and windows",
-        "models/checkpoints.py",
-        "    if (wrong := misfit(read, _FIELDS)) is not None:\n",
-        "    if (wrong := None) is not None:\n",
+        "models/checkpoints.py:read_config",
+        "misfit(read, _FIELDS)",
+        "None",
         ("tests/test_ill_typed.py", "-k", "fields_of_a_model"),
     ),
     Mutant(
         "a self drafter is taken for another target",
-        "generate.py",
-        "and model.scorer.cache is not target.scorer.cache:",
-        "and False:",
+        "generate.py:_check_drafter",
+        "model.scorer.cache is not target.scorer.cache",
+        "False",
         ("tests/test_decode.py", "-k", "belongs"),
     ),
     # -- security --------------------------------------------------------------------------------
     Mutant(
         "formulas get into the CSV",
-        "results/store.py",
-        "    if not isinstance(value, str):\n        return value\n    # A bare",
-        "    return value\n    # A bare",
+        "results/store.py:_no_formula",
+        "if not isinstance(value, str): return value",
+        "return value",
         STORE,
     ),
     Mutant(
         "files are written through links",
-        "files.py",
-        "    if path.is_symlink():\n",
-        "    if False:\n",
+        "files.py:refuse_link",
+        "path.is_symlink()",
+        "False",
         ("tests/test_security.py", "-k", "link"),
     ),
     Mutant(
         "the name of an unfinished file can be foretold",
-        "files.py",
-        ".{secrets.token_hex(8)}.partial",
-        ".partial",
+        "files.py:write_bytes",
+        'f".{path.name}.{secrets.token_hex(8)}.partial"',
+        'f".{path.name}.partial"',
         ("tests/test_security.py", "-k", "prepared"),
     ),
     Mutant(
         "C1 controls reach the terminal",
-        "textsafe.py",
-        "\\x7f-\\x9f",
-        "\\x7f",
+        "textsafe.py:_CONTROLS",
+        're.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")',
+        're.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\u202a-\\u202e\\u2066-\\u2069]")',
         ("tests/test_textsafe.py",),
     ),
     Mutant(
         "an index may name weights outside its folder",
-        "models/checkpoints.py",
-        'or ".." in path.parts',
-        "",
+        "models/checkpoints.py:plain_name",
+        'not file or path.is_absolute() or ".." in path.parts or ":" in file or "\\0" in file',
+        'not file or path.is_absolute()  or ":" in file or "\\0" in file',
         ("tests/test_models.py", "tests/test_security.py", "-k", "outside or leave"),
     ),
     Mutant(
         "a built-in model's hash is not looked at",
-        "models/builtin.py",
-        "    if sha256(gguf) != model.gguf_sha256:\n",
-        "    if not sha256(gguf):\n",
+        "models/builtin.py:fetch_builtin",
+        "sha256(gguf) != model.gguf_sha256",
+        "not sha256(gguf)",
         ("tests/test_builtin.py", "-k", "wrong_hash"),
     ),
     Mutant(
         "a damaged file of the hub's cache is taken",
-        "models/hub.py",
-        "                return blob.name in _hashes(blob, size, self._report)\n",
-        "                pass\n",
+        "models/hub.py:HubModel._is_sound",
+        "return blob.name in _hashes(blob, size, self._report)",
+        "pass",
         ("tests/test_security.py", "-k", "hub"),
     ),
     Mutant(
         "a model's own code is run",
-        "models/load.py",
-        "                trust_remote_code=False,\n",
-        "                trust_remote_code=True,\n",
+        "models/load.py:_read_weights",
+        "loader.from_pretrained(str(folder), config=config, dtype=dtype, device_map=placement, "
+        "use_safetensors=safetensors, trust_remote_code=False, local_files_only=True, output_loading_info=True)",
+        "loader.from_pretrained(str(folder), config=config, dtype=dtype, device_map=placement, "
+        "use_safetensors=safetensors, trust_remote_code=True, local_files_only=True, output_loading_info=True)",
         ("tests/test_security.py",),
     ),
     Mutant(
         "pickled weights are loaded unasked",
-        "models/checkpoints.py",
-        "if allow_pickle else []",
-        "if True else []",
+        "models/checkpoints.py:weight_candidates",
+        '["pytorch_model.bin", "pytorch_model.bin.index.json"] if allow_pickle else []',
+        '["pytorch_model.bin", "pytorch_model.bin.index.json"] if True else []',
         ("tests/test_models.py", "-k", "pickled"),
     ),
     # -- many requests ------------------------------------------------------------------------------
     Mutant(
         "a request that was put back drafts on without the target's keys",
-        "decoding/schedule.py",
-        "        if self.asked.scorer is not target and target.held < self.verified:\n",
-        "        if False:\n",
+        "decoding/schedule.py:_Job.due",
+        "self.asked.scorer is not target and target.held < self.verified",
+        "False",
         SCHEDULE,
     ),
     Mutant(
         "hidden states of a prompt's first parts are lost",
-        "decoding/schedule.py",
-        "return rows._replace(hidden=torch.cat(states))",
-        "return rows",
+        "decoding/schedule.py:_Job.with_states",
+        "rows._replace(hidden=torch.cat(states))",
+        "rows",
         SCHEDULE,
     ),
     Mutant(
         "requests side by side share what a rule has learnt",
-        "generate.py",
+        "generate.py:GenerationRun.apart",
         "DraftPolicy.of(self.policy).fork()",
         "DraftPolicy.of(self.policy)",
         ("tests/test_generate_many.py", "-k", "rules_learn"),
     ),
     Mutant(
         "passes do not wait for those who draft",
-        "decoding/schedule.py",
+        "decoding/schedule.py:Scheduler._chosen",
         "[job for job in self._active if job.drafts] or candidates",
         "candidates",
         SCHEDULE,
     ),
     Mutant(
         "a drafter that reads a long prompt holds the others up",
-        "decoding/schedule.py",
+        "decoding/schedule.py:Scheduler._make",
         "job.since, job.reading = self._passes, True",
         "job.since = self._passes",
         SCHEDULE,
     ),
     Mutant(
         "memory of a request that has ended stays taken",
-        "decoding/schedule.py",
-        "            with suppress(Exception):\n                scorer.keep(0)\n",
-        "            pass\n",
+        "decoding/schedule.py:Scheduler._end",
+        "with suppress(Exception): scorer.keep(0)",
+        "pass",
         SCHEDULE,
     ),
     Mutant(
         "a request writes into blocks that others share",
-        "backends/torch/pools.py",
+        "backends/torch/pools.py:Blocks.extend",
         "shared = [i for i in written if self._holders[blocks[i]] > 1]",
         "shared: list[int] = []",
         BLOCKS,
     ),
     Mutant(
         "a request that is rolled back keeps a block too many",
-        "backends/torch/pools.py",
-        "        kept = -(-length // self.size)\n",
-        "        kept = length // self.size + 1\n",
+        "backends/torch/pools.py:Blocks.truncate",
+        "-(-length // self.size)",
+        "length // self.size + 1",
         BLOCKS,
     ),
     Mutant(
         "blocks are shared whatever stands before them",
-        "backends/torch/pools.py",
-        "blake2b(before + part.tobytes()",
-        "blake2b(part.tobytes()",
+        "backends/torch/pools.py:Blocks._digest",
+        "before + part.tobytes()",
+        "part.tobytes()",
         BLOCKS,
     ),
     Mutant(
         "a request sees what lies behind its own rows",
-        "backends/torch/pools.py",
+        "backends/torch/pools.py:Joined._together",
         "mask[i, 0, :count, : part.end - first] = _seen(part, first, part.end, window)",
         "mask[i, 0, :count] = True",
         RAGGED,
     ),
     Mutant(
         "rows go back in the order of the pool",
-        "backends/torch/batch.py",
-        "scorer.fit(made.logits[given[i]])",
-        "scorer.fit(made.logits[given[order[i]]])",
+        "backends/torch/batch.py:BatchedModel.score",
+        "given[i]",
+        "given[order[i]]",
         RAGGED,
     ),
     Mutant(
         "what a cheaper form has read passes for the target's own",
-        "backends/torch/scorer.py",
-        "        if isinstance(self.cache, Slot) and self._owns_slot:\n",
-        "        if isinstance(self.cache, Slot):\n",
+        "backends/torch/scorer.py:Scorer.was_fed",
+        "isinstance(self.cache, Slot) and self._owns_slot",
+        "isinstance(self.cache, Slot)",
         ("tests/test_pools.py", "-k", "cheaper_form"),
     ),
     # -- configurations and exports ---------------------------------------------------------------
     Mutant(
         "a rule of the configuration outlives its drafter",
-        "cli/config.py",
-        '        taken |= {*_RULE, "drafter_dtype"}',
-        '        taken |= {"drafter_dtype"}',
+        "cli/config.py:_left",
+        '{*_RULE, "drafter_dtype"}',
+        '{"drafter_dtype"}',
         ("tests/test_config.py", "-k", "command_line_wins"),
     ),
     Mutant(
         "SGLang verifies one token too few",
-        "tune/export/sglang.py",
-        "width = setting.drafter, setting.gamma + 1",
-        "width = setting.drafter, setting.gamma",
+        "tune/export/sglang.py:SGLang.export",
+        "setting.gamma + 1",
+        "setting.gamma",
         ("tests/test_export.py", "-k", "on_every_engine"),
     ),
     Mutant(
         "an exported assistant stops at a threshold of its own",
-        "tune/export/transformers.py",
-        '"constant", 0.0',
-        '"constant", 0.4',
+        "tune/export/transformers.py:_drafting",
+        'setting.gamma, "constant", 0.0',
+        'setting.gamma, "constant", 0.4',
         ("tests/test_export.py", "-k", "same_tokens and big"),
     ),
     # -- tuning ------------------------------------------------------------------------------------
     Mutant(
         "a race drops whoever is behind, sure or not",
-        "tune/race.py",
+        "tune/race.py:Race.most",
         "self._bound(name, over, self.level)",
         "self._ahead(name, over)",
         ("tests/test_race.py", "-k", "wrong_no_oftener"),
     ),
     Mutant(
         "all looks of a race spend as much as the last",
-        "tune/race.py",
+        "tune/race.py:Race.look",
         "self._share if last else self._share / self._looks",
         "self._share",
         ("tests/test_race.py", "-k", "spend_no_more"),
     ),
     Mutant(
         "what held a generation up counts as its own slowness",
-        "tune/race.py",
-        "return blocks, speed + held, doubt",
-        "return blocks, speed, doubt",
+        "tune/race.py:Race._differences",
+        "speed + held",
+        "speed",
         ("tests/test_race.py", "-k", "thought_slow"),
     ),
     Mutant(
         "who rests never comes back to a race",
-        "tune/race.py",
-        "if name not in self.fallen or self.fallen[name].most is not None]",
-        "if name not in self.fallen]",
+        "tune/race.py:Race.look",
+        "name not in self.fallen or self.fallen[name].most is not None",
+        "name not in self.fallen",
         ("tests/test_race.py", "-k", "measured_again"),
     ),
     Mutant(
         "a race is decided while others may be much faster",
-        "tune/race.py",
+        "tune/race.py:Race.look",
         'self.verdict != "open" and not self.open',
         'self.verdict != "open"',
         ("tests/test_race.py", "-k", "wrong_no_oftener"),
     ),
     Mutant(
         "drafting costs nothing where requests share passes",
-        "tune/batches.py",
-        "passes * costs.drafter_s[drafter][batch] + ",
-        "",
+        "tune/batches.py:predicted_at",
+        "passes * costs.drafter_s[drafter][batch] + costs.target_pass_s(batch, mean_rows(rows))",
+        "costs.target_pass_s(batch, mean_rows(rows))",
         ("tests/test_tune.py", "-k", "predicted_from_its_steps_and_shared"),
     ),
     Mutant(
         "a tuning that goes on measures everything again",
-        "tune/search.py",
-        "        if cell.key not in self._rows:\n",
-        "        if cell.key not in self._rows or not cell.warmup:\n",
+        "tune/search.py:Search._row",
+        "cell.key not in self._rows",
+        "cell.key not in self._rows or not cell.warmup",
         ("tests/test_tune.py", "-k", "nothing_is_measured_again"),
     ),
     # -- trained heads ---------------------------------------------------------------------------
     Mutant(
         "states of drafts off the path are handed on",
-        "decoding/loop.py",
-        "return hidden[[*range(before), *(before + node for node in path)]]",
-        "return hidden[: before + len(path)]",
+        "decoding/loop.py:_along",
+        "hidden[[*range(before), *(before + node for node in path)]]",
+        "hidden[: before + len(path)]",
         HEADS,
     ),
     Mutant(
         "a head goes on from keys of its own drafts",
-        "backends/torch/head_scorers.py",
-        "            cache.keep(self._read)\n        self._features",
-        "            pass\n        self._features",
+        "backends/torch/head_scorers.py:EagleScorer._drop_drafts",
+        "cache.keep(self._read)",
+        "pass",
         HEADS,
     ),
     Mutant(
         "a token goes with the state at its own position",
-        "backends/torch/head_scorers.py",
-        "self._states.append(states[-fresh:]",
-        "self._states.append(states[-fresh:].roll(-1, 0)",
+        "backends/torch/head_scorers.py:EagleScorer.take_states",
+        "states[-fresh:]",
+        "states[-fresh:].roll(-1, 0)",
         HEADS,
     ),
     Mutant(
         "a node goes with the output before its parent",
-        "backends/torch/head_scorers.py",
-        "self._features[parents[node] + 1]",
-        "self._features[max(0, parents[node])]",
+        "backends/torch/head_scorers.py:EagleScorer._read_draft",
+        "parents[node] + 1",
+        "max(0, parents[node])",
         HEADS,
     ),
     Mutant(
         "guesses stand one place off",
-        "drafters/look_ahead.py",
-        "return self._guesses[place - self._first][None]",
-        "return self._guesses[place - self._first - 1][None]",
+        "drafters/look_ahead.py:LookAheadDrafter._next_logits",
+        "self._guesses[place - self._first]",
+        "self._guesses[place - self._first - 1]",
         ("tests/test_heads.py", "-k", "rows_of_pass"),
     ),
     Mutant(
         "SpecForge's layers are taken for vLLM's",
-        "models/heads.py",
-        "each + 1 for each in",
-        "each for each in",
+        "models/heads.py:HeadFiles.layers",
+        '[each + 1 for each in _whole_numbers(nested["eagle_aux_hidden_state_layer_ids"], self.name)]',
+        '_whole_numbers(nested["eagle_aux_hidden_state_layer_ids"], self.name)',
         HEADS,
     ),
     Mutant(
         "a pass with hidden states is no native one",
-        "backends/torch/passes.py",
-        "        own = self._layers(held)\n        made = None",
-        "        own = None if layers else self._layers(held)\n        made = None",
+        "backends/torch/passes.py:NativePass._rows",
+        "self._layers(held)",
+        "None if layers else self._layers(held)",
         ("tests/test_bitexact.py", "-k", "states or twice"),
     ),
     Mutant(
         "a layer named twice gives the states of another one",
-        "backends/torch/passes.py",
+        "backends/torch/passes.py:Forward.rows",
         "[once.index(layer) for layer in layers]",
         "[min(i, len(once) - 1) for i in range(len(layers))]",
         ("tests/test_native.py", "-k", "hidden_states"),
     ),
     Mutant(
         "the trial of passes of every width asks for no hidden states",
-        "backends/torch/trials.py",
-        "_WIDTHS_WITH_STATES = (1, 5, 32)",
-        "_WIDTHS_WITH_STATES = ()",
+        "backends/torch/trials.py:_WIDTHS_WITH_STATES",
+        "(1, 5, 32)",
+        "()",
         ("tests/test_bitexact.py", "-k", "trial"),
     ),
     Mutant(
         "hidden states of another shape are taken for a head's",
-        "models/prepare.py",
+        "models/prepare.py:require_states",
         "hidden.shape == (len(tokens), len(layers), width)",
         "hidden.shape[-1] == width",
         ("tests/test_heads.py", "-k", "shape"),
     ),
     Mutant(
         "a pass that fails fails all who took part",
-        "decoding/schedule.py",
-        "            for each in parts:  # one by one, only those whose fault it is fail\n"
-        "                self._make([each], events)\n",
-        "            for job, _ in parts:\n                self._fail(job, error, events)\n",
+        "decoding/schedule.py:Scheduler._make",
+        "for each in parts:\n    self._make([each], events)",
+        "for job, _ in parts: self._fail(job, error, events)",
         ("tests/test_schedule.py", "-k", "breaks or raises"),
     ),
     Mutant(
         "states that cannot be joined end all requests",
-        "decoding/schedule.py",
-        "                    rows = job.with_states(rows)\n",
-        "                    pass\n",
+        "decoding/schedule.py:Scheduler._make",
+        "rows = job.with_states(rows)",
+        "pass",
         ("tests/test_schedule.py", "-k", "states"),
     ),
     Mutant(
         "who cannot be put back ends the one that wanted the room",
-        "decoding/schedule.py",
-        "            self._fail(job, error, events)\n            return\n        job.states = []",
-        "            raise error\n        job.states = []",
+        "decoding/schedule.py:Scheduler._put_back",
+        "self._fail(job, error, events)\nreturn",
+        "raise error",
         ("tests/test_schedule.py", "-k", "put_back"),
     ),
     Mutant(
         "a context of a head counts as read though its pass has failed",
-        "backends/torch/head_scorers.py",
-        "        ids, states = self._news(context)\n        found = yield",
-        "        ids, states = self._news(context)\n        self._was_read(context, states)\n        found = yield",
+        "backends/torch/head_scorers.py:EagleScorer._read_context",
+        "found = yield self._reading(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)",
+        "self._was_read(context, states)\n"
+        "found = yield self._reading(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)",
         ("tests/test_heads.py", "-k", "shared_pass_that_fails"),
     ),
     Mutant(
         "a consumer that fails ends the engine",
-        "serve/engine.py",
-        "            except Exception:  # nobody is there to be told; the others go on\n",
-        "            except KeyError:\n",
+        "serve/engine.py:Engine._step",
+        'try:\n    job.deliver(event)\nexcept Exception:\n    self._end(job, "failed")\n    continue',
+        'try:\n    job.deliver(event)\nexcept KeyError:\n    self._end(job, "failed")\n    continue',
         ("tests/test_serve.py", "-k", "consumer_that_fails"),
     ),
     Mutant(
         "what drafts cost long ago is believed for ever",
-        "lengths/load.py",
-        "            self._forget()\n",
+        "lengths/load.py:Load.took",
+        "self._forget()",
         "",
         ("tests/test_load.py", "-k", "learnt_anew"),
     ),
 )
+
+
+# -- where they go ---------------------------------------------------------------------------------
+
+
+class LostError(Exception):
+    """A place to plant a bug at is not there, or there more than once; the message names what is like it."""
+
+
+def definitions(tree: ast.AST, prefix: str = "", local: bool = False) -> Iterator[tuple[str, ast.AST]]:
+    """The functions, classes and constants of a module with their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield prefix + node.name, node
+            yield from definitions(node, f"{prefix}{node.name}.", not isinstance(node, ast.ClassDef))
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and not local:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((prefix + each.id, node) for each in targets if isinstance(each, ast.Name))
+        else:
+            yield from definitions(node, prefix, local)
+
+
+def locate(where: str, package: Path) -> tuple[Path, ast.Module, list[ast.AST]]:
+    """The file that defines ``where``, its tree, and the definitions of that name in it."""
+    file, _, name = where.partition(":")
+    named = [package / file] if (package / file).exists() else []
+    known: list[str] = []
+    for paths in (named, sorted(path for path in package.rglob("*.py") if path not in named)):
+        found = []
+        for path in paths:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            defined = list(definitions(tree))
+            known += [f"{path.relative_to(package).as_posix()}:{each}" for each, _ in defined]
+            if nodes := [node for each, node in defined if each == name]:
+                found.append((path, tree, nodes))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            files = ", ".join(str(path.relative_to(package)) for path, *_ in found)
+            raise LostError(f"{file} has no {name}, and several others have: {files}")
+    last = name.rpartition(".")[2]
+    near = [each for each in known if re.split("[:.]", each)[-1] == last]
+    raise LostError(f"no {name} in {file} or elsewhere" + like(where, near or known))
+
+
+def like(old: str, known: Iterable[str]) -> str:
+    """The end of a message: what resembles ``old`` most."""
+    found = difflib.get_close_matches(old, sorted(set(known)), 3, 0.4)
+    return "".join(f"\n    nearest: {each}" for each in found)
+
+
+def mutated(mutant: Mutant, package: Path) -> tuple[Path, str]:
+    """The file that a bug changes, and its source with the bug. Raises LostError."""
+    path, tree, defined = locate(mutant.where, package)
+    old, new = ast.parse(mutant.old).body, ast.parse(mutant.new).body
+    sought: list[ast.AST] = list(old)
+    put: list[ast.AST] = list(new)
+    if len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
+        sought, put = [old[0].value], [new[0].value]
+    kind = ast.stmt if isinstance(sought[0], ast.stmt) else ast.expr
+    dumps = [ast.dump(each) for each in sought]
+    places: list[tuple[ast.AST, str, int | None]] = []
+    candidates: list[ast.AST] = []
+    for owner in (each for node in defined for each in ast.walk(node)):
+        for field, value in ast.iter_fields(owner):
+            nodes = value if isinstance(value, list) else [value]
+            if not all(isinstance(each, kind) for each in nodes):
+                continue
+            there = [ast.dump(each) for each in nodes]
+            candidates += nodes
+            places += [
+                (owner, field, i if isinstance(value, list) else None)
+                for i in range(len(there) - len(dumps) + 1)
+                if there[i : i + len(dumps)] == dumps
+            ]
+    if len(places) != 1:
+        times = f"{path.relative_to(package).as_posix()} has it {len(places)} times in {mutant.where}"
+        near = "" if places else like(ast.unparse(sought[0]), map(ast.unparse, candidates))
+        raise LostError(f"{times}: {mutant.old}{near}")
+    owner, field, at = places[0]
+    if at is None:
+        setattr(owner, field, put[0])
+    else:
+        body = getattr(owner, field)
+        body[at : at + len(sought)] = put
+        if not body:
+            body.append(ast.Pass())
+    return path, ast.unparse(ast.fix_missing_locations(tree))
 
 
 # -- the process that plants them ------------------------------------------------------------------
@@ -1162,17 +1259,14 @@ def plant(names: Iterable[str]) -> None:
         if mutant.tests in broken:
             say(name=mutant.name, verdict="fails without the bug", by=broken[mutant.tests])
             continue
-        file = copy / "specbench" / mutant.file
+        try:
+            file, bug = mutated(mutant, copy / "specbench")
+        except LostError as error:
+            say(name=mutant.name, verdict="not found", by=str(error))
+            continue
         text = file.read_text(encoding="utf-8")
         began = time.perf_counter()
-        if text.count(mutant.old) != 1:
-            say(
-                name=mutant.name,
-                verdict="not found",
-                by=f"{mutant.file} has it {text.count(mutant.old)} times",
-            )
-            continue
-        file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        file.write_text(bug, encoding="utf-8")
         try:
             code, failed = test(copy, mutant.tests)
         finally:
