@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,16 @@ SMALL_FILE = 16 << 20
 """Bytes up to which a model's file has its hash checked on every load."""
 
 _BLOCK = 1 << 22
+
+
+def require_writable(folder: Path) -> None:
+    """Find out that nothing can be written to a folder before what is to be written has taken its time.
+
+    Raises:
+        OSError: It is not there, or nothing can be written to it.
+    """
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def write_text(path: str | Path, text: str) -> None:

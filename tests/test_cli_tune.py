@@ -240,6 +240,17 @@ def test_where_speculation_does_not_pay(tune: Tune, tmp_path: Path, monkeypatch:
     assert "specbench export" not in said.out
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_candidates", lambda *_, **__: pytest.fail("loaded"))
+    said = tune("--out", "missing/tuned.toml")
+    assert said.code == 2
+    assert said.err == (
+        "specbench: 'missing/tuned.toml' cannot be written (No such file or directory). Give another --out.\n"
+    )
+
+
 def test_what_is_there_is_never_overwritten_silently(
     tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

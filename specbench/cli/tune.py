@@ -149,6 +149,7 @@ def tune(
     from specbench.decoding.clocks import WallClock
     from specbench.decoding.sampling import Sampling
     from specbench.errors import UsageError
+    from specbench.files import explained, require_writable
     from specbench.results.load import load_snapshot
     from specbench.results.store import RunStore, read_run
     from specbench.specs.drafters import parse_drafter
@@ -162,6 +163,8 @@ def tune(
     Sampling(temperature=temperature)  # raises for what is none
     if results.out.exists() and not results.overwrite:
         raise _there_already(results.out)
+    with explained(f"{str(results.out)!r} cannot be written", "Give another --out.", kind=UsageError):
+        require_writable(results.out.parent)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(drafter or ())) if not spec.is_plain]
     named = tuple(prompts or ["all"])
     chosen = load_prompts(named, category or (), _MOST)
