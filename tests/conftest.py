@@ -18,6 +18,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and every core has a worker
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 
+from cli_runs import Cli, Result  # noqa: E402
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
@@ -39,3 +41,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny(folder / "target")
     save_tiny(folder / "small", seed=1, layers=1)
     return folder
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """``cli("sweep", "--gamma", 2)``: a command in this process, its exit code and what it printed."""
+    from specbench.cli import run
+
+    def call(*words: object) -> Result:
+        capsys.readouterr()  # what a fixture printed
+        given = [str(word) for word in words]
+        monkeypatch.setattr(sys, "argv", ["specbench", *given])
+        return Result(run(given), *capsys.readouterr())
+
+    return call

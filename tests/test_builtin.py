@@ -19,8 +19,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from cli_runs import refusal
 from tiny import CHAT_TEMPLATE, TURN_START, tiny_llama, tiny_tokenizer
-from told import refusal
 from transformers import AutoTokenizer
 
 from specbench.decoding.stops import special_tokens

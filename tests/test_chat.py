@@ -10,13 +10,13 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_runs import Cli, Result
 from forked import Descriptor, Forked, specbench
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
-from told import Result
 
 from specbench import UsageError, load_drafter, speculative_generate, wrap_target
 from specbench.cli import run
@@ -25,7 +25,6 @@ from specbench.generate import encode_messages
 
 pytestmark = pytest.mark.timeout(180)  # whatever a terminal is waited for
 
-Cli = Callable[..., Result]
 NEW = 12
 PATIENCE_S = 60.0
 AGAIN_S = 5.0
@@ -37,15 +36,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def chat(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+def chat(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """`specbench chat` with lines that come from no terminal."""
 
     def call(typed: str, *arguments: object) -> Result:
-        capsys.readouterr()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
-        words = ["chat", "--target", folder, "--dtype", "float32", "-n", NEW, *arguments]
-        code = run([str(word) for word in words])
-        return Result(code, *capsys.readouterr())
+        return cli("chat", "--target", folder, "--dtype", "float32", "-n", NEW, *arguments)
 
     return call
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runs import Cli, Result
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from told import Result
 from transformers import PreTrainedTokenizerFast
 
 import specbench.decoding.loop
@@ -40,18 +40,6 @@ from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
 from specbench.specs.verification import VerificationName
 from specbench.textsafe import terminal_safe
-
-Cli = Callable[..., Result]
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    def call(*arguments: object) -> Result:
-        capsys.readouterr()  # what saving a model has printed
-        code = run([str(argument) for argument in arguments])
-        return Result(code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import Cli, Result
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from told import Result
 from transformers import PreTrainedTokenizerFast
 
 import specbench.check.run
 from specbench.backends.torch.kernels import native
 from specbench.check.observe import Decoder
-from specbench.cli import run
 from specbench.decoding.loop import decode
 from specbench.decoding.verify import GreedyVerification
 from specbench.generate import encode_prompt
@@ -58,7 +57,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def check(capsys: pytest.CaptureFixture[str], folder: Path, prompts: Path) -> Check:
+def check(cli: Cli, folder: Path, prompts: Path) -> Check:
     """`check` with the tiny target, the tiny prompts unless outputs are checked, and ten tokens each."""
 
     def call(*arguments: object, target: Path | None = None) -> Checked:
@@ -67,9 +66,7 @@ def check(capsys: pytest.CaptureFixture[str], folder: Path, prompts: Path) -> Ch
             given = ["--prompts", str(prompts), "-n", "10", *given]
         if "--dtype" not in given:
             given += ["--dtype", "float32"]
-        capsys.readouterr()
-        code = run(["check", "--target", str(target or folder), *given])
-        return Checked(code, *capsys.readouterr())
+        return Checked(*cli("check", "--target", target or folder, *given))
 
     return call
 

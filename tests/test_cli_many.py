@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import Cli, Result
 from tiny import save_tiny
-from told import Result
 
-from specbench.cli import run
 from specbench.decoding.schedule import Scheduler
 
-Cli = Callable[..., Result]
 TEXTS = {"a": "the thing and the thing", "b": "Hello there", "long": "word " * 600, "c": "of the king"}
 
 
@@ -31,13 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def many(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+def many(cli: Cli, folder: Path) -> Cli:
     """`generate` with the tiny target and its prompts."""
 
     def call(*arguments: object) -> Result:
-        words = ["generate", "--target", folder, "--dtype", "float32", "-n", 8, *arguments]
-        code = run([str(word) for word in words])
-        return Result(code, *capsys.readouterr())
+        return cli("generate", "--target", folder, "--dtype", "float32", "-n", 8, *arguments)
 
     return call
 

@@ -6,14 +6,13 @@ import json
 import re
 import shlex
 import shutil
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import Cli, Result, write_prompts
 from exact_runs import write_exact
 from rich.console import Console
 from scripted_engine import ScriptedEngine, make_sweep, new_store, prompts
@@ -36,55 +35,22 @@ from specbench.show.answer import find_answers
 from specbench.specs.drafters import SmallModel
 from specbench.specs.models import parse_model
 
-Sweep = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def sweep(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Sweep:
+def sweep(cli: Cli, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """The command with a small grid and two short prompts, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    lines = [
-        {"id": "a", "category": "chat", "turns": ["Hello there"]},
-        {"id": "b", "category": "talk", "turns": ["One", "Two"]},
-    ]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_prompts(tmp_path / "mine.jsonl", {"chat-a": ["Hello there"], "talk-b": ["One", "Two"]})
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        given = [
-            "sweep",
-            "--target",
-            models / "target",
-            "--dtype",
-            "float32",
-            "--prompts",
-            "./mine.jsonl",
-            "-n",
-            6,
-        ]
-        given += ["--length-policy", "fixed", "--gamma", "2", "--repeats", 1, "--drafter", "self:int8"]
-        given += arguments
-        words = [str(argument) for argument in given]
-        monkeypatch.setattr(sys, "argv", ["specbench", *words])
-        code = run(words)
-        return code, *capsys.readouterr()
+    def call(*arguments: object) -> Result:
+        few = ("--target", models / "target", "--dtype", "float32", "--prompts", "./mine.jsonl", "-n", 6)
+        grid = ("--length-policy", "fixed", "--gamma", "2", "--repeats", 1, "--drafter", "self:int8")
+        return cli("sweep", *few, *grid, *arguments)
 
     return call
 
 
-def refused(result: tuple[int, str, str], code: int, *fragments: str) -> None:
-    """Nothing on stdout, and one sentence with its hint on stderr."""
-    assert result[0] == code, result
-    assert result[1] == ""
-    last = result[2].splitlines()[-1]
-    assert last.startswith("specbench: ")
-    for fragment in fragments:
-        assert fragment in last
-
-
-def test_a_sweep_from_beginning_to_end(sweep: Sweep, tmp_path: Path, models: Path) -> None:
+def test_a_sweep_from_beginning_to_end(sweep: Cli, tmp_path: Path, models: Path) -> None:
     code, out, err = sweep(
         "--drafter", models / "small", "--baseline", "transformers", "--assisted", "transformers"
     )
@@ -127,7 +93,7 @@ def test_a_sweep_from_beginning_to_end(sweep: Sweep, tmp_path: Path, models: Pat
     assert "warning: 2 prompts say little about others." in err
 
 
-def test_the_answer_comes_with_a_command_that_works(sweep: Sweep, models: Path, tmp_path: Path) -> None:
+def test_the_answer_comes_with_a_command_that_works(sweep: Cli, models: Path, tmp_path: Path) -> None:
     folder = write_exact(
         tmp_path / "run",
         {
@@ -176,7 +142,7 @@ def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(
     assert said.count("outputs of this int8 target may part") == 1
 
 
-def test_a_stopped_sweep_goes_on(sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_sweep_goes_on(sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = specbench.bench.engines.own.ModelEngine.generate
     calls = 0
 
@@ -204,47 +170,45 @@ def test_a_stopped_sweep_goes_on(sweep: Sweep, tmp_path: Path, monkeypatch: pyte
     assert len(load_results(folder)) == 6
     assert len(list((tmp_path / "results").iterdir())) == 1
 
-    refused(sweep("--out", folder), 2, "holds results already", "Add --resume")
+    sweep("--out", folder).refused(2, "holds results already", "Add --resume")
     assert sweep("--out", folder, "--resume")[0] == 0
-    refused(sweep("--resume"), 2, f"in results/: results/{folder.name} holds it finished.")
+    sweep("--resume").refused(2, f"in results/: results/{folder.name} holds it finished.")
     assert sweep()[0] == 0
     assert len(list((tmp_path / "results").iterdir())) == 2
 
 
 def test_resuming_without_a_run_of_this_sweep_is_refused(
-    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
-    refused(sweep("--resume"), 2, "no unfinished run of this sweep in results/. Name", "--out")
+    sweep("--resume").refused(2, "no unfinished run of this sweep in results/. Name", "--out")
     with new_store(tmp_path / "results" / "other", make_sweep()):
         pass
-    refused(
-        sweep("--resume"), 2, "results/other is unfinished, but of another sweep (option ", "gammas: 1, 2 → 2"
+    sweep("--resume").refused(
+        2, "results/other is unfinished, but of another sweep (option ", "gammas: 1, 2 → 2"
     )
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["other"]
 
 
-def test_resuming_begins_where_there_is_nothing(sweep: Sweep, tmp_path: Path) -> None:
+def test_resuming_begins_where_there_is_nothing(sweep: Cli, tmp_path: Path) -> None:
     assert sweep("--resume", "--out", tmp_path / "new")[0] == 0
     assert len(load_results(tmp_path / "new")) == 6
 
 
 def test_another_option_set_or_machine_is_refused_until_accepted(
-    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     assert sweep("--out", out)[0] == 0
     before = (out / "generations.jsonl").read_bytes()
-    refused(
-        sweep("--out", out, "--resume", "--gamma", "2,3"), 2, "option gammas: 2 → 2, 3", "--accept-changes"
+    sweep("--out", out, "--resume", "--gamma", "2,3").refused(
+        2, "option gammas: 2 → 2, 3", "--accept-changes"
     )
     with monkeypatch.context() as patch:
         patch.setattr(specbench.bench.environment, "processor_name", lambda: "Another CPU")
-        refused(sweep("--out", out, "--resume"), 2, "→ Another CPU", "--accept-changes")
+        sweep("--out", out, "--resume").refused(2, "→ Another CPU", "--accept-changes")
     assert (out / "generations.jsonl").read_bytes() == before
-    refused(
-        sweep("--out", out, "--resume", "--dtype", "bfloat16", "--accept-changes"), 2, "another dtype now"
-    )
+    sweep("--out", out, "--resume", "--dtype", "bfloat16", "--accept-changes").refused(2, "another dtype now")
     code, _, err = sweep("--out", out, "--resume", "--gamma", "2,3", "--accept-changes")
     assert code == 0, err
     assert load_results(out)["config"].value_counts().to_dict() == {
@@ -252,12 +216,12 @@ def test_another_option_set_or_machine_is_refused_until_accepted(
         "self:int8@2": 3,
         "self:int8@3": 3,
     }
-    refused(sweep("--accept-changes"), 2, "need --resume")
-    refused(sweep("--retry-failed"), 2, "need --resume")
-    refused(sweep("--resume", "--accept-changes"), 2, "needs --out")
+    sweep("--accept-changes").refused(2, "need --resume")
+    sweep("--retry-failed").refused(2, "need --resume")
+    sweep("--resume", "--accept-changes").refused(2, "needs --out")
 
 
-def test_what_would_make_outputs_incomparable_is_not_accepted(sweep: Sweep, tmp_path: Path) -> None:
+def test_what_would_make_outputs_incomparable_is_not_accepted(sweep: Cli, tmp_path: Path) -> None:
     """Of pairs of longer and shorter outputs, each stored once, every one would count as a difference."""
     out = tmp_path / "out"
     assert sweep("--out", out)[0] == 0
@@ -270,20 +234,19 @@ def test_what_would_make_outputs_incomparable_is_not_accepted(sweep: Sweep, tmp_
             "plain was measured with another cache (dynamic then, preallocated now)",
         ),
     ):
-        refused(sweep("--out", out, "--resume", "--accept-changes", *more), 2, fragment, "Give another --out")
+        sweep("--out", out, "--resume", "--accept-changes", *more).refused(2, fragment, "Give another --out")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_a_drafter_with_other_weights_under_the_same_name_is_not_accepted(
-    sweep: Sweep, tmp_path: Path, models: Path
+    sweep: Cli, tmp_path: Path, models: Path
 ) -> None:
     drafter, out = tmp_path / "small", tmp_path / "out"
     shutil.copytree(models / "small", drafter)
     assert sweep("--out", out, "--drafter", drafter)[0] == 0
     shutil.rmtree(drafter)
     save_tiny(drafter, seed=2, layers=1)
-    refused(
-        sweep("--out", out, "--drafter", drafter, "--resume", "--accept-changes"),
+    sweep("--out", out, "--drafter", drafter, "--resume", "--accept-changes").refused(
         2,
         "small (int8) γ=2 was measured with other weights of its drafter (",
         "Give another --out",
@@ -291,7 +254,7 @@ def test_a_drafter_with_other_weights_under_the_same_name_is_not_accepted(
 
 
 def test_failures_are_told_and_tried_again(
-    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = specbench.bench.engines.own.ModelEngine.generate
 
@@ -314,16 +277,16 @@ def test_failures_are_told_and_tried_again(
 
 
 def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(
-    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
     with new_store(tmp_path / "out", make_sweep()):
-        refused(sweep("--out", tmp_path / "out", "--resume"), 2, "Another sweep is writing")
+        sweep("--out", tmp_path / "out", "--resume").refused(2, "Another sweep is writing")
     (tmp_path / "file").write_text("")
-    refused(sweep("--out", tmp_path / "file"), 2, "is no folder")
+    sweep("--out", tmp_path / "file").refused(2, "is no folder")
 
 
-def test_several_baselines_are_rows_of_a_sweep(sweep: Sweep, tmp_path: Path) -> None:
+def test_several_baselines_are_rows_of_a_sweep(sweep: Cli, tmp_path: Path) -> None:
     asked = (
         "--out",
         tmp_path / "run",
@@ -389,30 +352,30 @@ def test_several_baselines_are_rows_of_a_sweep(sweep: Sweep, tmp_path: Path) -> 
     ],
 )
 def test_bad_input(
-    sweep: Sweep, tmp_path: Path, arguments: tuple[str, ...], fragments: tuple[str, ...]
+    sweep: Cli, tmp_path: Path, arguments: tuple[str, ...], fragments: tuple[str, ...]
 ) -> None:
-    refused(sweep(*arguments), 2, *fragments)
+    sweep(*arguments).refused(2, *fragments)
     assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(
     ("content", "fragment"), [("", "no prompts"), ("{}\n{", "Line 1"), ('{"id": 1', "Line 1")]
 )
-def test_bad_prompt_files(sweep: Sweep, tmp_path: Path, content: str, fragment: str) -> None:
+def test_bad_prompt_files(sweep: Cli, tmp_path: Path, content: str, fragment: str) -> None:
     (tmp_path / "mine.jsonl").write_text(content)
-    refused(sweep(), 2, fragment)
+    sweep().refused(2, fragment)
 
 
-def test_duplicate_prompt_ids(sweep: Sweep, tmp_path: Path) -> None:
+def test_duplicate_prompt_ids(sweep: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"id": "x", "category": "c", "turns": ["a"]}\n' * 2)
-    refused(sweep(), 2, "Two prompts have the id 'x'")
+    sweep().refused(2, "Two prompts have the id 'x'")
 
 
 # -- dry run ---------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(
-    sweep: Sweep, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: Cli, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
     code, out, err = sweep(
@@ -459,14 +422,14 @@ def test_what_generate_does_by_default_is_measured(
     assert grid.startswith(rules)
 
 
-def test_a_dry_run_uses_the_speeds_of_a_stored_run(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_dry_run_uses_the_speeds_of_a_stored_run(sweep: Cli, tmp_path: Path) -> None:
     assert sweep("--out", tmp_path / "results" / "first")[0] == 0
     code, out, _ = sweep("--dry-run", "--gamma", "2,3")
     assert code == 0
     assert "from the speeds measured in first" in out
 
 
-def test_a_dry_run_breaks_no_word_on_a_terminal(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_breaks_no_word_on_a_terminal(sweep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = sweep("--dry-run", "--gamma", "1..8")[1].split()
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "60")
@@ -485,7 +448,7 @@ def test_a_dry_run_breaks_no_word_on_a_terminal(sweep: Sweep, monkeypatch: pytes
     ],
 )
 def test_on_a_busy_machine_a_dry_run_gives_a_range(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, load: float | None, said: str
+    sweep: Cli, monkeypatch: pytest.MonkeyPatch, load: float | None, said: str
 ) -> None:
     now = replace(specbench.results.load.load_snapshot(), load_average=load, cores=2)
     monkeypatch.setattr(specbench.results.load, "load_snapshot", lambda: now)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import regret
-from told import Result
+from cli_runs import Cli, Result, write_prompts
 
 import specbench.bench.engines.own
 import specbench.bench.prompts
@@ -44,33 +44,27 @@ Tune = Callable[..., Result]
 
 
 @pytest.fixture
-def tune(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Tune:
+def tune(cli: Cli, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
     """The command with two short prompts in a folder of its own; `lookup` with `auto` is twice as fast as all else.
 
     Of the drafters without a model only `lookup` is tried, and no cascades, unless all are asked for.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
-    lines = [
-        {"id": f"p-{n}", "category": "chat" if n % 2 else "talk", "turns": [f"Hello {n}"]} for n in range(4)
-    ]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_prompts(
+        tmp_path / "mine.jsonl", {f"{('talk', 'chat')[n % 2]}-{n}": [f"Hello {n}"] for n in range(4)}
+    )
     speeds(monkeypatch, {"lookup@auto": 2.0})
     monkeypatch.setattr(specbench.results.advice, "at_start", lambda _: [])
     monkeypatch.setattr(loading, "available", lambda: False)  # native products, and with them int4
     few = lambda given, forms: list(dict.fromkeys([Lookup(), *forms, *given]))  # noqa: E731
 
     def call(*arguments: object, drafters: Any = few, factors: dict[str, float] | None = None) -> Result:
-        capsys.readouterr()
         if factors is not None:
             speeds(monkeypatch, factors)
         monkeypatch.setattr(loading, "drafters_to_try", drafters)
-        given: list[object] = ["tune", "--target", models / "target", "--dtype", "float32", "-n", 4]
-        given += ["--minutes", 5, "--prompts", "./mine.jsonl", *arguments]
-        code = run([str(argument) for argument in given])
-        return Result(code, *capsys.readouterr())
+        few = ("--dtype", "float32", "-n", 4, "--minutes", 5, "--prompts", "./mine.jsonl")
+        return cli("tune", "--target", models / "target", *few, *arguments)
 
     return call
 
@@ -252,14 +246,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 
 def test_what_is_there_is_never_overwritten_silently(
-    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(loading, "load_candidates", lambda *_, **__: pytest.fail("loaded"))
         (tmp_path / "specbench.toml").write_text("version = 1\n")
         (tmp_path / "specbench-2.toml").touch()
-        patch.setattr(sys, "argv", ["specbench", "tune", "--target", "my model", "--minutes", "5"])
-        said = tune()
+        said = cli("tune", "--target", "my model", "--minutes", 5)
         assert said.code == 2
         assert said.err.splitlines() == [
             "specbench: 'specbench.toml' is there already. Overwrite it, or give another --out:",

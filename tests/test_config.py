@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_runs import Cli, Result, refusal
 from tiny import save_tiny
-from told import Result, refusal
 
-from specbench.cli import run
 from specbench.config import FILE_NAME, Config, read_config, write_config
 from specbench.errors import UsageError
-
-Cli = Callable[..., Result]
 
 
 @pytest.fixture
@@ -23,16 +19,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    def call(*arguments: object) -> Result:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        return Result(code, *capsys.readouterr())
-
-    return call
 
 
 def written(folder: Path, *lines: str, version: int = 1) -> Path:

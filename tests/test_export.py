@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,16 +16,15 @@ import pytest
 import torch
 import transformers
 import yaml
+from cli_runs import Cli, refusal
 from exact_runs import write_exact
 from head_files import eagle_settings, eagle_tensors, speculators_settings, write_head
 from huggingface_hub import constants
 from synthetic_runs import PASS_S, Drafter, write_run
 from test_builtin import write_gguf
 from tiny import save_tiny
-from told import Result, refusal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specbench.cli import run
 from specbench.cli.export import EngineName
 from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.config import Config
@@ -56,18 +55,6 @@ ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "results"
 KNOWN = json.loads(Path(__file__).with_name("engine_options.json").read_text(encoding="utf-8"))
 HUB = Model("Qwen/Qwen2.5-Coder-1.5B-Instruct")
-
-Cli = Callable[..., Result]
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    def call(*arguments: object) -> Result:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        return Result(code, *capsys.readouterr())
-
-    return call
 
 
 def setting(drafter: str, rule: str = "fixed:gamma=4", **changes: Any) -> Setting:

@@ -27,12 +27,12 @@ import fault_child
 import forked
 import pytest
 import torch
+from cli_runs import refusal
 from forked import CONTEXT, PATIENCE_S, Forked
 from killed_sweep import sweep as scripted_sweep
 from scripted_engine import ScriptedEngine, make_sweep, new_store
 from test_builtin import BuiltinModel, left_in, register, write_gguf, write_wheel
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
-from told import refusal
 
 from specbench.bench.runner import run_sweep
 from specbench.errors import RunError, UsageError

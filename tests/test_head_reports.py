@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from cli_runs import refusal
 from synthetic_runs import Drafter, write_run
-from told import refusal
 
 from specbench.errors import UsageError
 from specbench.models.stories import STORY_SHAPE, story_of

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runs import Cli, refusal
 from head_files import (
     BLOCK,
     DRAFTED,
@@ -41,7 +42,6 @@ from head_files import (
 )
 from scripted_drafters import scripted_target, small_scorer
 from tiny import save_tiny, tiny_language_model
-from told import Result, refusal
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig
 
 from specbench.backends.torch.caches import CACHE_KINDS
@@ -57,7 +57,6 @@ from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.bench.passes import time_passes
 from specbench.check.observe import DecodingSetup
 from specbench.check.run import Case, DecodingCheck
-from specbench.cli import run
 from specbench.decoding.clocks import WallClock
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
@@ -1067,16 +1066,6 @@ def test_medusa_as_its_authors_write_it(tmp_path: Path) -> None:
 # -- the command line ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: object) -> Result:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        return Result(code, *capsys.readouterr())
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("models")
@@ -1086,7 +1075,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_heads_on_the_command_line(cli: Any, folder: Path) -> None:
+def test_heads_on_the_command_line(cli: Cli, folder: Path) -> None:
     def tiny(*arguments: object) -> Any:
         common = ("--target", folder / "tiny", "--dtype", "float32", "the thing", "-n", 12)
         return cli("generate", *common, *arguments)
@@ -1109,7 +1098,7 @@ def test_heads_on_the_command_line(cli: Any, folder: Path) -> None:
     tiny("--drafter", eagle, "--drafter-device", "cpu").refused(2, "drafts on its target's device")
 
 
-def test_heads_in_the_check(cli: Any, folder: Path, tmp_path: Path) -> None:
+def test_heads_in_the_check(cli: Cli, folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         json.dumps({"id": "one", "category": "a", "turns": ["the thing"]}) + "\n", encoding="utf-8"

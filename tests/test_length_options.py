@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import Cli, Result, write_prompts
 from scripted_engine import describe, make_sweep, specs_of
 from test_lengths import UnsteadyClock
 from tiny import tiny_language_model, tiny_tokenizer
-from told import Result
 
 import specbench.drafters.model
 import specbench.generate
@@ -385,25 +384,17 @@ def test_the_state_of_one_configuration_is_not_that_of_another() -> None:
 
 # -- the commands ------------------------------------------------------------------------------------
 
-Call = Callable[..., Result]
-
 
 @pytest.fixture
-def call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], models: Path
-) -> Call:
+def call(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path) -> Cli:
     monkeypatch.chdir(tmp_path)
-    line = {"id": "a", "category": "chat", "turns": ["Hello there, one two one two"]}
-    (tmp_path / "mine.jsonl").write_text(json.dumps(line) + "\n")
+    write_prompts(tmp_path / "mine.jsonl", {"chat-a": ["Hello there, one two one two"]})
 
     def run_it(command: str, *arguments: object) -> Result:
-        capsys.readouterr()
-        shared = ["--target", models / "target", "--dtype", "float32", "-n", 16]
+        shared: list[object] = ["--target", models / "target", "--dtype", "float32", "-n", 16]
         if command == "sweep":
             shared += ["-p", "./mine.jsonl", "-r", 1, "--warmup", 0, "--quiet", "--ignore-eos"]
-        words = [str(argument) for argument in (command, *shared, *arguments)]
-        monkeypatch.setattr(sys, "argv", ["specbench", *words])
-        return Result(run(words), *capsys.readouterr())
+        return cli(command, *shared, *arguments)
 
     return run_it
 
@@ -427,7 +418,7 @@ def call(
         (("--length-policy", "auto", "--gamma-max", 4), "auto:max=4"),
     ],
 )  # fmt: skip
-def test_generate_with_each_rule(call: Call, arguments: tuple[object, ...], name: str) -> None:
+def test_generate_with_each_rule(call: Cli, arguments: tuple[object, ...], name: str) -> None:
     plain = call("generate", "the thing", "--drafter", "none", "--json").json()
     found = call("generate", "the thing", "--drafter", "self:layers=1", "--json", *arguments).json()
     assert found["options"]["length_policy"] == name
@@ -438,7 +429,7 @@ def test_generate_with_each_rule(call: Call, arguments: tuple[object, ...], name
     assert max(found["gammas"]) <= (int(longest[1]) if longest else 40)
 
 
-def test_a_sampled_output_hangs_on_no_clock_by_default(call: Call) -> None:
+def test_a_sampled_output_hangs_on_no_clock_by_default(call: Cli) -> None:
     arguments = ("generate", "the thing", "--drafter", "self:layers=1", "--json", "-t", 1)
     found = call(*arguments).json()
     assert found["options"]["length_policy"] == "fixed:gamma=5"
@@ -462,7 +453,7 @@ def test_a_sampled_output_hangs_on_no_clock_by_default(call: Call) -> None:
     ],
 )  # fmt: skip
 def test_generate_refuses_what_the_rule_does_not_read(
-    call: Call, arguments: tuple[object, ...], fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    call: Cli, arguments: tuple[object, ...], fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("weights are loaded before the options are checked")
@@ -471,7 +462,7 @@ def test_generate_refuses_what_the_rule_does_not_read(
     call("generate", "the thing", "--drafter", "lookup", *arguments).refused(2, *fragments)
 
 
-def test_the_summary_and_the_trace_name_the_rule(call: Call) -> None:
+def test_the_summary_and_the_trace_name_the_rule(call: Cli) -> None:
     arguments = ("the thing", "--drafter", "self:layers=1", "--egag", "--egag-scale", 1)
     code, _, err = call("generate", *arguments, "--debug")
     assert code == 0
@@ -482,7 +473,7 @@ def test_the_summary_and_the_trace_name_the_rule(call: Call) -> None:
     assert "γ 5\n" in call("generate", "the thing", "--drafter", "self:layers=1", "--gamma", 5)[2]
 
 
-def test_without_a_drafter_no_rule_has_an_effect(call: Call) -> None:
+def test_without_a_drafter_no_rule_has_an_effect(call: Cli) -> None:
     code, _, err = call("generate", "the thing", "--drafter", "none", "--egag", "--egag-scale", 0.5)
     assert code == 0
     assert "--egag, --egag-scale have no effect with the drafter none." in err
@@ -490,7 +481,7 @@ def test_without_a_drafter_no_rule_has_an_effect(call: Call) -> None:
     assert figure["costs"] is None
 
 
-def test_generate_gives_its_costs_and_takes_them_back(call: Call, tmp_path: Path, models: Path) -> None:
+def test_generate_gives_its_costs_and_takes_them_back(call: Cli, tmp_path: Path, models: Path) -> None:
     sampled = ("the thing", "--drafter", models / "small", "--length-policy", "auto", "-t", 1, "--json")
     first = call("generate", *sampled).json()
     (tmp_path / "first.json").write_text(json.dumps(first))
@@ -502,9 +493,7 @@ def test_generate_gives_its_costs_and_takes_them_back(call: Call, tmp_path: Path
     parse_costs(first["costs"])
 
 
-def test_a_sweep_of_rules_from_its_measurement_to_its_report(
-    call: Call, tmp_path: Path, models: Path
-) -> None:
+def test_a_sweep_of_rules_from_its_measurement_to_its_report(call: Cli, tmp_path: Path, models: Path) -> None:
     code, out, err = call(
         "sweep", "--drafter", "lookup", "--drafter", models / "small", "--gamma", 2,
         *(word for rule in rule_words() for word in ("--length-policy", rule)),
@@ -539,7 +528,7 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(
     assert "small (int8) auto" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_the_costs_of_a_sweep_are_those_of_another(call: Call, tmp_path: Path, models: Path) -> None:
+def test_the_costs_of_a_sweep_are_those_of_another(call: Cli, tmp_path: Path, models: Path) -> None:
     drafters = ("--drafter", "lookup", "--drafter", models / "small")
     assert call("sweep", *drafters, "--length-policy", "auto", "-o", "one")[0] == 0
     one = read_run(tmp_path / "one")
@@ -577,12 +566,12 @@ def test_the_costs_of_a_sweep_are_those_of_another(call: Call, tmp_path: Path, m
     ],
 )  # fmt: skip
 def test_a_sweep_refuses_what_its_rules_do_not_read(
-    call: Call, arguments: tuple[object, ...], fragments: tuple[str, ...]
+    call: Cli, arguments: tuple[object, ...], fragments: tuple[str, ...]
 ) -> None:
     call("sweep", "--drafter", "lookup", *arguments).refused(2, *fragments)
 
 
-def test_a_dry_run_names_the_rules(call: Call) -> None:
+def test_a_dry_run_names_the_rules(call: Cli) -> None:
     code, out, err = call("sweep", "--dry-run", "--drafter", "self:int8", "--egag", "--length-policy", "auto")
     assert code == 0, err
     assert "3 configurations: plain, self:int8 auto, self:int8 egag\n" in out

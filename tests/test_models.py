@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runs import refusal
 from safetensors.torch import load_file, save_file
 from tiny import (
     CHAT_TEMPLATE,
@@ -22,7 +23,6 @@ from tiny import (
     tiny_llama,
     tiny_tokenizer,
 )
-from told import refusal
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,

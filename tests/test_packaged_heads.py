@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+from cli_runs import Cli, refusal, write_prompts
 from head_files import eagle_tensors, speculators_settings, write_head
 from test_heads import PLAIN, tiny_target
 from tiny import save_tiny
-from told import Result, refusal
 
-from specbench.cli import options, run
+from specbench.cli import options
 from specbench.config import Config
 from specbench.errors import RunError, UsageError
 from specbench.files import sha256
@@ -84,17 +84,15 @@ def test_where_it_is_missing_that_is_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_it_drafts_by_default_where_it_is_there_and_ahead(
-    packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: Cli, packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = save_tiny(tmp_path / "tiny", layers=3)
     monkeypatch.setattr(specs, "PACKAGED_HEADS", {ALIAS: str(target)})
     monkeypatch.chdir(tmp_path)
 
     def drafter(*more: object) -> str:
-        words = ["generate", "the thing", "--target", target, "--dtype", "float32", "-n", 8, "--json", *more]
-        capsys.readouterr()
-        code = run([str(word) for word in words])
-        return str(Result(code, *capsys.readouterr()).json()["drafter"])
+        words = ("generate", "the thing", "--target", target, "--dtype", "float32", "-n", 8, "--json")
+        return str(cli(*words, *more).json()["drafter"])
 
     assert drafter() == "lookup"
     monkeypatch.setattr(options, "HEADS_AHEAD", {str(target): f"lookup+{ALIAS}"})
@@ -107,18 +105,16 @@ def test_it_drafts_by_default_where_it_is_there_and_ahead(
     assert drafter() == "lookup"
 
 
-def test_a_sweep_keeps_how_its_heads_came_about(
-    packaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_keeps_how_its_heads_came_about(cli: Cli, packaged: Path, tmp_path: Path) -> None:
     story = {"kind": "eagle", "seconds": 9.0, "data": {"tokens": 70}}
     measured = {"tokens": 0, "tokens_per_step": 1.0, "accepted": [0.1], "categories": {}}
     told = {"sha256": sha256(packaged / WEIGHTS), **story, "measured": [measured]}
     (packaged / TRAINING_FILE).write_text(json.dumps(told))
-    target, prompts, out = save_tiny(tmp_path / "tiny", layers=3), tmp_path / "p.jsonl", tmp_path / "run"
-    prompts.write_text(json.dumps({"id": "one", "category": "a", "turns": ["the thing"]}) + "\n")
-    words = ["sweep", "--target", target, "--dtype", "float32", "--drafter", f"lookup+{ALIAS}", "--gamma", 2]
-    words += ["--prompts", prompts, "-n", 6, "--repeats", 1, "--out", out, "--no-config", "--quiet"]
-    assert run([str(word) for word in words]) == 0, capsys.readouterr().err
+    target, out = save_tiny(tmp_path / "tiny", layers=3), tmp_path / "run"
+    prompts = write_prompts(tmp_path / "p.jsonl", {"one": ["the thing"]})
+    words = ("sweep", "--target", target, "--dtype", "float32", "--drafter", f"lookup+{ALIAS}", "--gamma", 2)
+    few = ("--prompts", prompts, "-n", 6, "--repeats", 1, "--out", out, "--no-config", "--quiet")
+    assert cli(*words, *few).code == 0
     (kept,) = json.loads((out / "run.json").read_text())["heads"].items()
     assert kept == (f"lookup+{ALIAS} (int8)", story_of(packaged))
 

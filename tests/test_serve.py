@@ -24,12 +24,11 @@ import httpx2
 import openai
 import psutil
 import pytest
+from cli_runs import Result
 from forked import Forked, specbench
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
-from told import Result
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
-from specbench.cli import run as run_cli
 from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.schedule import Scheduler
@@ -615,10 +614,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def serve(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+def serve(cli: Cli, folder: Path) -> Cli:
     def call(*arguments: object) -> Result:
-        code = run_cli([str(word) for word in ("serve", "--target", folder, "--quiet", *arguments)])
-        return Result(code, *capsys.readouterr())
+        return cli("serve", "--target", folder, "--quiet", *arguments)
 
     return call
 

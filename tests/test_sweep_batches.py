@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_runs import Cli, Result, write_prompts
 from scripted import Ticking
 from scripted_engine import ScriptedEngine, describe, make_sweep, new_store, prompts, specs_of
 from tiny import tiny_llama, tiny_tokenizer
@@ -34,7 +35,6 @@ from specbench.bench.passes import SharedTimes, time_shared_passes
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, run_sweep
 from specbench.bench.serving import Asked, Load, Served, SkippingClock, serve
-from specbench.cli import run
 from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, prompt_readings
 from specbench.errors import UsageError
 from specbench.generate_many import GenerationRuns
@@ -712,32 +712,23 @@ def test_the_report_tells_of_batches(falls: Path, tmp_path: Path) -> None:
 
 # -- on tiny models --------------------------------------------------------------------------------
 
-Call = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def sweep(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Call:
+def sweep(cli: Cli, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """The command over batches 1 and 2 with four short prompts, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    lines = [
-        {"id": f"p-{i}", "category": "chat" if i % 2 else "code", "turns": [f"Say {i} " * (i + 1), "More"]}
-        for i in range(4)
-    ]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    prompts = {f"{('code', 'chat')[i % 2]}-{i}": [f"Say {i} " * (i + 1), "More"] for i in range(4)}
+    write_prompts(tmp_path / "mine.jsonl", prompts)
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        words = ["sweep", "--target", models / "target", "--dtype", "float32", "--prompts", "./mine.jsonl"]
-        words += ["-n", 6, "--length-policy", "fixed", "--gamma", 2, "--repeats", 1, "--drafter", "lookup"]
-        code = run([str(word) for word in (*words, "--out", "run", *arguments)])
-        return code, *capsys.readouterr()
+    def call(*arguments: object) -> Result:
+        few = ("--target", models / "target", "--dtype", "float32", "--prompts", "./mine.jsonl", "-n", 6)
+        grid = ("--length-policy", "fixed", "--gamma", 2, "--repeats", 1, "--drafter", "lookup")
+        return cli("sweep", *few, *grid, "--out", "run", *arguments)
 
     return call
 
 
-def test_a_sweep_over_batches_from_beginning_to_end(sweep: Call, tmp_path: Path) -> None:
+def test_a_sweep_over_batches_from_beginning_to_end(sweep: Cli, tmp_path: Path) -> None:
     arguments = ("--batch", "1,2", "--arrivals", "closed:2", "--arrivals", "poisson:50", "--ignore-eos")
     code, out, err = sweep(*arguments)
     assert code == 0, err
@@ -764,7 +755,7 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep: Call, tmp_path: Path)
     assert "12 of 12 groups of requests are there" in " ".join(err.split())
 
 
-def test_a_dry_run_counts_groups_and_requests(sweep: Call) -> None:
+def test_a_dry_run_counts_groups_and_requests(sweep: Cli) -> None:
     code, out, err = sweep("--batch", "1,2,4", "--dry-run")
     assert code == 0, err
     assert "14 groups of requests side by side, 24 generations" in " ".join(out.split())
@@ -783,7 +774,7 @@ def test_a_dry_run_counts_groups_and_requests(sweep: Call) -> None:
         (("--batch", "2", "--arrivals", "closed"), "poisson:RATE"),
     ],
 )
-def test_what_cannot_be_measured_side_by_side(sweep: Call, arguments: Sequence[str], fragment: str) -> None:
+def test_what_cannot_be_measured_side_by_side(sweep: Cli, arguments: Sequence[str], fragment: str) -> None:
     code, out, err = sweep(*arguments)
     assert (code, out) == (2, "")
     assert fragment in " ".join(err.split())

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from cli_runs import Cli, Result, refusal, write_prompts
 from scripted_engine import ENVIRONMENT
 from scripted_server import Manner, ScriptedServer, answer_ids, prompt_of, tokenizer
 from tiny import tiny_llama, tiny_tokenizer
-from told import Result, refusal
 
 from specbench import load_drafter, wrap_target
 from specbench.bench.engines.servers import ServerEngine
@@ -122,24 +121,28 @@ def test_every_other_repeat_has_the_order_reversed() -> None:
 
 # -- the command -----------------------------------------------------------------------------------
 
-Call = Callable[..., Result]
-
 
 @pytest.fixture
-def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def sweep(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """The command with four short prompts, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    lines = [{"id": f"p{i}", "category": "ab"[i % 2], "turns": [f"Question {i}?"]} for i in range(4)]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_prompts(tmp_path / "mine.jsonl", {f"{'ab'[i % 2]}-{i}": [f"Question {i}?"] for i in range(4)})
 
     def call(*arguments: object, **servers: ScriptedServer | str) -> Result:
-        capsys.readouterr()
-        words = ["sweep", "--prompts", "./mine.jsonl", "-n", NEW, "--repeats", 2, "--out", "run", *arguments]
+        words: list[object] = [
+            "--prompts",
+            "./mine.jsonl",
+            "-n",
+            NEW,
+            "--repeats",
+            2,
+            "--out",
+            "run",
+            *arguments,
+        ]
         for name, server in servers.items():
             words += ["--server", f"{name}={server if isinstance(server, str) else server.url}"]
-        given = [str(word) for word in words]
-        monkeypatch.setattr(sys, "argv", ["specbench", *given])
-        return Result(run_cli(given), *capsys.readouterr())
+        return cli("sweep", *words)
 
     return call
 
@@ -162,7 +165,7 @@ def stored(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_two_servers_from_beginning_to_end(
-    sweep: Call, plain: ScriptedServer, fast: ScriptedServer, models: Path, tmp_path: Path
+    sweep: Cli, plain: ScriptedServer, fast: ScriptedServer, models: Path, tmp_path: Path
 ) -> None:
     result = sweep("--target", models / "target", base=plain, drafting=fast)
     assert result.code == 0, result.err
@@ -209,7 +212,7 @@ def test_two_servers_from_beginning_to_end(
 
 
 def test_a_prompt_goes_out_as_it_is_and_caches_are_off(
-    sweep: Call, plain: ScriptedServer, tmp_path: Path
+    sweep: Cli, plain: ScriptedServer, tmp_path: Path
 ) -> None:
     assert sweep(base=plain).code == 0
     asked = [body for body in plain.asked if prompt_of(body).startswith("Question")]
@@ -223,7 +226,7 @@ def test_a_prompt_goes_out_as_it_is_and_caches_are_off(
     assert read_run(tmp_path / "run")["options"]["salt"] == "none"
 
 
-def test_completions_sampled_behind_the_end(sweep: Call, plain: ScriptedServer) -> None:
+def test_completions_sampled_behind_the_end(sweep: Cli, plain: ScriptedServer) -> None:
     assert sweep("--api", "completions", "--temperature", 0.7, "--ignore-eos", base=plain).code == 0
     last = plain.asked[-1]
     assert last["prompt"].startswith("Question")
@@ -231,7 +234,7 @@ def test_completions_sampled_behind_the_end(sweep: Call, plain: ScriptedServer) 
     assert isinstance(last["seed"], int)
 
 
-def test_caches_without_a_switch_get_nothing_to_find(sweep: Call, tmp_path: Path) -> None:
+def test_caches_without_a_switch_get_nothing_to_find(sweep: Cli, tmp_path: Path) -> None:
     with ScriptedServer() as one, ScriptedServer() as two:
         result = sweep(a=one, b=two)
         assert result.code == 0
@@ -246,7 +249,7 @@ def test_caches_without_a_switch_get_nothing_to_find(sweep: Call, tmp_path: Path
     assert frames.summary_frame(frame).set_index("config").loc["b", "identical_share"] == 1.0
 
 
-def test_one_server_under_two_names_cannot_help_itself(sweep: Call, tmp_path: Path) -> None:
+def test_one_server_under_two_names_cannot_help_itself(sweep: Cli, tmp_path: Path) -> None:
     with ScriptedServer() as one:
         assert sweep(a=one, b=one).code == 0
         prompts = [prompt_of(body) for body in one.asked if "Question" in prompt_of(body)]
@@ -256,7 +259,7 @@ def test_one_server_under_two_names_cannot_help_itself(sweep: Call, tmp_path: Pa
     assert read_run(tmp_path / "run")["differences"] == []
 
 
-def test_vllm_names_its_tokens_and_gets_salt(sweep: Call, tmp_path: Path) -> None:
+def test_vllm_names_its_tokens_and_gets_salt(sweep: Cli, tmp_path: Path) -> None:
     with ScriptedServer(Manner(owner="vllm", per_piece=3, named=True)) as server:
         assert sweep(a=server).code == 0
         salts = [body["cache_salt"] for body in server.asked]
@@ -277,7 +280,7 @@ def counters(drafts: int, drafted: int, accepted: int) -> str:
     )
 
 
-def test_acceptance_from_counters(sweep: Call, tmp_path: Path) -> None:
+def test_acceptance_from_counters(sweep: Cli, tmp_path: Path) -> None:
     with ScriptedServer(Manner(owner="vllm")) as server:
 
         def count(body: dict[str, Any]) -> None:
@@ -312,7 +315,7 @@ def counting(
 
 
 @pytest.mark.parametrize("batch", [None, 2])
-def test_acceptance_by_position_from_counters(sweep: Call, tmp_path: Path, batch: int | None) -> None:
+def test_acceptance_by_position_from_counters(sweep: Cli, tmp_path: Path, batch: int | None) -> None:
     with ScriptedServer(Manner(owner="vllm")) as plain, ScriptedServer(Manner(owner="vllm")) as server:
         counting(server, 10, 30, (8, 6, 0))
         assert sweep(*(() if batch is None else ("--batch", batch)), plain=plain, drafting=server).code == 0
@@ -337,7 +340,7 @@ def test_acceptance_by_position_from_counters(sweep: Call, tmp_path: Path, batch
     assert len(report.positions) == 3
 
 
-def test_drafts_of_several_lengths_have_least_rates(sweep: Call, tmp_path: Path) -> None:
+def test_drafts_of_several_lengths_have_least_rates(sweep: Cli, tmp_path: Path) -> None:
     with ScriptedServer(Manner(owner="vllm")) as server:
         counting(server, 10, 14, (8, 4))
         assert sweep(drafting=server).code == 0
@@ -347,7 +350,7 @@ def test_drafts_of_several_lengths_have_least_rates(sweep: Call, tmp_path: Path)
     assert "it does not tell how many reach this position" in table
 
 
-def test_places_of_other_answers_are_left_out(sweep: Call, tmp_path: Path) -> None:
+def test_places_of_other_answers_are_left_out(sweep: Cli, tmp_path: Path) -> None:
     facts = {"timings": {"draft_n": 30, "draft_n_accepted": 12, "cache_n": 0}}
     with ScriptedServer(Manner(owner="llamacpp", facts=facts)) as server:
         counting(server, 20, 60, (16, 12, 0))  # as much again for somebody else
@@ -361,7 +364,7 @@ def test_places_of_other_answers_are_left_out(sweep: Call, tmp_path: Path) -> No
 
 
 def test_runs_of_servers_are_compared_without_plain_decoding(
-    sweep: Call, plain: ScriptedServer, fast: ScriptedServer, capsys: pytest.CaptureFixture[str]
+    sweep: Cli, plain: ScriptedServer, fast: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder in ("one", "two"):
         assert sweep("--out", folder, first=plain, drafting=fast).code == 0
@@ -384,7 +387,7 @@ def test_runs_of_servers_are_compared_without_plain_decoding(
 
 
 def test_settings_of_servers_cannot_be_exported(
-    sweep: Call, plain: ScriptedServer, fast: ScriptedServer, capsys: pytest.CaptureFixture[str]
+    sweep: Cli, plain: ScriptedServer, fast: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sweep(base=plain, drafting=fast).code == 0
     for wanted in ([], ["--setting", "drafting"]):
@@ -393,7 +396,7 @@ def test_settings_of_servers_cannot_be_exported(
 
 
 def test_servers_over_batches(
-    sweep: Call, plain: ScriptedServer, fast: ScriptedServer, tmp_path: Path
+    sweep: Cli, plain: ScriptedServer, fast: ScriptedServer, tmp_path: Path
 ) -> None:
     result = sweep("--batch", "1,2,4", base=plain, drafting=fast)
     assert result.code == 0, result.err
@@ -415,7 +418,7 @@ def test_servers_over_batches(
     assert write_report(tmp_path / "run")[0].requests["batch"].tolist() == [1, 1, 2, 2, 4, 4]
 
 
-def test_requests_that_come_by_the_clock(sweep: Call, plain: ScriptedServer, tmp_path: Path) -> None:
+def test_requests_that_come_by_the_clock(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
     assert sweep("--batch", 2, "--arrivals", "poisson:500", base=plain).code == 0
     for row in stored(tmp_path):
         arrived = [each["arrived_s"] for each in row["requests"]]
@@ -424,7 +427,7 @@ def test_requests_that_come_by_the_clock(sweep: Call, plain: ScriptedServer, tmp
         assert arrived[0] > 0
 
 
-def test_a_dry_run_says_what_would_be_asked(sweep: Call, plain: ScriptedServer, tmp_path: Path) -> None:
+def test_a_dry_run_says_what_would_be_asked(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
     result = sweep("--dry-run", base=plain)
     assert result.code == 0
     assert "1 configurations: base" in result.out
@@ -436,7 +439,7 @@ def test_a_dry_run_says_what_would_be_asked(sweep: Call, plain: ScriptedServer, 
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def test_wrong_counts_are_noticed(sweep: Call, models: Path, tmp_path: Path) -> None:
+def test_wrong_counts_are_noticed(sweep: Cli, models: Path, tmp_path: Path) -> None:
     with ScriptedServer(Manner(per_piece=2, usage="events")) as server:
         result = sweep("--target", models / "target", a=server)
     assert result.code == 0
@@ -449,20 +452,20 @@ def test_wrong_counts_are_noticed(sweep: Call, models: Path, tmp_path: Path) -> 
     assert "token-counts" in ids
 
 
-def test_a_server_without_usage_needs_the_tokenizer(sweep: Call, models: Path, tmp_path: Path) -> None:
+def test_a_server_without_usage_needs_the_tokenizer(sweep: Cli, models: Path, tmp_path: Path) -> None:
     with ScriptedServer(Manner(usage="none")) as server:
         sweep(a=server).refused(2, "does not say how many tokens", "Add --target")
         assert sweep("--target", models / "target", a=server).code == 0
     assert {row["new_tokens"] for row in stored(tmp_path)} == {NEW}
 
 
-def test_unchecked_counts_are_marked(sweep: Call, plain: ScriptedServer, tmp_path: Path) -> None:
+def test_unchecked_counts_are_marked(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
     result = sweep(base=plain)
     assert "base: tokens are counted by the server and not checked" in result.err
     assert "tokens-unchecked" in [each["id"] for each in read_run(tmp_path / "run")["warnings"]]
 
 
-def test_one_piece_has_only_a_whole_time(sweep: Call, plain: ScriptedServer, tmp_path: Path) -> None:
+def test_one_piece_has_only_a_whole_time(sweep: Cli, plain: ScriptedServer, tmp_path: Path) -> None:
     with ScriptedServer(Manner(owner="llamacpp", per_piece=1000)) as server:
         result = sweep(base=plain, a=server)
     assert "a: an answer comes in one piece" in result.err
@@ -472,7 +475,7 @@ def test_one_piece_has_only_a_whole_time(sweep: Call, plain: ScriptedServer, tmp
     assert "one-piece" in [each["id"] for each in read_run(tmp_path / "run")["warnings"]]
 
 
-def test_a_cache_that_is_on_nevertheless_is_told(sweep: Call, tmp_path: Path) -> None:
+def test_a_cache_that_is_on_nevertheless_is_told(sweep: Cli, tmp_path: Path) -> None:
     facts = {
         "usage": {
             "prompt_tokens": 40,
@@ -488,7 +491,7 @@ def test_a_cache_that_is_on_nevertheless_is_told(sweep: Call, tmp_path: Path) ->
 
 @pytest.mark.parametrize("wrong", ["error", "cut", 500])
 def test_a_broken_answer_fails_alone_and_is_tried_again(
-    sweep: Call, plain: ScriptedServer, tmp_path: Path, wrong: str | int
+    sweep: Cli, plain: ScriptedServer, tmp_path: Path, wrong: str | int
 ) -> None:
     def breaks(body: dict[str, Any]) -> str | int | None:
         return wrong if "Question 2" in prompt_of(body) else None
@@ -498,7 +501,7 @@ def test_a_broken_answer_fails_alone_and_is_tried_again(
         assert result.code == 1
         assert "2 generations failed" in result.err
         failed = [row for row in stored(tmp_path) if row["status"] == "failed"]
-        assert {(row["config"], row["prompt"]) for row in failed} == {("a", "p2")}
+        assert {(row["config"], row["prompt"]) for row in failed} == {("a", "a-2")}
         assert all("The " in row["error"] and "server a" in row["error"] for row in failed)
         server.manner.wrong = lambda body: None
         again = sweep("--resume", "--retry-failed", base=plain, a=server)
@@ -509,14 +512,14 @@ def test_a_broken_answer_fails_alone_and_is_tried_again(
 
 
 def test_outputs_that_part_are_found_and_judged(
-    sweep: Call, plain: ScriptedServer, models: Path, tmp_path: Path
+    sweep: Cli, plain: ScriptedServer, models: Path, tmp_path: Path
 ) -> None:
     with ScriptedServer(Manner(owner="llamacpp", another=True)) as server:
         target = ("--target", models / "target")
         result = sweep(*target, base=plain, a=server)
         assert result.code == 0
         differences = read_run(tmp_path / "run")["differences"]
-        assert {each["prompt"] for each in differences} == {"p0", "p1", "p2", "p3"}
+        assert {each["prompt"] for each in differences} == {"a-0", "b-1", "a-2", "b-3"}
         assert {each["numerical_tie"] for each in differences} == {None}
         bodies = [body for body in plain.asked if body["max_tokens"] == NEW]
         ours, theirs = (answer_ids(bodies[0], Manner(another=another)) for another in (True, False))
@@ -533,14 +536,14 @@ def test_outputs_that_part_are_found_and_judged(
     ("words", "field"), [(["--ignore-eos"], "ignore_eos"), (["--temperature", 0, "--temperature", 1], "seed")]
 )
 def test_a_field_that_is_refused_is_found_before_anything_is_measured(
-    sweep: Call, tmp_path: Path, words: list[Any], field: str
+    sweep: Cli, tmp_path: Path, words: list[Any], field: str
 ) -> None:
     with ScriptedServer(Manner(wrong=lambda body: 400 if field in body else None)) as server:
         sweep(*words, a=server).refused(2, "status 400: not now", "its model and the options")
         assert sweep(a=server).code == 0
 
 
-def test_a_server_that_was_started_anew_is_told(sweep: Call, tmp_path: Path) -> None:
+def test_a_server_that_was_started_anew_is_told(sweep: Cli, tmp_path: Path) -> None:
     with ScriptedServer(Manner(owner="vllm")) as server:
 
         def count(body: dict[str, Any]) -> None:
@@ -558,7 +561,7 @@ def test_a_server_that_was_started_anew_is_told(sweep: Call, tmp_path: Path) -> 
 
 
 def test_a_key_is_read_from_the_environment_and_kept_nowhere(
-    sweep: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ScriptedServer(Manner(key="sesame-1")) as server:
         sweep(a=server).refused(2, "a wants a key (status 401)", "SPECBENCH_KEY_A")
@@ -578,7 +581,7 @@ def test_a_key_is_read_from_the_environment_and_kept_nowhere(
     assert "sesame" not in written + result.out + result.err
 
 
-def test_models_that_are_not_there(sweep: Call) -> None:
+def test_models_that_are_not_there(sweep: Cli) -> None:
     with ScriptedServer(Manner(models=("one", "two"))) as server:
         sweep(a=server).refused(2, "The server a lists 2 models: one, two", "Name one behind a #")
         sweep(a=f"{server.url}#three").refused(2, "there is no model three", "Its models are one, two")
@@ -586,7 +589,7 @@ def test_models_that_are_not_there(sweep: Call) -> None:
         assert {body["model"] for body in server.asked} == {"two", "three"}
 
 
-def test_servers_that_are_none(sweep: Call, tmp_path: Path) -> None:
+def test_servers_that_are_none(sweep: Cli, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
     sweep(a=free).refused(1, "The server a cannot be reached", f"Check that it runs at {free}")
@@ -610,18 +613,18 @@ def test_servers_that_are_none(sweep: Call, tmp_path: Path) -> None:
     ],
 )
 def test_options_that_servers_have_not(
-    sweep: Call, plain: ScriptedServer, words: list[str], fragment: str
+    sweep: Cli, plain: ScriptedServer, words: list[str], fragment: str
 ) -> None:
     sweep(*words, base=plain).refused(2, fragment)
     assert not plain.asked
 
 
-def test_options_that_only_servers_have(sweep: Call) -> None:
+def test_options_that_only_servers_have(sweep: Cli) -> None:
     sweep("--api", "chat").refused(2, "--api: for servers alone", "Add --server")
     sweep("--server", "nonsense").refused(2, "no name or no address")
 
 
-def test_results_that_are_there_are_kept(sweep: Call, plain: ScriptedServer) -> None:
+def test_results_that_are_there_are_kept(sweep: Cli, plain: ScriptedServer) -> None:
     assert sweep(base=plain).code == 0
     sweep(base=plain).refused(2, "holds results already")
     with ScriptedServer(Manner(models=("other",))) as server:
@@ -752,7 +755,7 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path: Path) -
 # -- our own server --------------------------------------------------------------------------------
 
 
-def test_our_own_server_is_measured(sweep: Call, tmp_path: Path) -> None:
+def test_our_own_server_is_measured(sweep: Cli, tmp_path: Path) -> None:
     target = wrap_target(tiny_llama(), tiny_tokenizer(), name="tiny")
     defaults = Defaults(policy=build_policy("fixed:gamma=3"), sampling={}, seed=None, max_new_tokens=NEW)
     listening = socket.create_server(("127.0.0.1", 0))

@@ -16,15 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runs import Cli, Result, refusal
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
-from told import Result, refusal
 
 from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
 from specbench.backends.torch.heads import MedusaHeads
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.bench.prompts import Prompt
-from specbench.cli import run
 from specbench.decoding.protocols import Pass
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
@@ -939,27 +938,22 @@ def test_a_state_is_whole_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+def train(cli: Cli, tmp_path: Path) -> Cli:
     folder = save_tiny(tmp_path / "tiny", layers=3)
     lines = [json.dumps({"id": each.id, "category": each.category, "turns": each.turns}) for each in PROMPTS]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
-    def call(*words: object) -> Result:
-        code = run([str(word) for word in words])
-        return Result(code, *capsys.readouterr())
-
     def trained(*words: object) -> Result:
         common = ("--target", folder, "--dtype", "float32", "--prompts", tmp_path / "mine.jsonl", "-n", 16)
-        return call("train", *common, *words)
+        return cli("train", *common, *words)
 
-    trained.call = call  # type: ignore[attr-defined]
     return trained
 
 
-def test_train_on_the_command_line(cli: Any, tmp_path: Path) -> None:
+def test_train_on_the_command_line(cli: Cli, train: Cli, tmp_path: Path) -> None:
     out = tmp_path / "head"
     short = ("--tokens", 120, "--epochs", 1, "--held-out", 1)
-    told = cli(*short, "--out", out, "--compact")
+    told = train(*short, "--out", out, "--compact")
     assert told.code == 0, told.err
     assert "tokens per step on prompts it was not trained on" in told.out
     assert "SLOWS decoding" in told.out  # a target this small is as quick as its head
@@ -967,20 +961,22 @@ def test_train_on_the_command_line(cli: Any, tmp_path: Path) -> None:
     assert "--drafter" not in told.out
     assert "untrained" in told.err
     common = ("--target", tmp_path / "tiny", "--dtype", "float32", "the thing", "-n", 12, "--json")
-    plain = cli.call("generate", *common, "--drafter", "none").json()
-    found = cli.call("generate", *common, "--drafter", out).json()
+    plain = cli("generate", *common, "--drafter", "none").json()
+    found = cli("generate", *common, "--drafter", out).json()
     assert found["text"] == plain["text"]
     assert found["drafted"] > 0
-    cli(*short, "--out", out).refused(2, "is not empty")
-    cli(*short, "--out", out, "--resume").refused(2, "has ended")
-    best = cli(*short, "--kind", "medusa", "--out", tmp_path / "medusa", "--json", "--quiet").json()
+    train(*short, "--out", out).refused(2, "is not empty")
+    train(*short, "--out", out, "--resume").refused(2, "has ended")
+    best = train(*short, "--kind", "medusa", "--out", tmp_path / "medusa", "--json", "--quiet").json()
     assert best["best"]["tokens_per_step"] >= 1
-    again = cli(*short, "--start", out, "--out", tmp_path / "again", "--json", "--quiet").json()
+    again = train(*short, "--start", out, "--out", tmp_path / "again", "--json", "--quiet").json()
     assert again["best"]["tokens_per_step"] >= 1
-    cli(*short, "--start", tmp_path / "tiny", "--out", tmp_path / "x").refused(2, "is no trained head")
-    cli("--out", tmp_path / "x").refused(2, "Give either --tokens or --minutes")
+    train(*short, "--start", tmp_path / "tiny", "--out", tmp_path / "x").refused(2, "is no trained head")
+    train("--out", tmp_path / "x").refused(2, "Give either --tokens or --minutes")
     for dtype in ("int8", "int4"):
-        cli(*short, "--out", tmp_path / "x", "--dtype", dtype).refused(2, f"not trained on an {dtype} target")
-    cli(*short, "--out", tmp_path / "x", "--prompts", "chat").refused(2, "among those that are measured on")
-    cli(*short, "--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt file")
+        train(*short, "--out", tmp_path / "x", "--dtype", dtype).refused(
+            2, f"not trained on an {dtype} target"
+        )
+    train(*short, "--out", tmp_path / "x", "--prompts", "chat").refused(2, "among those that are measured on")
+    train(*short, "--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt file")
     assert not (tmp_path / "x").exists()

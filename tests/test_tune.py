@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import refusal
 from regret import FakeClock
 from scripted_engine import ScriptedEngine, describe, prompts, specs_of
-from told import refusal
 
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs

@@ -1,9 +1,11 @@
-"""What a user is told: by a command that ran in this process, and by what is refused in Python."""
+"""What a command that runs in this process prints (the fixture ``cli``), and what Python callers are refused with."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +32,19 @@ class Result(NamedTuple):
         assert re.fullmatch(r"specbench: [^\n]+\.\n", self.err), self.err
         for fragment in fragments:
             assert fragment in self.err
+
+
+Cli = Callable[..., Result]
+
+
+def write_prompts(path: Path, prompts: Mapping[str, Sequence[str]]) -> Path:
+    """A file of prompts: turns by id; the category is the id up to its last hyphen."""
+    lines = [
+        {"id": name, "category": name.rpartition("-")[0] or name, "turns": [*turns]}
+        for name, turns in prompts.items()
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
 
 
 def refusal(call: Any, *arguments: Any, kind: type[SpecbenchError], **options: Any) -> str:
