@@ -37,6 +37,7 @@ from specbench.bench.passes import PassTimes
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.errors import RunError
+from specbench.options import DecodingOptions
 from specbench.results.compare import compare_configs
 from specbench.results.stats import Estimate, ratio_text, verdict
 from specbench.results.store import RunStore, load_results
@@ -97,27 +98,24 @@ class WithoutCosts:
         return self.engine.encode(prompt, answers)
 
     def generate(
-        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
-        return self.engine.generate(
-            config, prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed
-        )
+        return self.engine.generate(config, prompt, decoding, seed=seed)
 
     def measure_costs(self, *_: object) -> PassTimes:
         raise RunError("No single passes are timed here.")
 
     def difference(
-        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
+        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
-        return self.engine.difference(prompt, tokens, plain)
+        return self.engine.difference(prompt, tokens, plain, decoding)
 
 
 def make_sweep(number: int, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> Sweep:
     """The sweep of that number: other prompts, another order and another seed than the others."""
     options = SweepOptions(
         gammas=(arguments.gamma,),
-        max_new_tokens=arguments.tokens,
-        ignore_eos=True,
+        decoding=DecodingOptions(max_new_tokens=arguments.tokens, ignore_eos=True),
         repeats=arguments.repeats,
         turns=1,
         seed=arguments.seed + number,
@@ -286,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line_of(number, part), flush=True)
     if len(parts.done) < given.sweeps:
         engine, prompts = load(given), load_prompts(["all"])
-        target = engine.describe_target()
+        target = engine.describe_target(DecodingOptions())
 
         def one(number: int, folder: Path) -> dict[str, Any]:
             return run_one(make_sweep(number, prompts, given), engine, target, folder, until)

@@ -35,6 +35,7 @@ from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Salt, Sweep, SweepOptions, build_server_configs
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.errors import SpecbenchError
+from specbench.options import DecodingOptions
 from specbench.specs.servers import parse_servers
 
 _ADDRESS = re.compile(r"http://\S+/v1")
@@ -47,8 +48,7 @@ def make_sweep(
     options = SweepOptions(
         gammas=(),
         policies=(),
-        max_new_tokens=arguments.tokens,
-        ignore_eos=True,
+        decoding=DecodingOptions(max_new_tokens=arguments.tokens, ignore_eos=True),
         repeats=arguments.repeats,
         turns=1,
         seed=arguments.seed + number,
@@ -138,8 +138,8 @@ def _run(given: argparse.Namespace, parts: Parts, address: str, until: float) ->
     """The sweeps that are missing, as far as the time reaches."""
     prompts = load_prompts(["all"])
     servers = parse_servers([f"{X}={address}", f"{ITSELF}={address}"])
-    with closing(ServerEngine(servers, keys={}, ignore_eos=True)) as engine:
-        target = engine.describe_target()
+    with closing(ServerEngine(servers, keys={}, decoding=DecodingOptions(ignore_eos=True))) as engine:
+        target = engine.describe_target(DecodingOptions())
 
         def one(number: int, folder: Path) -> dict[str, Any]:
             sweep = make_sweep(number, prompts, given, engine.salt)

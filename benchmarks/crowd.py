@@ -40,7 +40,7 @@ import psutil
 from specbench.bench.prompts import load_prompts
 from specbench.generate import GenerationRun, encode_messages, encode_prompt
 from specbench.models.prepare import load_drafter, load_target
-from specbench.options import LoadOptions
+from specbench.options import DecodingOptions, LoadOptions
 from specbench.serve.app import Defaults
 from specbench.serve.engine import Engine, Job
 from specbench.serve.server import Server
@@ -106,7 +106,12 @@ class Serving:
         self._before = _files(), threading.active_count() - 1  # less that of the engine
         listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = listening.getsockname()[1]
-        defaults = Defaults(policy=None, sampling={}, seed=None, max_new_tokens=LONG, ignore_eos=True)
+        defaults = Defaults(
+            policy=None,
+            sampling={},
+            seed=None,
+            decoding=DecodingOptions(max_new_tokens=LONG, ignore_eos=True),
+        )
         self._server = Server(self.engine, defaults, listening, grace_s=0.0)
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()

@@ -397,7 +397,7 @@ MUTANTS = (
     Mutant(
         "the check's reference lacks the model's own settings",
         "check/reference.py:reference_output",
-        '{**settings.model_defaults, "repetition_penalty": settings.repetition_penalty}',
+        '{**settings.context_rules, "repetition_penalty": settings.repetition_penalty}',
         '{"repetition_penalty": settings.repetition_penalty}',
         ("tests/test_model_defaults.py", "-k", "reference"),
     ),

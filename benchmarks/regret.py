@@ -57,7 +57,7 @@ from specbench.bench.prompts import load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.cli import run
 from specbench.decoding.theory import PassCosts, never_falling
-from specbench.options import ModelOptions
+from specbench.options import DecodingOptions, ModelOptions
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.frames import run_of
@@ -453,7 +453,7 @@ def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float)
     options = SweepOptions(
         gammas=GAMMAS,
         policies=rules_to_try(greedy=True, chained=False),
-        max_new_tokens=given.tokens,
+        decoding=DecodingOptions(max_new_tokens=given.tokens),
         repeats=given.repeats,
         turns=1,
         seed=given.seed,
@@ -477,7 +477,7 @@ def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float)
     with open_run(
         given.sweep,
         sweep,
-        target=engine.describe_target(),
+        target=engine.describe_target(sweep.options.decoding),
         sources={},
         heads=engine.heads,
         advice="Name another folder.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.loop import decode_steps
@@ -24,6 +24,7 @@ from specbench.errors import UsageError
 from specbench.lengths import FixedLength, build_policy
 from specbench.lengths.load import Load, share_costs
 from specbench.models.chat_templates import TemplateError, render_chat
+from specbench.options import DecodingKeywords, DecodingOptions
 from specbench.specs.rules import default_rule
 
 if TYPE_CHECKING:
@@ -164,16 +165,13 @@ class GenerationRun:
         *,
         policy: LengthPolicy | DraftPolicy | None = None,
         sampling: Sampling | None = None,
-        max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
         seed: int = 0,
-        first_target: bool = True,
-        residual_adjustment: bool = True,
-        model_defaults: bool = True,
+        decoding: DecodingOptions | None = None,
         trace: bool = False,
         after: GenerationRun | None = None,
+        **options: Unpack[DecodingKeywords],
     ) -> None:
+        decoding = (decoding or DecodingOptions()).but(**options)
         self.target, self.drafter = target, loaded_drafter(drafter, target) or NoDraft()
         sampling = sampling or Greedy()
         if policy is None:
@@ -181,33 +179,27 @@ class GenerationRun:
             blank = isinstance(self.drafter, NoDraft | SeveralDrafters)
             policy = FixedLength(5) if blank else build_policy(default_rule(greedy=sampling.greedy))
         self.policy = policy
-        self.seed, self.residual_adjustment = seed, residual_adjustment
+        self.seed, self.decoding = seed, decoding
         self.prompt, self.prompt_tokens = prompt, len(prompt)
         tokenizer = target.tokenizer
-        stop = (stop,) if isinstance(stop, str) else stop
         _check_tokens(prompt, target)
         _check_drafter(self.drafter, target)
-        if any(not text for text in stop):
-            raise UsageError("A stop string is empty.", "Give at least one character.")
-        if stop and tokenizer is None:
+        if decoding.stop and tokenizer is None:
             raise UsageError("Stop strings need a tokenizer, and the target has none.", "Leave them out.")
-        if model_defaults:
-            sampling = sampling.with_defaults(target.language_model.defaults, target.vocab_size)
-        self._stops = stop
-        end_ids = () if ignore_eos else target.end_ids
+        sampling = sampling.with_defaults(target.language_model.defaults.under(decoding), target.vocab_size)
         self._prefill: Prefill | None = None
         self._steps: list[Step] = []
         device = str(target.scorer.device)
         self._settings: dict[str, Any] = {
             "sampling": sampling,
             "random": Randomness(seed, device),
-            "max_new_tokens": max_new_tokens,
-            "stops": StopRules(end_ids, stop, tokenizer),
-            "first_target": first_target,
-            "residual_adjustment": residual_adjustment,
+            "max_new_tokens": decoding.max_new_tokens,
+            "stops": StopRules(decoding.end_ids(target.end_ids), decoding.stop, tokenizer),
+            "first_target": decoding.first_target,
+            "residual_adjustment": decoding.residual_adjustment,
             "trace": trace,
         }
-        self.most_tokens = len(prompt) + max_new_tokens
+        self.most_tokens = len(prompt) + decoding.max_new_tokens
         self.kept = 0
         self._begun: tuple[object, object] | None = (
             None  # the epochs of target and drafter while they hold its context
@@ -288,7 +280,9 @@ class GenerationRun:
 
     def text_stream(self) -> LabelledText[Origin] | None:
         """A stream that turns this run's tokens into its text; ``None`` without a tokenizer."""
-        return None if self.target.tokenizer is None else LabelledText(self.target.tokenizer, self._stops)
+        return (
+            None if self.target.tokenizer is None else LabelledText(self.target.tokenizer, self.decoding.stop)
+        )
 
     def result(self) -> Generation:
         """What there is so far; ``finish_reason`` is ``None`` unless the run has come to its end."""
@@ -308,7 +302,7 @@ class GenerationRun:
             drafter=self.drafter.name,
             dtype=self.target.dtype,
             seed=self.seed,
-            lossless=self.residual_adjustment,
+            lossless=self.decoding.residual_adjustment,
             policy="none" if isinstance(self.drafter, NoDraft) else self.policy.name,
             costs=None if isinstance(self.drafter, NoDraft) else self.policy.costs(),
             pieces=pieces,
@@ -347,16 +341,12 @@ def speculative_generate(
     gamma: int | None = None,
     policy: LengthPolicy | DraftPolicy | None = None,
     sampling: Sampling | None = None,
-    max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
-    ignore_eos: bool = False,
     seed: int = 0,
-    first_target: bool = True,
-    residual_adjustment: bool = True,
-    model_defaults: bool = True,
+    decoding: DecodingOptions | None = None,
     trace: bool = False,
     chat: bool | None = None,
     system: str | None = None,
+    **options: Unpack[DecodingKeywords],
 ) -> Generation:
     """Generate with speculative decoding (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023).
 
@@ -370,16 +360,11 @@ def speculative_generate(
             command line takes: ``auto`` in greedy decoding, which measures what pays, and ``fixed`` (5) otherwise,
             where a rule that goes by clocks would change what a seed gives.
         sampling: The transforms of both models; greedy by default.
-        max_new_tokens: The output never gets longer.
-        stop: Texts that end the output, or one text.
-        ignore_eos: Go on behind end tokens.
         seed: Of the one generator that every draw comes from.
-        first_target: Let the target emit the first token before anything is drafted.
-        residual_adjustment: False makes the output distribution wrong, to show what the adjustment is for.
-        model_defaults: Apply what the model's own generation settings ask for, as far as it depends on the context
-            alone; how tokens are chosen is up to ``sampling``. docs/models.md lists the settings.
+        decoding: Where the output ends, and what else decides it; the defaults of the command line without it.
         trace: Record q, p, r and the verdict of every draft.
         chat, system: How a text prompt is wrapped, see ``encode_prompt``.
+        options: Fields of ``DecodingOptions``, in place of those of ``decoding``, such as ``max_new_tokens=64``.
 
     Returns:
         The output with all of its records; ``specbench.decoding.metrics`` reads them.
@@ -396,14 +381,10 @@ def speculative_generate(
         drafter,
         policy=policy or (None if gamma is None else FixedLength(gamma)),
         sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        ignore_eos=ignore_eos,
         seed=seed,
-        first_target=first_target,
-        residual_adjustment=residual_adjustment,
-        model_defaults=model_defaults,
+        decoding=decoding,
         trace=trace,
+        **options,
     )
     for _ in run:
         pass
@@ -415,14 +396,12 @@ def autoregressive_generate(
     target: Target,
     *,
     sampling: Sampling | None = None,
-    max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
-    ignore_eos: bool = False,
     seed: int = 0,
-    model_defaults: bool = True,
+    decoding: DecodingOptions | None = None,
     trace: bool = False,
     chat: bool | None = None,
     system: str | None = None,
+    **options: Unpack[DecodingKeywords],
 ) -> Generation:
     """Generate one token per target pass: the same loop with a drafter that proposes nothing.
 
@@ -433,12 +412,10 @@ def autoregressive_generate(
         target,
         None,
         sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        ignore_eos=ignore_eos,
         seed=seed,
-        model_defaults=model_defaults,
+        decoding=decoding,
         trace=trace,
         chat=chat,
         system=system,
+        **options,
     )

@@ -6,10 +6,11 @@ A group is a frozen dataclass, and so are the values of a command: what needs se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 
 import typer
 
@@ -58,6 +59,15 @@ class LoadOptions:
     device: str = "auto"
     device_map: str | None = None
     any_target: bool = False
+
+
+def flag(group: Any, name: str) -> str:
+    """The first flag of a field of a group, as ``--max-new-tokens``."""
+    option: Any = get_type_hints(group, include_extras=True)[name].__metadata__[0]
+    written = (
+        option.default if isinstance(option.default, str) else option.param_decls[0]
+    )  # which typer moves
+    return str(written.partition("/")[0])
 
 
 _model = partial(typer.Option, rich_help_panel=MODELS)
@@ -202,11 +212,13 @@ _decoding = partial(typer.Option, rich_help_panel=DECODING)
 
 
 @dataclass(frozen=True)
-class DecodeOptions:
-    """How long an output gets, and in which passes it is decoded.
+class DecodingOptions:
+    """What decides an output beside the model, the prompt, and how tokens are chosen.
+
+    An option of decoding is declared here, and once more in ``DecodingKeywords`` for callers in Python.
 
     Raises:
-        UsageError: A stop string is empty.
+        UsageError: A stop string is empty, or ``max_new_tokens`` is below 1.
     """
 
     max_new_tokens: Annotated[
@@ -217,7 +229,70 @@ class DecodeOptions:
         tuple[str, ...],
         _decoding("--stop", metavar="TEXT", help="Text or special token that ends the output; repeatable."),
     ] = ()
-    ignore_eos: Annotated[bool, _decoding("--ignore-eos", help="Go on behind end tokens.")] = False
+    ignore_eos: Annotated[bool, _decoding("--ignore-eos", help="Go on after end tokens.")] = False
+    first_target: Annotated[
+        bool,
+        _decoding(
+            "--first-target/--no-first-target",
+            help="Let the target emit the first token before anything is drafted.",
+        ),
+    ] = True
+    residual_adjustment: Annotated[
+        bool,
+        _decoding(
+            "--residual-adjustment/--no-residual-adjustment",
+            help="NOT LOSSLESS without it, for demonstration: corrected tokens are drawn from p, not the residual.",
+        ),
+    ] = True
+    model_defaults: Annotated[
+        bool,
+        _decoding(
+            "--model-defaults/--no-model-defaults",
+            help="Apply what the model's generation_config.json asks for beside sampling, such as suppressed tokens.",
+        ),
+    ] = True
+
+    def __post_init__(self) -> None:
+        given: Any = self.stop
+        stop = (given,) if isinstance(given, str) else tuple(given)
+        object.__setattr__(self, "stop", stop)
+        if not all(stop):
+            raise UsageError("A stop string is empty.", "Give at least one character.")
+        if self.max_new_tokens < 1:
+            raise UsageError(f"The number of new tokens is {self.max_new_tokens}.", "Ask for at least 1.")
+
+    def end_ids(self, own: Iterable[int]) -> tuple[int, ...]:
+        """The tokens that end an output, of those that end the model's."""
+        return () if self.ignore_eos else tuple(own)
+
+    def context_rules(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """What changes logits by the context alone, by the names of ``transformers``.
+
+        Args:
+            own: What the model's own settings ask for.
+        """
+        return dict(own) if self.model_defaults else {}
+
+    def but(self, **changes: Unpack[DecodingKeywords]) -> DecodingOptions:
+        """These with some changed."""
+        return replace(self, **changes)  # type: ignore[arg-type] # `stop` may be one text
+
+
+class DecodingKeywords(TypedDict, total=False):
+    """The fields of ``DecodingOptions`` as keyword arguments; ``stop`` may be one text."""
+
+    max_new_tokens: int
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    first_target: bool
+    residual_adjustment: bool
+    model_defaults: bool
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The key/value cache, and the kind of passes over it."""
+
     cache: Annotated[
         CacheName,
         _decoding(
@@ -243,36 +318,6 @@ class DecodeOptions:
             " compiled when it is first met, which takes a while.",
         ),
     ] = False
-    first_target: Annotated[
-        bool,
-        _decoding(
-            "--first-target/--no-first-target",
-            help="Let the target emit the first token before anything is drafted.",
-        ),
-    ] = True
-    no_residual_adjustment: Annotated[
-        bool,
-        _decoding(
-            "--no-residual-adjustment",
-            help="NOT LOSSLESS, for demonstration: draw corrected tokens from p instead of the residual.",
-        ),
-    ] = False
-    model_defaults: Annotated[
-        bool,
-        _decoding(
-            "--model-defaults/--no-model-defaults",
-            help="Apply what the model's generation_config.json asks for beside sampling, such as suppressed tokens.",
-        ),
-    ] = True
-
-    def __post_init__(self) -> None:
-        if not all(self.stop):
-            raise UsageError("A stop string is empty.", "Give --stop at least one character.")
-
-    @property
-    def residual_adjustment(self) -> bool:
-        """Whether corrected tokens are drawn from the residual, as they have to be."""
-        return not self.no_residual_adjustment
 
 
 _sampling = partial(typer.Option, rich_help_panel=SAMPLING)

@@ -52,7 +52,7 @@ def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -
     from specbench.bench.manifest import describe_run
     from specbench.bench.prompts import load_prompts
     from specbench.bench.runner import run_sweep
-    from specbench.options import ModelOptions
+    from specbench.options import DecodingOptions, ModelOptions
     from specbench.results.store import RunStore
     from specbench.specs.drafters import Lookup
     from specbench.specs.models import parse_model
@@ -62,11 +62,15 @@ def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -
 
     def swept(gammas: tuple[int, ...], into: Path) -> list[int]:
         options = SweepOptions(
-            gammas=gammas, repeats=1, warmup=0, max_new_tokens=205, ignore_eos=True, transformers=False
+            gammas=gammas,
+            repeats=1,
+            warmup=0,
+            decoding=DecodingOptions(max_new_tokens=205, ignore_eos=True),
+            transformers=False,
         )
         sweep = Sweep(options, tuple(load_prompts([prompts])), tuple(build_configs(options, engine.specs)))
         described = describe_run(
-            sweep, target=engine.describe_target(), environment={}, sources={"target": "big"}
+            sweep, target=engine.describe_target(options.decoding), environment={}, sources={"target": "big"}
         )
         with RunStore.create(into, described) as store:
             result = run_sweep(sweep, store, engine)

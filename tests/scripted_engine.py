@@ -16,6 +16,7 @@ from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.prompts import Prompt
 from specbench.bench.serving import Load
 from specbench.decoding.records import Step, StepTimes
+from specbench.options import DecodingOptions
 from specbench.results.store import RunStore
 from specbench.specs.drafters import DrafterSpec, Lookup, NGram, Plain, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
@@ -71,15 +72,16 @@ class ScriptedEngine:
         return [*ids, *(token for answer in answers for token in answer)]
 
     def generate(
-        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
-        self.calls.append((config.id, tuple(prompt), max_new_tokens))
+        tokens_asked = decoding.max_new_tokens
+        self.calls.append((config.id, tuple(prompt), tokens_asked))
         error = self.fails(config, prompt)
         if error is not None:
             raise error
         time.sleep(self.pause_s)
         key = f"{list(prompt)}/{seed if config.temperature else ''}"
-        tokens = [zlib.crc32(f"{key}/{i}".encode()) % 100 for i in range(max_new_tokens)]
+        tokens = [zlib.crc32(f"{key}/{i}".encode()) % 100 for i in range(tokens_asked)]
         if self.spoils(config):
             tokens[-1] = (tokens[-1] + 1) % 100
         steps = _steps(config, tokens[1:]) if config.kind in ("plain", "speculative") else ()
@@ -89,18 +91,16 @@ class ScriptedEngine:
             finish_reason="length",
             prefill_s=0.1,
             ttft_s=0.1,
-            decode_s=sum(step.times.total_s for step in steps) or self.reference_s * (max_new_tokens - 1),
+            decode_s=sum(step.times.total_s for step in steps) or self.reference_s * (tokens_asked - 1),
             steps=steps,
             peak_memory_bytes=1000,
         )
 
-    def serve(self, config: Config, load: Load, *, max_new_tokens: int, ignore_eos: bool) -> GroupOutcome:
+    def serve(self, config: Config, load: Load, decoding: DecodingOptions) -> GroupOutcome:
         self.loads.append((config.id, load))
         served = []
         for number, asked in enumerate(load.requests):
-            alone = self.generate(
-                config, asked.prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=asked.seed
-            )
+            alone = self.generate(config, asked.prompt, decoding, seed=asked.seed)
             took = replace(alone, decode_s=alone.decode_s * self.slower(config, asked.prompt))
             served.append(RequestOutcome(took, load.times[number] if load.times else 0.0, 0.025))
         ends = [each.arrived_s + each.outcome.ttft_s + each.outcome.decode_s for each in served]
@@ -131,7 +131,7 @@ class ScriptedEngine:
         )
 
     def difference(
-        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
+        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
         if self.tie is None:
             return None
@@ -192,7 +192,8 @@ def make_sweep(
     asked: Sequence[Prompt] | None = None, drafters: Sequence[str] = ("d",), **options: Any
 ) -> Sweep:
     """A small sweep; for ``options`` see ``SweepOptions``."""
-    defaults: dict[str, Any] = {"gammas": (1, 2), "repeats": 2, "warmup": 1, "max_new_tokens": 5}
+    defaults: dict[str, Any] = {"gammas": (1, 2), "repeats": 2, "warmup": 1}
+    options.setdefault("decoding", DecodingOptions(max_new_tokens=options.pop("max_new_tokens", 5)))
     made = SweepOptions(**{**defaults, **options})
     return Sweep(made, tuple(asked or prompts()), tuple(build_configs(made, specs_of(*drafters))))
 

@@ -42,6 +42,7 @@ from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.verdicts import METHODS, Method, without_replacement
 from specbench.drafters.plain import NoDraft
 from specbench.lengths import FixedLength
+from specbench.options import DecodingOptions
 from specbench.results.store import load_results
 
 
@@ -190,11 +191,9 @@ class SlowedEngine(ScriptedEngine):
         self.share = share
 
     def generate(
-        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
-        outcome = super().generate(
-            config, prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, seed=seed
-        )
+        outcome = super().generate(config, prompt, decoding, seed=seed)
         noise = 1.0 + 0.03 * math.sin(len(self.calls) + sum(prompt))
         slower = 1.0 + self.share if config.id == aa.SLOWED else 1.0
         return replace(outcome, decode_s=outcome.decode_s * noise * slower)

@@ -20,11 +20,14 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate
 from specbench.models.prepare import load_drafter, prepare, wrap_drafter, wrap_target
-from specbench.options import ModelOptions
+from specbench.options import DecodingOptions, ModelOptions
 from specbench.specs.drafters import Lookup, NGram, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
+
+
+DECODING = DecodingOptions(max_new_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def engine() -> ModelEngine:
     return engine_of()
 
 
-def engine_of(model_defaults: bool = True, **asked: Any) -> ModelEngine:
+def engine_of(**asked: Any) -> ModelEngine:
     """``asked``: what the model's own file asks for."""
     model = tiny_language_model().model
     model.generation_config = GenerationConfig(**asked)
@@ -46,7 +49,6 @@ def engine_of(model_defaults: bool = True, **asked: Any) -> ModelEngine:
         reference=tiny_language_model(),
         assistants={"small": tiny_language_model(seed=1, layers=1)},
         fingerprints={"small": small.fingerprint},
-        model_defaults=model_defaults,
     )
 
 
@@ -56,9 +58,8 @@ def grid(temperature: float = 0.0, **options: Any) -> list[Config]:
 
 
 def run(engine: ModelEngine, config: Config, **changed: Any) -> Any:
-    return engine.generate(
-        config, **{"prompt": PROMPT, "max_new_tokens": 12, "ignore_eos": True, "seed": 3, **changed}
-    )
+    prompt, seed = changed.pop("prompt", PROMPT), changed.pop("seed", 3)
+    return engine.generate(config, prompt, DECODING.but(**changed), seed=seed)
 
 
 class Steps:
@@ -143,17 +144,16 @@ def test_sampling_settings_of_the_models_own_file_are_not_used(engine: ModelEngi
 
 
 def test_what_the_models_own_file_asks_for_beside_sampling_holds_for_all() -> None:
-    usual = engine_of().generate(grid()[0], PROMPT, max_new_tokens=12, ignore_eos=True, seed=0).token_ids
+    usual = run(engine_of(), grid()[0]).token_ids
     asked = {"suppress_tokens": [usual[1]], "repetition_penalty": 1.5}
     engine = engine_of(**asked)
     outputs = {run(engine, config).token_ids for config in grid()}
     assert len(outputs) == 1
     assert usual not in outputs
-    assert engine.describe_target()["model_defaults"] == asked
-    assert engine.difference(PROMPT, (*outputs.pop(),), usual) is not None
-    without = engine_of(False, **asked)
-    assert {run(without, config).token_ids for config in grid()} == {usual}
-    assert without.describe_target()["model_defaults"] == {}
+    assert engine.describe_target(DECODING)["model_defaults"] == asked
+    assert engine.difference(PROMPT, (*outputs.pop(),), usual, DECODING) is not None
+    assert {run(engine, config, model_defaults=False).token_ids for config in grid()} == {usual}
+    assert engine.describe_target(DECODING.but(model_defaults=False))["model_defaults"] == {}
 
 
 def test_sampled_outputs_depend_on_the_seed_alone(engine: ModelEngine) -> None:
@@ -240,7 +240,7 @@ def test_groups_of_one_configuration_know_what_their_passes_cost(engine: ModelEn
     asked = [Asked(PROMPT, 1), Asked(PROMPT[:4], 2)]
     group, rounds = Load(asked, 2, asked), []
     for each in (config, other, config):
-        engine.serve(each, group, max_new_tokens=12, ignore_eos=True)
+        engine.serve(each, group, DECODING)
         rounds.append(engine._loads[each.id].rounds)
     assert rounds[2] > rounds[0] > 0
     assert len(engine._loads) == 2
@@ -337,7 +337,7 @@ def test_loading_by_specs(tmp_path: Any) -> None:
     )
     assert list(engine.drafters) == ["lookup", "small (int8)"]
     assert list(engine.assistants) == ["small (int8)"] == list(engine.fingerprints)
-    described = engine.describe_target()
+    described = engine.describe_target(DECODING)
     assert (described["name"], described["dtype"], described["device"]) == ("target", "float32", "cpu")
     assert str(tmp_path) not in str(described)
 

@@ -31,6 +31,7 @@ from specbench.lengths import (
     read_costs,
 )
 from specbench.models.prepare import load_drafter, wrap_drafter, wrap_target
+from specbench.options import DecodingOptions
 from specbench.results.store import load_results, read_run
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.rules import RULES, RuleWord, parse_rule, rule_words
@@ -249,8 +250,9 @@ def plain(engine: ModelEngine) -> Sequence[int]:
 
 
 def decode(engine: ModelEngine, config: Config, **changed: Any) -> Outcome:
-    settings = {"prompt": PROMPT, "max_new_tokens": 24, "ignore_eos": True, "seed": 3, **changed}
-    return engine.generate(config, **settings)
+    prompt, seed = changed.pop("prompt", PROMPT), changed.pop("seed", 3)
+    decoding = DecodingOptions(**{"max_new_tokens": 24, "ignore_eos": True, **changed})
+    return engine.generate(config, prompt, decoding, seed=seed)
 
 
 def config_of(drafter: str, rule: str, temperature: float = 0.0) -> Config:

@@ -129,7 +129,7 @@ def test_an_end_is_forced_behind_the_tokens_asked_for_and_not_where_the_context_
             result = speculative_generate(PROMPT, target, load_drafter(drafter, target), max_new_tokens=NEW)
             assert list(result.token_ids) == expected
         forced = {"forced_eos_token_id": 3}
-        asked = ReferenceSettings(NEW, (3,), model_defaults=forced, context_limit=context)
+        asked = ReferenceSettings(NEW, (3,), context_rules=forced, context_limit=context)
         assert list(reference_output(model, PROMPT, asked).tokens) == expected
 
 
@@ -191,7 +191,7 @@ def test_the_checks_reference_has_them_too(name: str) -> None:
         NEW,
         known.end_ids,
         repetition_penalty=known.defaults.applied.get("repetition_penalty", 1.0),
-        model_defaults=known.defaults.applied,
+        context_rules=known.defaults.applied,
     )
     assert list(reference_output(model, PROMPT, settings).tokens) == answer(model, PROMPT)
 

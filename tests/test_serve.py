@@ -35,6 +35,7 @@ from specbench.decoding.schedule import Scheduler
 from specbench.generate import encode_messages
 from specbench.lengths import build_policy
 from specbench.models.prepare import Target
+from specbench.options import DecodingOptions
 from specbench.serve import app, server
 from specbench.serve.app import Defaults
 from specbench.serve.engine import BusyError, Engine, StoppedError
@@ -46,7 +47,7 @@ NEW = 24
 DRAFTER = "self:layers=1"
 PATIENCE_S = 60.0
 POLICY = build_policy("fixed:gamma=3")
-DEFAULTS = Defaults(policy=POLICY, sampling={}, seed=None, max_new_tokens=NEW)
+DEFAULTS = Defaults(policy=POLICY, sampling={}, seed=None, decoding=DecodingOptions(max_new_tokens=NEW))
 ENDLESS = {"prompt": "the thing", "max_tokens": 100_000, "ignore_eos": True, "temperature": 2.0}
 
 
@@ -243,7 +244,11 @@ def test_many_at_once_each_get_their_own(serving: Running) -> None:
 
 def test_the_servers_own_setting_holds_where_a_request_says_nothing() -> None:
     defaults = replace(
-        DEFAULTS, policy=None, sampling={"temperature": 2.0}, seed=7, max_new_tokens=5, stop=["zzz"]
+        DEFAULTS,
+        policy=None,
+        sampling={"temperature": 2.0},
+        seed=7,
+        decoding=DecodingOptions(max_new_tokens=5, stop=("zzz",)),
     )
     running = Running(engine_of(max_batch=1, pool_tokens=None), defaults)
     try:

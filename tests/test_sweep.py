@@ -24,6 +24,7 @@ from specbench.bench.passes import PassTimes, cost_widths
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsDone, Event, TimeLeft, run_sweep
 from specbench.errors import RunError, UsageError
+from specbench.options import DecodingOptions
 from specbench.results.frames import summary_frame
 from specbench.results.load import LoadSnapshot
 from specbench.results.store import RunStore, load_results, read_run
@@ -76,7 +77,7 @@ def test_ranges_of_gamma_that_are_none(text: str, message: str) -> None:
     ("options", "message"),
     [
         ({"repeats": 0}, "repeats is 0"),
-        ({"max_new_tokens": 1}, "new tokens is 1"),
+        ({"decoding": DecodingOptions(max_new_tokens=1)}, "new tokens is 1"),
         ({"warmup": -1}, "warm-ups is -1"),
         ({"turns": 0}, "turns is 0"),
         ({"temperatures": (0.0, 0.0)}, "temperature is given twice"),

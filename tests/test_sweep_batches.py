@@ -490,9 +490,9 @@ def test_prompts_that_come_while_others_are_under_way() -> None:
 class Mixed(ScriptedEngine):
     """Drafts less for every other prompt."""
 
-    def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+    def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         fewer = config.gamma is not None and prompt[0] % 2 == 1
-        return super().generate(replace(config, gamma=1) if fewer else config, prompt, **options)
+        return super().generate(replace(config, gamma=1) if fewer else config, prompt, *options, **named)
 
 
 def test_the_prediction_counts_prompts_that_are_read_meanwhile(

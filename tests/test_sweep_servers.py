@@ -27,6 +27,7 @@ from specbench.bench.runner import run_sweep
 from specbench.cli import run as run_cli
 from specbench.errors import UsageError
 from specbench.lengths import build_policy
+from specbench.options import DecodingOptions
 from specbench.results import frames
 from specbench.results.advice import review
 from specbench.results.compare import compare_configs
@@ -693,12 +694,20 @@ def measured(path: Path, timed: Timed, *names: str, prompts: int = 8) -> Any:
     """The rows of a sweep over servers whose times are scripted."""
     asked = tuple(Prompt(f"p{i}", "x", (f"Question {i}",)) for i in range(prompts))
     options = SweepOptions(
-        gammas=(), policies=(), turns=1, servers=names, repeats=2, warmup=0, max_new_tokens=9
+        gammas=(),
+        policies=(),
+        turns=1,
+        servers=names,
+        repeats=2,
+        warmup=0,
+        decoding=DecodingOptions(max_new_tokens=9),
     )
     sweep = Sweep(options, asked, tuple(build_server_configs(options, names)))
     engine = timed.engine(*names)
     try:
-        run = describe_run(sweep, target=engine.describe_target(), environment=ENVIRONMENT, sources={})
+        run = describe_run(
+            sweep, target=engine.describe_target(options.decoding), environment=ENVIRONMENT, sources={}
+        )
         with RunStore.create(path, run) as store:
             run_sweep(sweep, store, engine)
     finally:
@@ -757,7 +766,12 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path: Path) -
 
 def test_our_own_server_is_measured(sweep: Cli, tmp_path: Path) -> None:
     target = wrap_target(tiny_llama(), tiny_tokenizer(), name="tiny")
-    defaults = Defaults(policy=build_policy("fixed:gamma=3"), sampling={}, seed=None, max_new_tokens=NEW)
+    defaults = Defaults(
+        policy=build_policy("fixed:gamma=3"),
+        sampling={},
+        seed=None,
+        decoding=DecodingOptions(max_new_tokens=NEW),
+    )
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
     server = Server(

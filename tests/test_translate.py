@@ -33,7 +33,7 @@ from specbench.lengths import FixedLength
 from specbench.models.load import LanguageModel, wrap_model
 from specbench.models.pairing import token_bytes, translation_of
 from specbench.models.prepare import Target, wrap_drafter, wrap_target
-from specbench.options import DecodeOptions
+from specbench.options import DecodingOptions
 from specbench.specs.drafters import Lookup
 
 TEXT = "the otter is in the sea — émoji 🦦 and another thing"
@@ -338,7 +338,7 @@ def test_the_note_gives_the_share_of_the_targets_tokens() -> None:
     for drafting in (drafter, cascade, several):
         (note,) = tokenizer_notes([drafting, LookupDrafter(Lookup(None, 2)), RunError("It failed.")])
         assert f"the {total:,} of the target's {total:,} tokens (100.0%) that both have" in note
-        assert facts(target, drafting, DecodeOptions()) == [note]
+        assert facts(target, drafting, DecodingOptions()) == [note]
     assert tokenizer_notes([LookupDrafter(Lookup(None, 2))]) == []
 
 

@@ -22,7 +22,7 @@ from specbench.config import Config as Configuration
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.errors import RunError, UsageError
-from specbench.options import ModelOptions
+from specbench.options import DecodingOptions, ModelOptions
 from specbench.results import frames
 from specbench.results.load import LoadSnapshot
 from specbench.results.store import RunStore, load_results, read_run
@@ -65,11 +65,11 @@ def grid(*drafters: str, **options: Any) -> Sweep:
     defaults: dict[str, Any] = {
         "gammas": GAMMAS,
         "policies": [rule for rule in rules_to_try(greedy=True, chained=False) if rule != CALIBRATED_TREE],
-        "max_new_tokens": 17,
         "repeats": 3,
         "warmup": 0,
         "turns": 1,
     }
+    options["decoding"] = DecodingOptions(max_new_tokens=options.pop("max_new_tokens", 17))
     made = SweepOptions(**{**defaults, **options})
     return Sweep(made, prompts(9), tuple(build_configs(made, specs_of(*drafters))))
 
@@ -234,8 +234,8 @@ class TimedEngine(ScriptedEngine):
         self.speeds, self.clock, self.noise = speeds, clock, noise
         self.drafters_s = {"d": 0.002, "e": 0.2}
 
-    def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
-        outcome = super().generate(config, prompt, **options)
+    def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+        outcome = super().generate(config, prompt, *options, **named)
         wobble = 1 + self.noise * (prompt[0] * (1 + len(config.id)) % 7) / 6
         seconds = 0.01 * (len(outcome.token_ids) - 1) * wobble / self.speeds.get(config.id, 1.0)
         self.clock.seconds += seconds + outcome.ttft_s
@@ -296,8 +296,8 @@ def test_what_held_a_generation_up_is_taken_off(tmp_path: Path) -> None:
     """The fastest takes four times as long on every third prompt, and so do its passes of the target."""
 
     class Disturbed(TimedEngine):
-        def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
-            outcome = super().generate(config, prompt, **options)
+        def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+            outcome = super().generate(config, prompt, *options, **named)
             if config.id != "d@auto" or tuple(prompt) not in held:
                 return outcome
             steps = [
@@ -499,9 +499,9 @@ def undecided(folder: Path, clock: FakeClock) -> tuple[Found, Sweep]:
     }
 
     class Noisy(TimedEngine):
-        def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
+        def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
             self.speeds = {config.id: noisy.get(config.id, (1.0, 1.0))[prompt[0] % 2]}
-            return super().generate(config, prompt, **options)
+            return super().generate(config, prompt, *options, **named)
 
     return search(folder, Noisy({}, clock), sweep, clock, seconds=200.0), sweep
 
@@ -556,8 +556,8 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path: Path) 
     """The machine becomes so slow when the race begins that not even one block fits."""
 
     class Slowing(TimedEngine):
-        def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
-            outcome = super().generate(config, prompt, **options)
+        def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+            outcome = super().generate(config, prompt, *options, **named)
             if len(self.cost_calls):
                 self.clock.seconds += 1000.0
             return outcome
@@ -607,8 +607,8 @@ def test_going_on_without_time_says_what_was_found(tmp_path: Path) -> None:
 class Disturbed(TimedEngine):
     """`d@auto` takes four times as long on every third prompt, and so do its passes of the target."""
 
-    def generate(self, config: Config, prompt: Sequence[int], **options: Any) -> Outcome:
-        outcome = super().generate(config, prompt, **options)
+    def generate(self, config: Config, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+        outcome = super().generate(config, prompt, *options, **named)
         if config.id != "d@auto" or prompt[0] % 3:
             return outcome
         steps = [replace(step, times=StepTimes(verify_s=4 * step.times.verify_s)) for step in outcome.steps]

@@ -119,7 +119,7 @@ def estimate_memory(sweep: Sweep, options: EngineOptions, *, progress: Progress 
         load(str(spec), *_drafter_weights(spec, target, options.models.drafter, progress))
     longest = max(sum(map(len, prompt.turns)) for prompt in sweep.prompts) // _LETTERS_PER_TOKEN
     turns = max(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
-    tokens = longest + turns * sweep.options.max_new_tokens
+    tokens = longest + turns * sweep.options.decoding.max_new_tokens
     texts = (2 + max(sweep.options.beams, default=0)) * max(sweep.options.batches, default=1)
     parts["cache"] = texts * tokens * target.cache_values * width
     parts["more while loading"] = max(0, peak - sum(parts.values()))
@@ -160,7 +160,7 @@ def _from_speeds(sweep: Sweep, config: Config, speeds: Mapping[str, tuple[float,
     first, token = speeds.get(config.id, speeds["plain"])
     batch = config.batch or 1
     share = 1 / batch if config.id in speeds else _share(batch)
-    return _generations(sweep, batch) * share * (first + token * sweep.options.max_new_tokens)
+    return _generations(sweep, batch) * share * (first + token * sweep.options.decoding.max_new_tokens)
 
 
 def _share(batch: int) -> float:
@@ -170,7 +170,7 @@ def _share(batch: int) -> float:
 
 def _generations(sweep: Sweep, batch: int) -> float:
     """Per configuration; a warm-up counts for the share of a generation that it is, and is of a whole batch."""
-    longest = sweep.options.max_new_tokens
+    longest = sweep.options.decoding.max_new_tokens
     warmups = batch * sweep.options.warmup * min(WARMUP_TOKENS, longest) / longest
     return warmups + sweep.options.repeats * sum(turns_of(prompt, sweep.options) for prompt in sweep.prompts)
 
@@ -199,7 +199,9 @@ def _from_passes(sweep: Sweep, config: Config, token_s: float, draft_s: Mapping[
     letters = sum(len(turn) for prompt in sweep.prompts for turn in prompt.turns)
     prefill = sweep.options.repeats * letters / _LETTERS_PER_TOKEN / _PREFILL_GAIN * token_s
     batch = config.batch or 1
-    return prefill + _generations(sweep, batch) * _share(batch) * sweep.options.max_new_tokens * step_s
+    return (
+        prefill + _generations(sweep, batch) * _share(batch) * sweep.options.decoding.max_new_tokens * step_s
+    )
 
 
 def _drafted(config: Config) -> tuple[int, int]:

@@ -6,11 +6,12 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.errors import UsageError
+from specbench.options import DecodingOptions
 from specbench.results.rows import Key
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.rules import RuleSpec, parse_rule, share_options
@@ -99,8 +100,7 @@ class SweepOptions:
         gammas: Draft lengths.
         policies: Draft-length rules by their names; ``fixed`` takes its length from ``gammas``.
         temperatures: 0 for greedy decoding.
-        max_new_tokens: No output gets longer.
-        ignore_eos: Go on behind end tokens, so that all outputs of a prompt are equally long.
+        decoding: Of every output.
         repeats: How often everything is measured.
         warmup: Short generations of each configuration that are not counted.
         turns: How many turns of a conversation are run at most; ``None`` for all.
@@ -124,8 +124,7 @@ class SweepOptions:
     gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     policies: tuple[str, ...] = ("fixed",)
     temperatures: tuple[float, ...] = (0.0,)
-    max_new_tokens: int = 64
-    ignore_eos: bool = False
+    decoding: DecodingOptions = field(default_factory=lambda: DecodingOptions(max_new_tokens=64))
     repeats: int = 3
     warmup: int = 1
     turns: int | None = None
@@ -149,7 +148,7 @@ class SweepOptions:
 
     def __post_init__(self) -> None:
         for what, value, least in (
-            ("number of new tokens", self.max_new_tokens, 2),
+            ("number of new tokens", self.decoding.max_new_tokens, 2),
             ("number of repeats", self.repeats, 1),
             ("number of warm-ups", self.warmup, 0),
             ("number of turns", 1 if self.turns is None else self.turns, 1),

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from uuid import uuid4
 from specbench._version import __version__
 from specbench.bench.grid import Sweep, SweepOptions, turns_of
 from specbench.errors import UsageError
+from specbench.options import DecodingOptions, flag
 from specbench.results.store import RunStore
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def describe_run(
         "specbench": __version__,
         "run_id": uuid4().hex,
         "command": list(command),
-        "options": json.loads(json.dumps({**sources, **asdict(options)})),
+        "options": {**sources, **stored_options(options)},
         "environment": dict(environment),
         "target": dict(target),
         "configs": [asdict(config) for config in sweep.configs],
@@ -62,8 +63,8 @@ def describe_run(
         "seed": options.seed,
         "repeats": options.repeats,
         "warmup": options.warmup,
-        "max_new_tokens": options.max_new_tokens,
-        "ignore_eos": options.ignore_eos,
+        "max_new_tokens": options.decoding.max_new_tokens,
+        "ignore_eos": options.decoding.ignore_eos,
         "created": now(),
         "finished": None,
         "costs": None,
@@ -71,6 +72,13 @@ def describe_run(
         "warnings": [],
         "changes": [],
     }
+
+
+def stored_options(options: SweepOptions) -> dict[str, Any]:
+    """The options of a sweep as JSON has them; those of decoding stand beside the others."""
+    values = asdict(options)
+    stored: dict[str, Any] = json.loads(json.dumps({**values.pop("decoding"), **values}))
+    return stored
 
 
 def _fingerprint(prompt: Prompt) -> str:
@@ -102,7 +110,6 @@ def _without_path(argument: str) -> str:
     return option + equals + (PurePath(path).name or ".")
 
 
-_DECIDE_OUTPUTS = {"max_new_tokens": "--max-new-tokens", "ignore_eos": "--ignore-eos"}
 _OF_A_CONFIG = {"cache": "another cache", "drafter_fingerprint": "other weights of its drafter"}
 """Fields of a configuration that its id leaves out."""
 
@@ -135,10 +142,11 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             raise UsageError(
                 f"The prompt {prompt['id']!r} has another text than in this run.", "Give another --out."
             )
-    for name, option in _DECIDE_OUTPUTS.items():
-        now = new["options"][name]
-        then = old["options"].get(name, now)
+    for each in fields(DecodingOptions):
+        now = new["options"][each.name]
+        then = old["options"].get(each.name, now)
         if then != now:
+            option = flag(DecodingOptions, each.name)
             raise UsageError(
                 f"The outputs in this run were made with another {option} ({then} then, {now} now), and cannot be"
                 " compared with others.",
@@ -177,7 +185,7 @@ def option_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     names = dict.fromkeys([*old["options"], *new["options"]])
     # For options that a run from before does not know.
-    defaults = json.loads(json.dumps(asdict(SweepOptions())))
+    defaults = stored_options(SweepOptions())
     return [
         (f"option {name}", old["options"].get(name, defaults.get(name)), new["options"].get(name))
         for name in names

@@ -21,6 +21,7 @@ from specbench.bench.passes import ABREAST, PassTimes, SharedTimes, cost_widths,
 from specbench.bench.serving import Asked, Encoded, Load
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.errors import RunError, UsageError
+from specbench.options import DecodingOptions
 from specbench.results.advice import RunWarning, during, review
 from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.results.rows import OTHER_ANSWERS, generations, key_of, rounded, step_lists
@@ -180,7 +181,8 @@ def run_sweep(
         return SweepResult(0, 0, total, finish_run(sweep, store, engine))
     runner = CellRunner(sweep, store, engine, snapshot)
     time_left = TimeLeft(
-        left, sweep.options.max_new_tokens / min(WARMUP_TOKENS, sweep.options.max_new_tokens)
+        left,
+        sweep.options.decoding.max_new_tokens / min(WARMUP_TOKENS, sweep.options.decoding.max_new_tokens),
     )
     failed = 0
     planned = {cell.key for cell in cells if not cell.warmup} & done
@@ -249,8 +251,9 @@ class CellRunner(Generic[Encoded]):
 
     def _measured(self, cell: Cell, warmup_tokens: int) -> dict[str, Any]:
         config = self.configs[cell.config]
-        longest = self._sweep.options.max_new_tokens
-        longest = min(warmup_tokens, longest) if cell.warmup else longest
+        decoding = self._sweep.options.decoding
+        if cell.warmup:
+            decoding = decoding.but(max_new_tokens=min(warmup_tokens, decoding.max_new_tokens))
         before = self._snapshot()
         self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
         row: dict[str, Any] = {
@@ -269,9 +272,9 @@ class CellRunner(Generic[Encoded]):
         }
         try:
             figures = (
-                self._generated(cell, config, longest)
+                self._generated(cell, config, decoding)
                 if cell.group is None
-                else self._served(cell, config, cell.group, longest)
+                else self._served(cell, config, cell.group, decoding)
             )
         except Exception as error:  # whatever it is, the other configurations may still work
             figures = {"status": "failed", "error": _message(error)}
@@ -289,7 +292,7 @@ class CellRunner(Generic[Encoded]):
             ],
         }
 
-    def _generated(self, cell: Cell, config: Config, longest: int) -> dict[str, Any]:
+    def _generated(self, cell: Cell, config: Config, decoding: DecodingOptions) -> dict[str, Any]:
         """Decode a turn of a prompt."""
         answers = self._answers.setdefault((cell.config, cell.prompt, cell.repeat), {})
         history = [answers.get(turn) for turn in range(cell.turn)]
@@ -299,8 +302,7 @@ class CellRunner(Generic[Encoded]):
         outcome = self._engine.generate(
             config,
             self._engine.encode(self._prompts[cell.prompt], known),
-            max_new_tokens=longest,
-            ignore_eos=self._sweep.options.ignore_eos,
+            decoding,
             seed=cell.seed,
         )
         if not cell.warmup:
@@ -312,7 +314,7 @@ class CellRunner(Generic[Encoded]):
             "peak_memory_bytes": outcome.peak_memory_bytes,
         }
 
-    def _served(self, cell: Cell, config: Config, group: Group, longest: int) -> dict[str, Any]:
+    def _served(self, cell: Cell, config: Config, group: Group, decoding: DecodingOptions) -> dict[str, Any]:
         """Decode the prompts of a group side by side."""
         load = config.load
         assert load is not None
@@ -330,8 +332,7 @@ class CellRunner(Generic[Encoded]):
                 [self._asked(name, cell) for name in group.beside],
                 times,
             ),
-            max_new_tokens=longest,
-            ignore_eos=self._sweep.options.ignore_eos,
+            decoding,
         )
         return {"status": "ok", "error": None, "clients": clients, **self._group_figures(group, served)}
 
@@ -496,7 +497,10 @@ def find_differences(
                 continue
             asked = engine if in_time() else None
             where = {"config": config.id, "prompt": name, "turn": turn, "repeat": repeat}
-            found[config.id, name] = {**where, **_difference(asked, prompts[name], history, tokens, plain)}
+            found[config.id, name] = {
+                **where,
+                **_difference(asked, prompts[name], history, tokens, plain, sweep.options.decoding),
+            }
     return list(found.values())
 
 
@@ -506,6 +510,7 @@ def _difference(
     history: Sequence[Sequence[int]],
     tokens: Sequence[int],
     plain: Sequence[int],
+    decoding: DecodingOptions,
 ) -> dict[str, Any]:
     position = next(
         (i for i, pair in enumerate(zip(tokens, plain, strict=False)) if pair[0] != pair[1]), None
@@ -519,7 +524,7 @@ def _difference(
     if engine is None:
         return result
     try:
-        difference = engine.difference(engine.encode(prompt, history), tokens, plain)
+        difference = engine.difference(engine.encode(prompt, history), tokens, plain, decoding)
     except Exception:  # the position alone is worth telling
         return result
     if difference is not None:

@@ -22,7 +22,7 @@ class ReferenceSettings:
 
     Attributes:
         repetition_penalty: 1 for none.
-        model_defaults: The model's own settings, as far as they are applied (``ModelDefaults.applied``).
+        context_rules: What else is applied by the context alone (``DecodingOptions.context_rules``).
         context_limit: Longest prompt and output together; ``None`` for no limit.
     """
 
@@ -31,7 +31,7 @@ class ReferenceSettings:
     stop: tuple[str, ...] = ()
     tokenizer: Any = None
     repetition_penalty: float = 1.0
-    model_defaults: Mapping[str, Any] = field(default_factory=dict)
+    context_rules: Mapping[str, Any] = field(default_factory=dict)
     context_limit: int | None = None
 
 
@@ -52,7 +52,7 @@ def reference_output(model: PreTrainedModel, prompt: Sequence[int], settings: Re
         room = min(room, settings.context_limit - len(prompt))
     if room < 1:
         return Output((), ())
-    defaults = {**settings.model_defaults, "repetition_penalty": settings.repetition_penalty}
+    defaults = {**settings.context_rules, "repetition_penalty": settings.repetition_penalty}
     if room < settings.max_new_tokens:  # an end is forced behind the tokens asked for, which are not reached
         defaults.pop("forced_eos_token_id", None)
     tops: list[Top] = []

@@ -11,7 +11,7 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.signals import CtrlC, terminated
-from specbench.options import DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
+from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from specbench.conversation import Conversation
@@ -39,7 +39,8 @@ def chat(
     tree: opt.TreeOption = None,
     gamma: opt.GammaOption = None,
     length: LengthOptions,
-    decode: Annotated[DecodeOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
+    decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
+    caching: CacheOptions,
     sampling: SamplingOptions,
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes, no figures.")] = False,
     config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
@@ -51,7 +52,7 @@ def chat(
     from specbench.cli.summary import show_notes
     from specbench.progress import quiet_transformers
 
-    kind = opt.cache_for(ctx, target, models, decode)
+    kind = opt.cache_for(ctx, target, models, caching)
     with ExitStack() as stack:
         with starting(quiet) as progress:
             from specbench.cli.setting import facts, load_setting
@@ -60,7 +61,7 @@ def chat(
             stack.enter_context(quiet_transformers())
             rule = (length_policy, egag, tree, gamma, length)
             setting = load_setting(
-                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress
+                target, drafter, models, *rule, decoding, caching, sampling, cache=kind, progress=progress
             )
             conversation = Conversation(
                 setting.target,
@@ -68,13 +69,8 @@ def chat(
                 system=system,
                 policy=setting.policy,
                 sampling=setting.sampling,
-                max_new_tokens=decode.max_new_tokens,
-                stop=decode.stop,
-                ignore_eos=decode.ignore_eos,
                 seed=sampling.seed,
-                first_target=decode.first_target,
-                residual_adjustment=decode.residual_adjustment,
-                model_defaults=decode.model_defaults,
+                decoding=decoding,
             )
         talk = _Talk(conversation, quiet=quiet)
         if not quiet:
@@ -82,7 +78,7 @@ def chat(
             notes = [
                 model,
                 *setting.target.language_model.notes,
-                *facts(setting.target, setting.drafter, decode),
+                *facts(setting.target, setting.drafter, decoding),
             ]
             notes += [setting.note] if setting.note else []
             notes += ["/help lists what else may be typed; Ctrl-D ends."] if talk.asks else []

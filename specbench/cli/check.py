@@ -18,7 +18,8 @@ from specbench.options import (
     LENGTH,
     MODELS,
     PROMPT,
-    DecodeOptions,
+    CacheOptions,
+    DecodingOptions,
     LengthOptions,
     ModelOptions,
     SamplingOptions,
@@ -159,16 +160,17 @@ def check(
         ),
     ] = None,
     length: LengthOptions,
-    decode: Annotated[
-        DecodeOptions,
+    decoding: Annotated[
+        DecodingOptions,
         opt.Fields(
             max_new_tokens=64,
             words={
-                "no_residual_adjustment": "NOT LOSSLESS: draw corrected tokens from p. Above temperature 0 the check"
-                " has to find it."
+                "residual_adjustment": "NOT LOSSLESS without it: corrected tokens are drawn from p. Above temperature 0"
+                " the check has to find it."
             },
         ),
     ],
+    caching: CacheOptions,
     sampling: SamplingOptions,
     json_output: opt.JsonOption = False,
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes.")] = False,
@@ -184,7 +186,7 @@ def check(
     """
     from specbench.cli.progress import starting
 
-    kind = opt.cache_for(ctx, target, models, decode)
+    kind = opt.cache_for(ctx, target, models, caching)
     with starting(quiet) as progress:
         from specbench.bench.grid import parse_gammas
         from specbench.decoding.sampling import Sampling
@@ -199,7 +201,8 @@ def check(
             kind,
             chat,
             system,
-            decode,
+            decoding,
+            caching,
             transforms,
             json_output,
             quiet,
@@ -218,7 +221,7 @@ def check(
                 parse_gammas(gamma) if gamma is not None else [],
                 shared,
                 greedy=transforms.greedy,
-                chained=opt.chained(models, decode),
+                chained=opt.chained(models, caching),
             )
             job = _DecodingJob(
                 request,
@@ -247,7 +250,8 @@ class _Request:
     cache: CacheKind
     chat: bool | None
     system: str | None
-    decode: DecodeOptions
+    decoding: DecodingOptions
+    caching: CacheOptions
     sampling: Sampling
     json_output: bool
     quiet: bool
@@ -255,10 +259,9 @@ class _Request:
 
     def apply_defaults(self, model: LanguageModel) -> None:
         """Add the model's own settings to the transforms, as far as they are to be applied; say which they are."""
-        for line in (*model.notes, *model.defaults.notes(applied=self.decode.model_defaults)):
+        for line in (*model.notes, *model.defaults.notes(applied=self.decoding.model_defaults)):
             self.note(line)
-        if self.decode.model_defaults:
-            self.sampling = self.sampling.with_defaults(model.defaults, model.vocab_size)
+        self.sampling = self.sampling.with_defaults(model.defaults.under(self.decoding), model.vocab_size)
 
     def given(self, *names: str | type) -> list[str]:
         """Those of the named options that stand on the command line."""
@@ -405,7 +408,7 @@ class _DecodingJob:
             self.drafters,
             request.models,
             cache=request.cache,
-            bit_exact=request.decode.bit_exact,
+            bit_exact=request.caching.bit_exact,
             progress=progress,
             beforehand=answer,
         )
@@ -417,7 +420,7 @@ class _DecodingJob:
             Case(name, tuple(ids), reference)
             for (name, ids), reference in zip(prompts, references, strict=True)
         ]
-        decode = request.decode
+        decoding = request.decoding
         plain_runs: dict[tuple[int, ...], PlainRun] = {}
         chosen = [(each, rule) for each in proposers for rule in self._rules_for(each.spec)]
         for proposer, rule in chosen:
@@ -429,20 +432,20 @@ class _DecodingJob:
                 drafter=proposer.drafter,
                 policy=policy,
                 sampling=request.sampling,
-                max_new_tokens=decode.max_new_tokens,
-                end_ids=() if decode.ignore_eos else tuple(target.end_ids),
-                stop=decode.stop,
+                max_new_tokens=decoding.max_new_tokens,
+                end_ids=decoding.end_ids(target.end_ids),
+                stop=decoding.stop,
                 tokenizer=target.tokenizer,
                 seed=self.seed,
-                first_target=decode.first_target,
-                residual_adjustment=decode.residual_adjustment,
+                first_target=decoding.first_target,
+                residual_adjustment=decoding.residual_adjustment,
             )
             checking = DecodingCheck(
                 setup,
                 cases,
                 dtype=target.scorer.rounding,
                 no_transformers=f"it has no such {rounded} model" if rounded else None,
-                bit_exact=decode.bit_exact or target.bit_exact,
+                bit_exact=request.caching.bit_exact or target.bit_exact,
                 plain_runs=plain_runs,
             )
             self._checks.append((_label(proposer.name, setup.policy.name), checking))
@@ -451,7 +454,7 @@ class _DecodingJob:
     def _say_what_has_no_effect(self) -> None:
         sampling = self.request.sampling
         names = (
-            "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias", "no_residual_adjustment",
+            "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias", "residual_adjustment",
         )  # fmt: skip
         if sampling.greedy and (given := self.request.given(*names)):
             verb = "has" if len(given) == 1 else "have"
@@ -492,14 +495,14 @@ class _DecodingJob:
 
         from specbench.check.reference import ReferenceSettings, reference_output
 
-        decode = self.request.decode
+        decoding = self.request.decoding
         settings = ReferenceSettings(
-            max_new_tokens=decode.max_new_tokens,
-            end_ids=() if decode.ignore_eos else tuple(model.end_ids),
-            stop=decode.stop,
+            max_new_tokens=decoding.max_new_tokens,
+            end_ids=decoding.end_ids(model.end_ids),
+            stop=decoding.stop,
             tokenizer=model.tokenizer,
             repetition_penalty=self.request.sampling.repetition_penalty,
-            model_defaults=model.defaults.applied if decode.model_defaults else {},
+            context_rules=decoding.context_rules(model.defaults.applied),
             context_limit=model.context_limit,
         )
         answers = []
@@ -531,8 +534,10 @@ class _DecodingJob:
             "rounding": _rounding(target),
             "options": {
                 "cache": request.cache,
-                **opt.deciding(request.decode, request.sampling, self.seed, target.language_model),
-                "residual_adjustment": request.decode.residual_adjustment,
+                **opt.deciding(
+                    request.decoding, request.caching, request.sampling, self.seed, target.language_model
+                ),
+                "residual_adjustment": request.decoding.residual_adjustment,
             },
         }
 
@@ -594,7 +599,7 @@ class _OutputsJob:
         self.request = request
         if without := request.given(
             "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "egag", "gamma",
-            LengthOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "no_residual_adjustment",
+            LengthOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias",
         ):  # fmt: skip
             verb = "has" if len(without) == 1 else "have"
@@ -630,7 +635,7 @@ class _OutputsJob:
 
         target = self._target
         rounding = _rounding(target)
-        end_ids = () if self.request.decode.ignore_eos else target.end_ids
+        end_ids = self.request.decoding.end_ids(target.end_ids)
         done: list[OutputResult] = []
         failed: list[Refused] = []
         complete = False

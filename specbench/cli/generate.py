@@ -13,7 +13,14 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.many import ManyOptions, decode_prompts
-from specbench.options import PROMPT, DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
+from specbench.options import (
+    PROMPT,
+    CacheOptions,
+    DecodingOptions,
+    LengthOptions,
+    ModelOptions,
+    SamplingOptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,7 +120,8 @@ def generate(
     tree: opt.TreeOption = None,
     gamma: opt.GammaOption = None,
     length: LengthOptions,
-    decode: DecodeOptions,
+    decoding: DecodingOptions,
+    caching: CacheOptions,
     sampling: SamplingOptions,
     show: _Shown,
     config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
@@ -129,7 +137,7 @@ def generate(
     from specbench.specs.drafters import parse_drafter
     from specbench.textsafe import counted
 
-    kind = opt.cache_for(ctx, target, models, decode)
+    kind = opt.cache_for(ctx, target, models, caching)
     if many.prompts:
         alone = ("show_accepted", "compare", "debug", "trace_file")
         given = [*(["PROMPT"] if prompt else []), *opt.given(ctx, "prompt_file", *alone)]
@@ -151,7 +159,7 @@ def generate(
                 refuse_keep(parse_drafter(drafter))
             rule = (length_policy, egag, tree, gamma, length)
             setting = load_setting(
-                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress
+                target, drafter, models, *rule, decoding, caching, sampling, cache=kind, progress=progress
             )
             loaded = setting.target
             job = _Job(
@@ -162,7 +170,8 @@ def generate(
                 sampling=setting.sampling,
                 policy=setting.policy,
                 given_costs=length.costs is not None,
-                decode=decode,
+                decoding=decoding,
+                caching=caching,
                 seed=sampling.seed,
             )
             if show.compare:
@@ -257,27 +266,27 @@ class _Job:
     sampling: Sampling
     policy: DraftPolicy
     given_costs: bool
-    decode: DecodeOptions
+    decoding: DecodingOptions
+    caching: CacheOptions
     seed: int
 
     def start(self, *, plain: bool = False, trace: bool = False, most: int | None = None) -> GenerationRun:
         """A run that has not begun; ``most`` limits it further."""
         from specbench.generate import GenerationRun
 
-        decode = self.decode
+        decoding = self.decoding
+        if most is not None:
+            decoding = decoding.but(max_new_tokens=min(most, decoding.max_new_tokens))
+        if plain:
+            decoding = decoding.but(residual_adjustment=True)
         return GenerationRun(
             self.prompt,
             self.target,
             None if plain else self.drafter,
             policy=None if plain else self.policy,
             sampling=self.sampling,
-            max_new_tokens=min(most or decode.max_new_tokens, decode.max_new_tokens),
-            stop=decode.stop,
-            ignore_eos=decode.ignore_eos,
             seed=self.seed,
-            first_target=decode.first_target,
-            residual_adjustment=plain or decode.residual_adjustment,
-            model_defaults=decode.model_defaults,
+            decoding=decoding,
             trace=trace,
         )
 
@@ -304,7 +313,7 @@ class _Job:
             prompt=self.prompt_text,
             prompt_tokens=len(self.prompt),
             greedy=self.sampling.greedy,
-            lossless=self.decode.residual_adjustment,
+            lossless=self.decoding.residual_adjustment,
         )
 
     def options(self) -> dict[str, Any]:
@@ -319,7 +328,7 @@ class _Job:
             "verification": self.policy.method(self.drafter) if told else None,
             "gamma": rule.gamma if fixed and isinstance(rule, FixedLength) else None,
             "costs": "given" if self.given_costs else None,
-            **opt.deciding(self.decode, self.sampling, self.seed, self.target.language_model),
+            **opt.deciding(self.decoding, self.caching, self.sampling, self.seed, self.target.language_model),
         }
 
 
@@ -346,7 +355,7 @@ def _facts(job: _Job, *, asked_raw: bool) -> list[str]:
     """What the user should know before reading the output."""
     from specbench.cli.setting import facts
 
-    lines = facts(job.target, job.drafter, job.decode)
+    lines = facts(job.target, job.drafter, job.decoding)
     if not _has_template(job.target) and not asked_raw:
         lines.append("The model has no chat template: the prompt is continued as raw text.")
     return lines
@@ -437,7 +446,7 @@ def _run(
 
     def decode(plain: bool) -> Generation:
         if not compared.speculative:
-            _follow(run, watchers, "decoding", job.decode.max_new_tokens, quiet=show.quiet or not unseen)
+            _follow(run, watchers, "decoding", job.decoding.max_new_tokens, quiet=show.quiet or not unseen)
             return run.result()
         repeat = job.start(plain=plain)
         way = "plainly" if plain else "with the drafter"
@@ -446,7 +455,7 @@ def _run(
             repeat,
             (),
             f"decoding {way}, to compare ({done + 1})",
-            job.decode.max_new_tokens,
+            job.decoding.max_new_tokens,
             quiet=show.quiet,
         )
         return repeat.result()
@@ -525,8 +534,11 @@ def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
     parted = [(fast, slow) for fast, slow in both if fast != slow]
     found |= {"identical": not parted, "differing_repeats": len(parted)}
     if parted:
-        asked, end_ids = len(job.prompt) + job.decode.max_new_tokens, job.target.end_ids
-        transforms = job.sampling.at(len(job.prompt), asked, () if job.decode.ignore_eos else end_ids)
+        asked, end_ids = (
+            len(job.prompt) + job.decoding.max_new_tokens,
+            job.decoding.end_ids(job.target.end_ids),
+        )
+        transforms = job.sampling.at(len(job.prompt), asked, end_ids)
         difference = find_difference(job.target.scorer, job.prompt, *parted[0], transforms)
         assert difference is not None
         texts = [None if token is None else job.piece(token) for token in difference.tokens]

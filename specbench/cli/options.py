@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import Field, fields, is_dataclass
 from functools import partial, wraps
@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 from typer.core import TyperCommand
 
-from specbench.options import LENGTH, MODELS, OUTPUT, PROMPT, DecodeOptions, ModelOptions, quantised
+from specbench.options import (
+    LENGTH,
+    MODELS,
+    OUTPUT,
+    PROMPT,
+    CacheOptions,
+    DecodingOptions,
+    ModelOptions,
+    quantised,
+)
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.rules import rule_words
 
@@ -23,6 +32,9 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
+
+NOT_SWEPT = ("stop", "first_target", "residual_adjustment")
+"""Fields of ``DecodingOptions`` that hold for all that a sweep or a race compares."""
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "lookup"
@@ -46,12 +58,19 @@ class Fields:
 
     Args:
         names: The fields, in the order of the help; all if none is named. The others keep their defaults.
+        without: In place of these, fields that it does not take.
         words: Other help, by field.
         defaults: Other defaults, by field.
     """
 
-    def __init__(self, *names: str, words: Mapping[str, str] | None = None, **defaults: Any) -> None:
-        self.names, self.words, self.defaults = names, words or {}, defaults
+    def __init__(
+        self,
+        *names: str,
+        without: Collection[str] = (),
+        words: Mapping[str, str] | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.names, self.without, self.words, self.defaults = names, without, words or {}, defaults
 
 
 def unfolded(command: Callable[..., None]) -> Callable[..., None]:
@@ -70,7 +89,7 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hint))
             continue
         taken = next((each for each in extra if isinstance(each, Fields)), Fields())
-        known = {field.name: field for field in fields(kind)}
+        known = {field.name: field for field in fields(kind) if field.name not in taken.without}
         chosen = [known[name] for name in taken.names or known]
         groups[parameter.name] = kind, chosen
         parameters += _single(kind, chosen, taken)
@@ -293,7 +312,11 @@ TracebackOption = Annotated[bool, output("--traceback", help="Show where an erro
 
 def given(ctx: typer.Context, *names: str | type) -> list[str]:
     """Those of the named options, and of groups, that stand on the command line, as they are written there."""
-    written = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
+    written = {
+        each.name: ((ctx.params.get(str(each.name)) is False and each.secondary_opts) or each.opts)[0]
+        for each in ctx.command.params
+        if each.opts
+    }
     found = []
     for each in names:
         for name in [each] if isinstance(each, str) else [field.name for field in fields(each)]:
@@ -321,9 +344,9 @@ def command_with(ctx: typer.Context, **changes: Any) -> str:
     return shlex.join([*words, *(["--"] if any(word[:1] == "-" != word for word in rest) else []), *rest])
 
 
-def chained(models: ModelOptions, decode: DecodeOptions) -> str | None:
+def chained(models: ModelOptions, caching: CacheOptions) -> str | None:
     """What on the command line asks for passes that are the same to the bit, so that drafts have no siblings."""
-    if decode.bit_exact:
+    if caching.bit_exact:
         return "--bit-exact"
     return None if quantised(models.dtype) is None else f"--dtype {models.dtype}"
 
@@ -338,7 +361,7 @@ def widths_differ(target: Target) -> str | None:
     )
 
 
-def cache_for(ctx: typer.Context, target: str, models: ModelOptions, decode: DecodeOptions) -> CacheKind:
+def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: CacheOptions) -> CacheKind:
     """The kind of cache to use, given what was asked for; of an int8 or int4 target the configuration is read for that.
 
     Raises:
@@ -346,46 +369,52 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, decode: Dec
     """
     from specbench.errors import UsageError
 
-    if decode.bit_exact and decode.compiled:
+    if caching.bit_exact and caching.compiled:
         raise UsageError("--bit-exact and --compile exclude each other.", "Give one of the two.")
     chosen = bool(given(ctx, "cache"))
     for asked, name, its_own in (
-        (decode.bit_exact, "--bit-exact", "preallocated"),
-        (decode.compiled, "--compile", "static"),
+        (caching.bit_exact, "--bit-exact", "preallocated"),
+        (caching.compiled, "--compile", "static"),
     ):
-        if asked and decode.cache != its_own and chosen:
-            raise UsageError(f"{name} does not go with --cache {decode.cache}.", "Leave --cache out.")
-    if decode.compiled:
+        if asked and caching.cache != its_own and chosen:
+            raise UsageError(f"{name} does not go with --cache {caching.cache}.", "Leave --cache out.")
+    if caching.compiled:
         return "compiled"
-    if decode.bit_exact:
+    if caching.bit_exact:
         return "preallocated"
     if quantised(models.dtype) is not None and not chosen and not (ctx.default_map or {}).get("cache"):
         from specbench.models.load import load_config
         from specbench.models.prepare import default_cache
 
         return default_cache(load_config(target), rounded=True)
-    return decode.cache
+    return caching.cache
 
 
-def deciding(decode: DecodeOptions, sampling: Sampling, seed: int, model: LanguageModel) -> dict[str, Any]:
+def deciding(
+    decoding: DecodingOptions, caching: CacheOptions, sampling: Sampling, seed: int, model: LanguageModel
+) -> dict[str, Any]:
     """What decides an output, by name, for a program to read; ``None`` for what is switched off.
 
     Args:
-        decode, seed: As given.
+        decoding, caching, seed: As given.
         sampling: The transforms, with what the model's own settings ask for.
         model: The target.
     """
+    switched_on = {
+        each.name: value
+        for each in fields(decoding)
+        if (value := getattr(decoding, each.name)) or each.default
+    }
     return {
-        "max_new_tokens": decode.max_new_tokens,
+        "max_new_tokens": decoding.max_new_tokens,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k or None,
         "top_p": sampling.top_p if sampling.top_p < 1 else None,
         "min_p": sampling.min_p or None,
         "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
-        "model_defaults": (decode.model_defaults and model.defaults.applied) or None,
         "seed": seed,
-        "first_target": decode.first_target,
-        "stop": list(decode.stop) or None,
-        "bit_exact": decode.bit_exact or None,
-        "ignore_eos": decode.ignore_eos or None,
+        "bit_exact": caching.bit_exact or None,
+        **{each.name: switched_on.get(each.name) for each in fields(decoding)},
+        "stop": list(decoding.stop) or None,
+        "model_defaults": (decoding.model_defaults and model.defaults.applied) or None,
     }

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbench.cli import options as opt
-from specbench.options import DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
+from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from specbench.cli.setting import Setting
     from specbench.models.prepare import Target
-    from specbench.serve.app import Defaults
     from specbench.serve.engine import Engine
 
 _MOST_TOKENS = 1024
@@ -78,7 +77,8 @@ def serve(
     tree: opt.TreeOption = None,
     gamma: opt.GammaOption = None,
     length: LengthOptions,
-    decode: Annotated[DecodeOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
+    decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
+    caching: CacheOptions,
     sampling: SamplingOptions,
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress, no notes.")] = False,
     config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
@@ -96,34 +96,34 @@ def serve(
     from specbench.specs.drafters import parse_drafter
 
     _require_extra()
-    kind = opt.cache_for(ctx, target, models, decode)
+    kind = opt.cache_for(ctx, target, models, caching)
     refuse_for_many(kind, parse_drafter(drafter))
     with ExitStack() as stack:
         listening = stack.enter_context(_bound(server.host, server.port))
         with starting(quiet) as progress:
             from specbench.cli.setting import facts, load_setting
+            from specbench.serve.app import Defaults
             from specbench.serve.server import Server
 
             stack.enter_context(quiet_transformers())
             rule = (length_policy, egag, tree, gamma, length)
             setting = load_setting(
-                target, drafter, models, *rule, decode, sampling, cache=kind, progress=progress
+                target, drafter, models, *rule, decoding, caching, sampling, cache=kind, progress=progress
             )
             engine = _engine(setting, server)
         rule_is_given = bool(length_policy or egag or tree or gamma or length.costs or length.given)
-        defaults = _defaults(
-            setting,
-            decode,
-            sampling,
+        defaults = Defaults(
+            policy=setting.policy if rule_is_given else None,
+            sampling=sampling.transforms,
             seed=sampling.seed if opt.given(ctx, "seed") else None,
-            own_rule=rule_is_given,
+            decoding=decoding,
         )
         if not quiet:
             address, port = listening.getsockname()[:2]
             where = f"[{address}]" if ":" in address else address
             notes = [
                 *setting.target.language_model.notes,
-                *facts(setting.target, setting.drafter, decode),
+                *facts(setting.target, setting.drafter, decoding),
                 *([setting.note] if setting.note else []),
             ]
             if server.batch > 1 and engine.seats.why_apart is not None:
@@ -213,21 +213,3 @@ def _pool_tokens(target: Target, server: _ServerOptions) -> int:
         return tokens
     room, limit = _KV_MEMORY * 2**20 // size, target.scorer.context_limit
     return room if limit is None else min(room, server.batch * (limit + BESIDE))
-
-
-def _defaults(
-    setting: Setting, decode: DecodeOptions, sampling: SamplingOptions, *, seed: int | None, own_rule: bool
-) -> Defaults:
-    from specbench.serve.app import Defaults
-
-    return Defaults(
-        policy=setting.policy if own_rule else None,
-        sampling=sampling.transforms,
-        seed=seed,
-        max_new_tokens=decode.max_new_tokens,
-        stop=decode.stop,
-        ignore_eos=decode.ignore_eos,
-        first_target=decode.first_target,
-        residual_adjustment=decode.residual_adjustment,
-        model_defaults=decode.model_defaults,
-    )

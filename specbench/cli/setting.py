@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.errors import SpecbenchError
     from specbench.models.prepare import Target
-    from specbench.options import DecodeOptions, LengthOptions, ModelOptions, SamplingOptions
+    from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
     from specbench.progress import Progress
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.rules import RuleSpec
@@ -50,7 +50,8 @@ def load_setting(
     tree: str | None,
     gamma: int | None,
     length: LengthOptions,
-    decode: DecodeOptions,
+    decoding: DecodingOptions,
+    caching: CacheOptions,
     sampling: SamplingOptions,
     *,
     cache: CacheKind,
@@ -59,7 +60,8 @@ def load_setting(
     """Load what these options of a command name; what cannot work is refused before that.
 
     Args:
-        target, drafter, models, length_policy, egag, tree, gamma, length, decode, sampling: As on the command line.
+        target, drafter, models, length_policy, egag, tree, gamma, length, decoding, caching, sampling: As on the
+            command line.
         cache: See ``cli.options.cache_for``.
         progress: Told how far it has come.
 
@@ -82,26 +84,25 @@ def load_setting(
         length.costs,
         {**length.given, "gamma": gamma},
         greedy=transforms.greedy and len(spec.parts) == 1,  # several draft chains of one length
-        chained=chained(models, decode),
+        chained=chained(models, caching),
     )
     if not spec.is_plain:
         rule.spec.check(spec)
     loaded, (proposer,) = prepare(
-        target_spec, [spec], models, cache=cache, bit_exact=decode.bit_exact, progress=progress
+        target_spec, [spec], models, cache=cache, bit_exact=caching.bit_exact, progress=progress
     )
-    if decode.model_defaults:
-        transforms = transforms.with_defaults(loaded.language_model.defaults, loaded.vocab_size)
+    transforms = transforms.with_defaults(loaded.language_model.defaults.under(decoding), loaded.vocab_size)
     policy, note = rule.build(loaded, proposer, transforms)
     return Setting(loaded, proposer.drafter, policy, transforms, spec, rule.spec, note)
 
 
-def facts(target: Target, drafter: Drafter, decode: DecodeOptions) -> list[str]:
+def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[str]:
     """What the user should know of them before reading an output; how the models were loaded is not among it."""
     from specbench.cli.options import widths_differ
 
-    lines = list(target.language_model.defaults.notes(applied=decode.model_defaults))
+    lines = list(target.language_model.defaults.notes(applied=decoding.model_defaults))
     lines += tokenizer_notes([drafter])
-    if not decode.residual_adjustment:
+    if not decoding.residual_adjustment:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
     if (parting := widths_differ(target)) is not None:
         lines.append(parting)

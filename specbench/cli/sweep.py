@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +12,7 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.rule import left_out, refuse_siblings, with_trees
-from specbench.options import LENGTH, DecodeOptions, LengthOptions, ModelOptions
+from specbench.options import LENGTH, CacheOptions, DecodingOptions, LengthOptions, ModelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -242,18 +242,8 @@ def sweep(
         ),
     ] = False,
     experiment: _Experiment,
-    decode: Annotated[
-        DecodeOptions,
-        opt.Fields(
-            "max_new_tokens",
-            "ignore_eos",
-            "model_defaults",
-            "cache",
-            "bit_exact",
-            "compiled",
-            max_new_tokens=48,
-        ),
-    ],
+    decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
+    caching: CacheOptions,
     results: _Results,
     quiet: Annotated[bool, opt.output("--quiet", "-q", help="No progress.")] = False,
     config: opt.ConfigOption = None,  # noqa: ARG001 - read by opt.GroupedCommand
@@ -269,7 +259,7 @@ def sweep(
 
     start = load_snapshot()
     if servers.server:
-        _sweep_servers(ctx, compared, servers, target, models, experiment, decode, results, quiet, start)
+        _sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, quiet, start)
         return
     _refuse_without_servers(ctx)
     from specbench.bench.engines.own import EngineOptions, check_engine, load_engine
@@ -290,8 +280,8 @@ def sweep(
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
 
-    kind = opt.cache_for(ctx, target, models, decode)
-    chained = opt.chained(models, decode)
+    kind = opt.cache_for(ctx, target, models, caching)
+    chained = opt.chained(models, caching)
     temperatures = tuple(_checked_temperatures(compared.temperature or [0.0]))
     asked, shared = with_trees(
         [*(length_policy or []), *(["egag"] if egag else [])], tree or [], length.given
@@ -317,8 +307,7 @@ def sweep(
         gammas=tuple(gammas),
         policies=tuple(map(str, rules)),
         temperatures=temperatures,
-        max_new_tokens=decode.max_new_tokens,
-        ignore_eos=decode.ignore_eos,
+        decoding=decoding,
         repeats=experiment.repeats,
         warmup=experiment.warmup,
         turns=1 if batches and experiment.turns is None else experiment.turns,
@@ -345,8 +334,7 @@ def sweep(
         beams=bool(beams),
         costs=options.costs,
         keep_policy_state=keep_policy_state,
-        bit_exact=decode.bit_exact,
-        model_defaults=decode.model_defaults,
+        bit_exact=caching.bit_exact,
     )
     sources = describe_sources(engine_options, named, experiment.category, limit)
     folder = _folder(results, sources, options)
@@ -360,7 +348,7 @@ def sweep(
         RunStore.check_writable(folder)
         engine = load_engine(engine_options, progress)
     notes += engine.target.language_model.notes
-    notes += engine.target.language_model.defaults.notes(applied=decode.model_defaults)
+    notes += engine.target.language_model.defaults.notes(applied=decoding.model_defaults)
     notes += tokenizer_notes(engine.drafters.values())
     if (parting := opt.widths_differ(engine.target)) is not None:
         notes.append(parting)
@@ -381,7 +369,7 @@ def _sweep_servers(
     target: str,
     models: ModelOptions,
     experiment: _Experiment,
-    decode: DecodeOptions,
+    decoding: DecodingOptions,
     results: _Results,
     quiet: bool,
     start: LoadSnapshot,
@@ -407,8 +395,7 @@ def _sweep_servers(
         gammas=(),
         policies=(),
         temperatures=tuple(_checked_temperatures(compared.temperature or [0.0])),
-        max_new_tokens=decode.max_new_tokens,
-        ignore_eos=decode.ignore_eos,
+        decoding=decoding,
         repeats=experiment.repeats,
         warmup=experiment.warmup,
         turns=1 if experiment.turns is None else experiment.turns,
@@ -423,7 +410,7 @@ def _sweep_servers(
     prompts = tuple(load_prompts(named, experiment.category, limit))
     check_batches(options, len(prompts))
     keys = _keys(specs)
-    local = EngineOptions(parse_model(target), models=models, model_defaults=decode.model_defaults)
+    local = EngineOptions(parse_model(target), models=models)
     with StageProgress(quiet) as progress:
         tokenizer = load_tokenizer(local.target, progress=progress) if known else None
     engine = ServerEngine(
@@ -433,7 +420,7 @@ def _sweep_servers(
         tokenizer=tokenizer,
         local=(lambda: load_engine(local)) if servers.check_outputs else None,
         timeout_s=servers.timeout,
-        ignore_eos=decode.ignore_eos,
+        decoding=decoding,
         temperature=max(options.temperatures),
     )
     try:
@@ -479,8 +466,10 @@ def _refuse_with_servers(ctx: typer.Context, servers: _Servers, *, known: bool) 
     """Refuse what says how models decode."""
     from specbench.errors import UsageError
 
-    loading = () if servers.check_outputs else ("model_defaults", ModelOptions)
-    if written := opt.given(ctx, *_HOW_MODELS_DECODE, *loading):
+    taken = {"max_new_tokens", "ignore_eos", *(("model_defaults",) if servers.check_outputs else ())}
+    others = [each.name for each in fields(DecodingOptions) if each.name not in taken]
+    loading = () if servers.check_outputs else (ModelOptions,)
+    if written := opt.given(ctx, *_HOW_MODELS_DECODE, *others, *loading):
         raise UsageError(
             f"{', '.join(written)}: servers decode in their own way, and have no such option here.",
             "Leave it out, or leave --server out.",
@@ -651,14 +640,11 @@ def _folder(results: _Results, sources: dict[str, Any], options: SweepOptions) -
 
 def _resumed(sources: dict[str, Any], options: SweepOptions, *, retry_failed: bool) -> Path:
     """The newest unfinished run like this one; with ``retry_failed`` a finished one will do."""
-    import json
-    from dataclasses import asdict
-
-    from specbench.bench.manifest import option_changes
+    from specbench.bench.manifest import option_changes, stored_options
     from specbench.errors import UsageError
     from specbench.results.store import stored_runs
 
-    wanted = {"options": json.loads(json.dumps({**sources, **asdict(options)}))}
+    wanted = {"options": {**sources, **stored_options(options)}}
     other = ""
     for path, run in stored_runs(_FOLDER):
         differing = option_changes(run, wanted)
@@ -722,7 +708,7 @@ def _planned(sweep: Sweep, folder: Path) -> list[str]:
     return [
         f"{len(sweep.configs)} configurations: {', '.join(config.label for config in sweep.configs)}",
         f"{len(sweep.prompts)} prompts: {_categories(sweep.prompts)}" if categories else "",
-        f"{_counted_cells(cells)} of up to {sweep.options.max_new_tokens} tokens "
+        f"{_counted_cells(cells)} of up to {sweep.options.decoding.max_new_tokens} tokens "
         f"({sweep.options.repeats} repeats), stored in {folder}",
     ]
 
@@ -770,7 +756,7 @@ class _Job:
         return open_run(
             self.folder,
             self.sweep,
-            target=self.engine.describe_target(),
+            target=self.engine.describe_target(self.sweep.options.decoding),
             sources=sources,
             command=command_line(sys.argv[1:]),
             heads=self.engine.heads,

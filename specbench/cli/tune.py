@@ -22,7 +22,7 @@ from specbench.options import (
     OUTPUT,
     PROMPT,
     CacheName,
-    DecodeOptions,
+    DecodingOptions,
     ModelOptions,
     quantised,
 )
@@ -110,9 +110,7 @@ def tune(
             rich_help_panel=DECODING,
         ),
     ] = 0.0,
-    decode: Annotated[
-        DecodeOptions, opt.Fields("max_new_tokens", "ignore_eos", "model_defaults", max_new_tokens=48)
-    ],
+    decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     cache: Annotated[
         CacheName | None,
         typer.Option(
@@ -183,8 +181,7 @@ def tune(
         gammas=GAMMAS,
         policies=tuple(map(str, rules)),
         temperatures=(temperature,),
-        max_new_tokens=decode.max_new_tokens,
-        ignore_eos=decode.ignore_eos,
+        decoding=decoding,
         repeats=_REPEATS,
         warmup=0,
         turns=1,
@@ -206,7 +203,6 @@ def tune(
                 models,
                 Sweep(options, tuple(chosen), ()),
                 cache=kind,
-                model_defaults=decode.model_defaults,
                 progress=progress,
             )
     job = _Job(_sweep(options, chosen, loaded), loaded, folder, quiet)
@@ -299,7 +295,7 @@ class _Job:
         return open_run(
             self.folder,
             self.sweep,
-            target=self.loaded.engine.describe_target(),
+            target=self.loaded.engine.describe_target(self.sweep.options.decoding),
             sources=sources,
             command=command_line(sys.argv[1:]),
             heads=self.loaded.engine.heads,

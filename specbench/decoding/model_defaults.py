@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from specbench.errors import UsageError
+from specbench.options import DecodingOptions
 
 APPLIED = (
     "sequence_bias",
@@ -76,6 +77,10 @@ class ModelDefaults:
         """Those of a ``GenerationConfig``, ``None`` for none."""
         applied = {name: _plain(value) for name, value in _active(generation_config, APPLIED)}
         return cls(applied, {name: _plain(value) for name, value in _active(generation_config, NOT_USED)})
+
+    def under(self, options: DecodingOptions) -> ModelDefaults:
+        """With these options of decoding: what those apply by the context as well, and nothing they leave out."""
+        return ModelDefaults(options.context_rules(self.applied))
 
     def notes(self, *, applied: bool) -> list[str]:
         """What a user should know of them, a sentence each."""

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from specbench.decoding.sampling import Sampling
 from specbench.errors import RunError, SpecbenchError, UsageError
 from specbench.generate import GenerationRun, encode_messages, encode_prompt, shown_tokens
+from specbench.options import DecodingOptions
 from specbench.serve.counters import CONTENT_TYPE, metrics_text
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.protocol import LONGEST_NAME, ChatAsked, Reply, TextAsked, Usage, error_body, parse
@@ -59,19 +60,13 @@ class Defaults:
         policy: How much is drafted, for all; ``None`` for the rule that is the default for a request's sampling.
         sampling: The transforms, by the names of ``Sampling``.
         seed: Of every request that brings none; ``None`` draws one for each.
-        max_new_tokens, stop, ignore_eos: Where an output ends.
-        first_target, residual_adjustment, model_defaults: See ``GenerationRun``.
+        decoding: Of an output; ``max_new_tokens`` where a request gives none.
     """
 
     policy: DraftPolicy | None
     sampling: dict[str, Any]
     seed: int | None
-    max_new_tokens: int
-    stop: Sequence[str] = ()
-    ignore_eos: bool = False
-    first_target: bool = True
-    residual_adjustment: bool = True
-    model_defaults: bool = True
+    decoding: DecodingOptions = field(default_factory=DecodingOptions)
 
 
 def application(engine: Engine, defaults: Defaults, *, hosts: Sequence[str] = ("*",)) -> Starlette:
@@ -195,7 +190,9 @@ class _Serving:
             raise UsageError(
                 f"The prompt has {len(prompt)} tokens, and {room} leave no room for an answer.", "Shorten it."
             )
-        most = asked.most_tokens or defaults.max_new_tokens
+        decoding = defaults.decoding.but(**asked.decoding)
+        if room is not None:
+            decoding = decoding.but(max_new_tokens=min(decoding.max_new_tokens, room - len(prompt)))
         seed = defaults.seed if asked.own_seed is None else asked.own_seed
         return GenerationRun(
             prompt,
@@ -203,13 +200,8 @@ class _Serving:
             self._engine.drafter,
             policy=defaults.policy,
             sampling=Sampling(**{**defaults.sampling, **asked.transforms}),
-            max_new_tokens=most if room is None else min(most, room - len(prompt)),
-            stop=defaults.stop if asked.stops is None else asked.stops,
-            ignore_eos=defaults.ignore_eos if asked.ignore_eos is None else asked.ignore_eos,
             seed=secrets.randbits(63) if seed is None else seed,
-            first_target=defaults.first_target,
-            residual_adjustment=defaults.residual_adjustment,
-            model_defaults=defaults.model_defaults,
+            decoding=decoding,
         )
 
     def _prompt(self, asked: ChatAsked | TextAsked) -> list[int]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.errors import UsageError
+from specbench.options import DecodingKeywords
 from specbench.shapes import not_json
 from specbench.textsafe import excerpt, one_line
 
@@ -102,11 +103,6 @@ class Asked(_Body):
     kind: ClassVar[str]
 
     @property
-    def stops(self) -> list[str] | None:
-        """Texts that end the output."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
     def own_seed(self) -> int | None:
         """Of the generator of its draws; the protocol has negative ones too."""
         return None if self.seed is None else self.seed % _SEEDS
@@ -115,6 +111,18 @@ class Asked(_Body):
     def most_tokens(self) -> int | None:
         """The output never gets longer."""
         return self.max_tokens
+
+    @property
+    def decoding(self) -> DecodingKeywords:
+        """What it asks of the decoding."""
+        given = DecodingKeywords()
+        if self.most_tokens is not None:
+            given["max_new_tokens"] = self.most_tokens
+        if self.stop is not None:
+            given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        if self.ignore_eos is not None:
+            given["ignore_eos"] = self.ignore_eos
+        return given
 
     @property
     def wants_usage(self) -> bool:
@@ -219,7 +227,7 @@ def parse(body: bytes, kind: type[ChatAsked] | type[TextAsked]) -> ChatAsked | T
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{one_line(place)}: {one_line(first['msg'])}.") from error
-    if len(found.stops or ()) > _MOST_STOPS:
+    if len(found.decoding.get("stop") or ()) > _MOST_STOPS:
         raise UsageError(f"stop: there are more than {_MOST_STOPS}.", "Send fewer.")
     return found
 

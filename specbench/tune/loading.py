@@ -73,7 +73,6 @@ def load_candidates(
     sweep: Sweep,
     *,
     cache: CacheKind | None = None,
-    model_defaults: bool = True,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load the target and all drafters to try, those that are given checked before (``check_engine``).
@@ -84,7 +83,6 @@ def load_candidates(
         models: How weights are loaded.
         sweep: Prompts and options, for the memory they take; its configurations are not read.
         cache: Kind of cache; ``None`` for the one that passes are surely quicker with, or the default.
-        model_defaults: See ``ModelEngine``.
         progress: Told how far loading has come.
 
     Raises:
@@ -128,7 +126,6 @@ def load_candidates(
         {each.name: each.spec for each in proposers},
         fingerprints={each.name: each.weights for each in proposers if each.models},
         heads={each.name: each.story for each in proposers if each.story is not None},
-        model_defaults=model_defaults,
     )
     return Loaded(engine, kind, tuple(notes))
 

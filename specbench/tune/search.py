@@ -194,7 +194,7 @@ class Search:
         chosen = choose(
             self._sweep.configs,
             predicted,
-            plain_s=costs.target_s[1] * (self._sweep.options.max_new_tokens - 1),
+            plain_s=costs.target_s[1] * (self._sweep.options.decoding.max_new_tokens - 1),
             first_s=float(plain.get("ttft_s", 0.0)),
             seconds=_RACING * self._seconds,
             blocks=_BLOCKS,

@@ -14,7 +14,7 @@ from specbench.bench.passes import PassTimes, SharedTimes, time_passes, time_sha
 from specbench.bench.serving import Answered, Asked, Encoded, Load, SkippingClock, serve
 from specbench.decoding.records import Step
 from specbench.errors import RunError, SpecbenchError, UsageError
-from specbench.options import ModelOptions, quantised
+from specbench.options import DecodingOptions, ModelOptions, quantised
 from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class GroupOutcome:
 class Engine(Protocol[Encoded]):
     """Carries out what a sweep asks for. Its models stay loaded, and nothing is left over from one call to the next."""
 
-    def describe_target(self) -> dict[str, Any]:
+    def describe_target(self, decoding: DecodingOptions) -> dict[str, Any]:
         """The field ``target`` of ``run.json``."""
         ...
 
@@ -172,15 +172,11 @@ class Engine(Protocol[Encoded]):
         """
         ...
 
-    def generate(
-        self, config: Config, prompt: Encoded, *, max_new_tokens: int, ignore_eos: bool, seed: int
-    ) -> Outcome:
+    def generate(self, config: Config, prompt: Encoded, decoding: DecodingOptions, *, seed: int) -> Outcome:
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
-    def serve(
-        self, config: Config, load: Load[Encoded], *, max_new_tokens: int, ignore_eos: bool
-    ) -> GroupOutcome:
+    def serve(self, config: Config, load: Load[Encoded], decoding: DecodingOptions) -> GroupOutcome:
         """Decode requests side by side, in the batch of the configuration; any exception means that all failed."""
         ...
 
@@ -199,7 +195,9 @@ class Engine(Protocol[Encoded]):
         of the drafters, all or ``only`` some."""
         ...
 
-    def difference(self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int]) -> Difference | None:
+    def difference(
+        self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
+    ) -> Difference | None:
         """Where two greedy outputs part, and whether rounding explains it; ``None`` if they do not, or nobody knows."""
         ...
 
@@ -217,7 +215,6 @@ class ModelEngine:
         heads: See ``Engine``.
         costs: What ``auto`` goes by, as ``specbench.lengths.parse_costs`` takes it; ``None`` lets it measure.
         keep_policy_state: Let the draft-length rule of a configuration carry what it learns from one call to the next.
-        model_defaults: Apply the target's own settings of generation, see ``specbench.decoding.model_defaults``.
         rate_answers: Tell how probable the answers of greedy plain decoding and of beam search are.
     """
 
@@ -233,7 +230,6 @@ class ModelEngine:
         heads: Mapping[str, Mapping[str, Any]] | None = None,
         costs: object = None,
         keep_policy_state: bool = False,
-        model_defaults: bool = True,
         rate_answers: bool = False,
     ) -> None:
         from specbench.decoding.clocks import clock_for
@@ -248,10 +244,9 @@ class ModelEngine:
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
         self._order = random.Random(0)
-        self.model_defaults, self._rate_answers = model_defaults, rate_answers
-        self._applied = target.language_model.defaults.applied if model_defaults else {}
+        self._rate_answers = rate_answers
 
-    def describe_target(self) -> dict[str, Any]:
+    def describe_target(self, decoding: DecodingOptions) -> dict[str, Any]:
         """The field ``target`` of ``run.json``."""
         model = self.target.language_model
         return {
@@ -262,7 +257,7 @@ class ModelEngine:
             "vocab_size": model.vocab_size,
             "packed": self.target.packed,
             "dtype_choice": None if model.dtype_choice is None else asdict(model.dtype_choice),
-            "model_defaults": self._applied,
+            "model_defaults": model.defaults.applied if decoding.model_defaults else {},
         }
 
     def calibrated(self, rule: RuleSpec, drafter: str, temperature: float) -> tuple[RuleSpec, str | None]:
@@ -304,7 +299,7 @@ class ModelEngine:
             return encode_messages(tokenizer, messages)
 
     def generate(
-        self, config: Config, prompt: Sequence[int], *, max_new_tokens: int, ignore_eos: bool, seed: int
+        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         from specbench.bench.environment import reset_peak_memory
         from specbench.decoding.clocks import peak_memory
@@ -312,7 +307,7 @@ class ModelEngine:
         decode = self._decode if config.kind in ("plain", "speculative") else self._decode_with_transformers
         reset_peak_memory(self._device)
         with self._freeing_memory():
-            outcome = decode(config, prompt, max_new_tokens, ignore_eos, seed)
+            outcome = decode(config, prompt, decoding, seed)
         outcome = replace(outcome, peak_memory_bytes=peak_memory(self._device))
         if self._rate_answers and (
             config.kind == "beam" or (config.kind == "plain" and not config.temperature)
@@ -320,16 +315,14 @@ class ModelEngine:
             outcome = replace(outcome, log_probability=self._log_probability(prompt, outcome.token_ids))
         return outcome
 
-    def serve(
-        self, config: Config, load: Load[Sequence[int]], *, max_new_tokens: int, ignore_eos: bool
-    ) -> GroupOutcome:
+    def serve(self, config: Config, load: Load[Sequence[int]], decoding: DecodingOptions) -> GroupOutcome:
         from specbench.bench.environment import reset_peak_memory
         from specbench.decoding.clocks import peak_memory
         from specbench.generate_many import GenerationRuns
         from specbench.lengths.load import Load as PassLoad
 
         def made(asked: Asked[Sequence[int]]) -> GenerationRun:
-            return self._run(config, asked.prompt, max_new_tokens, ignore_eos, asked.seed)
+            return self._run(config, asked.prompt, decoding, asked.seed)
 
         def start(asked: Asked[Sequence[int]]) -> GenerationRun:
             return ready.pop(id(asked), None) or made(asked)
@@ -402,7 +395,7 @@ class ModelEngine:
         return drafter
 
     def _run(
-        self, config: Config, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool, seed: int
+        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> GenerationRun:
         from specbench.decoding.sampling import Sampling
         from specbench.generate import GenerationRun
@@ -413,18 +406,14 @@ class ModelEngine:
             None if config.kind == "plain" else self._drafter(config.drafter),
             policy=None if config.kind == "plain" else self._policy(config),
             sampling=Sampling(temperature=config.temperature),
-            max_new_tokens=max_new_tokens,
-            ignore_eos=ignore_eos,
             seed=seed,
-            model_defaults=self.model_defaults,
+            decoding=decoding,
         )
 
-    def _decode(
-        self, config: Config, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool, seed: int
-    ) -> Outcome:
+    def _decode(self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, seed: int) -> Outcome:
         from specbench.decoding.metrics import time_split
 
-        run = self._run(config, prompt, max_new_tokens, ignore_eos, seed)
+        run = self._run(config, prompt, decoding, seed)
         for _ in run:
             pass
         generation = run.result()
@@ -455,7 +444,7 @@ class ModelEngine:
         return policy
 
     def _decode_with_transformers(
-        self, config: Config, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool, seed: int
+        self, config: Config, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> Outcome:
         """``generate`` with the settings, end tokens and seed that specbench's own loop gets, and no others."""
         import torch
@@ -466,13 +455,14 @@ class ModelEngine:
         if self.reference is None:
             raise RunError("The model was not loaded for transformers' own generate.")
         limit = self.target.scorer.context_limit
-        room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt))
+        most = decoding.max_new_tokens
+        room = most if limit is None else min(most, limit - len(prompt))
         if room < 1:
             raise UsageError(
                 f"The prompt has {len(prompt)} tokens, the target's context holds {limit}.",
                 "Shorten the prompt.",
             )
-        end_ids = () if ignore_eos else self.target.end_ids
+        end_ids = decoding.end_ids(self.target.end_ids)
         extra: dict[str, Any] = {}
         if config.drafter in self.assistants:
             extra["assistant_model"] = self._assistant(config.drafter)
@@ -485,7 +475,7 @@ class ModelEngine:
             eos_token_id=list(end_ids) or None,
             pad_token_id=next(iter(self.target.end_ids), 0),
             **({} if config.beams is None else {"num_beams": config.beams}),
-            **self._applied,
+            **self.target.language_model.defaults.under(decoding).applied,
             **({} if greedy else {"temperature": config.temperature, "top_k": 0, "top_p": 1.0}),
         )
         # What the call leaves unset would come from the model's own file, sampling defaults and all.
@@ -509,7 +499,7 @@ class ModelEngine:
         return Outcome(
             prompt_tokens=len(prompt),
             token_ids=tokens,
-            finish_reason=_finish_reason(tokens, end_ids, max_new_tokens),
+            finish_reason=_finish_reason(tokens, end_ids, most),
             prefill_s=watch.first_at - began,
             ttft_s=watch.first_at - began,
             decode_s=watch.last_at - watch.first_at,
@@ -571,14 +561,15 @@ class ModelEngine:
         }
 
     def difference(
-        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]
+        self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
         from specbench.backends.torch.parity import find_difference
         from specbench.decoding.sampling import Greedy
 
         target = self.target
-        transforms = Greedy().with_defaults(target.language_model.defaults, target.vocab_size)
-        transforms = transforms.at(len(prompt), None, target.end_ids) if self.model_defaults else Greedy()
+        defaults = target.language_model.defaults.under(decoding)
+        transforms = Greedy().with_defaults(defaults, target.vocab_size)
+        transforms = transforms.at(len(prompt), None, decoding.end_ids(target.end_ids))
         return find_difference(target.scorer, prompt, tokens, plain, transforms)
 
 
@@ -657,7 +648,7 @@ class EngineOptions:
         reference: Whether to load the target a second time, for ``transformers``' own ``generate``.
         beams: Whether to do so for its beam search, and to rate answers (``ModelEngine``).
         assistants: Whether to load drafter models a second time, for its assisted generation.
-        costs, keep_policy_state, model_defaults: See ``ModelEngine``.
+        costs, keep_policy_state: See ``ModelEngine``.
         bit_exact: Refuse a target whose logits depend on the width of the pass.
     """
 
@@ -671,7 +662,6 @@ class EngineOptions:
     costs: object = None
     keep_policy_state: bool = False
     bit_exact: bool = False
-    model_defaults: bool = True
 
     @property
     def foreign(self) -> bool:
@@ -757,6 +747,5 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Mod
         heads={each.name: each.story for each in proposers if each.story is not None},
         costs=options.costs,
         keep_policy_state=options.keep_policy_state,
-        model_defaults=options.model_defaults,
         rate_answers=options.beams,
     )

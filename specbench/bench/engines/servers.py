@@ -31,6 +31,7 @@ from specbench.bench.engines.server import (
 from specbench.bench.grid import Config, Salt
 from specbench.bench.serving import Asked, Load
 from specbench.errors import RunError, SpecbenchError, UsageError
+from specbench.options import DecodingOptions
 from specbench.textsafe import one_line
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class ServerEngine:
         tokenizer: The target's; ``None`` if it is not at hand, and counts are the servers' own.
         local: Loads the target here, to judge outputs that part; ``None`` if that is not wanted.
         timeout_s: For connecting, and for every piece of an answer.
-        ignore_eos, temperature: As they will be asked at the most, which a first request tries out.
+        decoding, temperature: As they will be asked at the most, which a first request tries out.
         transport: Sends requests; ``None`` for the network.
         clock: Tells the time in seconds.
         pause: Waits so many seconds.
@@ -182,7 +183,7 @@ class ServerEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         local: Callable[[], ModelEngine] | None = None,
         timeout_s: float = 300.0,
-        ignore_eos: bool = False,
+        decoding: DecodingOptions | None = None,
         temperature: float = 0.0,
         transport: httpx2.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -207,7 +208,8 @@ class ServerEngine:
         }
         try:
             self.servers = tuple(
-                self._loop.run(self._reached(spec, temperature, ignore_eos=ignore_eos)) for spec in specs
+                self._loop.run(self._reached(spec, temperature, decoding or DecodingOptions()))
+                for spec in specs
             )
         except BaseException:
             self.close()
@@ -227,13 +229,15 @@ class ServerEngine:
         """Nobody tells how a server's drafters came about."""
         return {}
 
-    def describe_target(self) -> dict[str, Any]:
+    def describe_target(self, decoding: DecodingOptions) -> dict[str, Any]:
         """The field ``target`` of ``run.json``: what is known of the model of the first server."""
         return {"name": self.servers[0].model_name, "fingerprint": None, "dtype": None}
 
     # -- reaching servers ----------------------------------------------------------------------------
 
-    async def _reached(self, spec: ServerSpec, temperature: float, *, ignore_eos: bool) -> MeasuredServer:
+    async def _reached(
+        self, spec: ServerSpec, temperature: float, decoding: DecodingOptions
+    ) -> MeasuredServer:
         """What a server says of itself, and how it answers a first request."""
         client, listed = self._clients[spec.name], list[ListedModel]()
         try:
@@ -245,7 +249,7 @@ class ServerEngine:
             has_counters = await client.counters() is not None
             server = MeasuredServer(spec, model, owner, has_counters)
             prompt: ServerPrompt = _PROBE if self._api == "completions" else _messages(None, _PROBE)
-            settings = self._settings(server, temperature, _PROBE_TOKENS, ignore_eos=ignore_eos, seed=0)
+            settings = self._settings(server, temperature, decoding.but(max_new_tokens=_PROBE_TOKENS), 0)
             answer, _ = await self._ask(server, prompt, settings)
         except ServerError as error:
             raise self._explained(error, spec, listed) from error
@@ -300,14 +304,12 @@ class ServerEngine:
         return "\n\n".join(part for part in (prompt.system, prompt.turns[0]) if part)
 
     def generate(
-        self, config: Config, prompt: ServerPrompt, *, max_new_tokens: int, ignore_eos: bool, seed: int
+        self, config: Config, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
-        return self._loop.run(self._alone(config, Asked(prompt, seed), max_new_tokens, ignore_eos))
+        return self._loop.run(self._alone(config, Asked(prompt, seed), decoding))
 
-    def serve(
-        self, config: Config, load: Load[ServerPrompt], *, max_new_tokens: int, ignore_eos: bool
-    ) -> GroupOutcome:
-        return self._loop.run(self._side_by_side(config, load, max_new_tokens, ignore_eos))
+    def serve(self, config: Config, load: Load[ServerPrompt], decoding: DecodingOptions) -> GroupOutcome:
+        return self._loop.run(self._side_by_side(config, load, decoding))
 
     def measure_costs(
         self, prompt: ServerPrompt, widths: Sequence[int], abreast: Sequence[int] = ()
@@ -324,7 +326,7 @@ class ServerEngine:
         raise RunError("The passes of a server cannot be timed.")
 
     def difference(
-        self, prompt: ServerPrompt, tokens: Sequence[int], plain: Sequence[int]
+        self, prompt: ServerPrompt, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
         """What the local copy of the target says, which is loaded for the first difference."""
         from specbench.generate import encode_messages, encode_prompt
@@ -344,27 +346,25 @@ class ServerEngine:
             if isinstance(prompt, str)
             else encode_messages(self._tokenizer, [dict(each) for each in prompt])
         )
-        return self._judge.difference(ids, tokens, plain)
+        return self._judge.difference(ids, tokens, plain, decoding)
 
     # -- asking --------------------------------------------------------------------------------------
 
-    async def _alone(
-        self, config: Config, asked: Asked[ServerPrompt], max_new_tokens: int, ignore_eos: bool
-    ) -> Outcome:
+    async def _alone(self, config: Config, asked: Asked[ServerPrompt], decoding: DecodingOptions) -> Outcome:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
-        answer, attempts = await self._answer(config, asked, max_new_tokens, ignore_eos)
+        answer, attempts = await self._answer(config, asked, decoding)
         meanwhile = await self._since(server, before)
         return self._outcome(answer, attempts, server.speculation(answer, meanwhile))
 
     async def _side_by_side(
-        self, config: Config, load: Load[ServerPrompt], max_new_tokens: int, ignore_eos: bool
+        self, config: Config, load: Load[ServerPrompt], decoding: DecodingOptions
     ) -> GroupOutcome:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
 
         async def answer(asked: Asked[ServerPrompt]) -> tuple[Answer, int]:
-            return await self._answer(config, asked, max_new_tokens, ignore_eos)
+            return await self._answer(config, asked, decoding)
 
         crowd = _Crowd(load, answer, self._clock, self._pause)
         seconds = await crowd.served()
@@ -385,12 +385,10 @@ class ServerEngine:
         )
 
     async def _answer(
-        self, config: Config, asked: Asked[ServerPrompt], max_new_tokens: int, ignore_eos: bool
+        self, config: Config, asked: Asked[ServerPrompt], decoding: DecodingOptions
     ) -> tuple[Answer, int]:
         server = self._by_name[config.drafter]
-        settings = self._settings(
-            server, config.temperature, max_new_tokens, ignore_eos=ignore_eos, seed=asked.seed
-        )
+        settings = self._settings(server, config.temperature, decoding, asked.seed)
         return await self._ask(server, self._salted(config, asked), settings)
 
     async def _ask(
@@ -408,14 +406,14 @@ class ServerEngine:
             attempt += 1
 
     def _settings(
-        self, server: MeasuredServer, temperature: float, max_new_tokens: int, *, ignore_eos: bool, seed: int
+        self, server: MeasuredServer, temperature: float, decoding: DecodingOptions, seed: int
     ) -> dict[str, Any]:
         dialect = server.dialect
         return {
-            "max_tokens": max_new_tokens,
+            "max_tokens": decoding.max_new_tokens,
             "temperature": temperature,
             **({"seed": seed, "top_p": 1.0, **dialect.sampled} if temperature else {}),
-            **({"ignore_eos": True} if ignore_eos else {}),
+            **({"ignore_eos": True} if decoding.ignore_eos else {}),
             **dialect.always,
             **({dialect.salt: secrets.token_hex(16)} if dialect.salt else {}),
         }
