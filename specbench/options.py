@@ -218,13 +218,17 @@ class DecodingOptions:
     An option of decoding is declared here, and once more in ``DecodingKeywords`` for callers in Python.
 
     Raises:
-        UsageError: A stop string is empty, or ``max_new_tokens`` is below 1.
+        UsageError: A stop string is empty, ``max_new_tokens`` is below 1, or ``min_new_tokens`` is negative.
     """
 
     max_new_tokens: Annotated[
         int,
         _decoding("--max-new-tokens", "-n", min=1, metavar="N", help="The output never gets longer."),
     ] = 256
+    min_new_tokens: Annotated[
+        int,
+        _decoding("--min-new-tokens", min=0, metavar="N", help="No end token before N new tokens."),
+    ] = 0
     stop: Annotated[
         tuple[str, ...],
         _decoding("--stop", metavar="TEXT", help="Text or special token that ends the output; repeatable."),
@@ -260,6 +264,8 @@ class DecodingOptions:
             raise UsageError("A stop string is empty.", "Give at least one character.")
         if self.max_new_tokens < 1:
             raise UsageError(f"The number of new tokens is {self.max_new_tokens}.", "Ask for at least 1.")
+        if self.min_new_tokens < 0:
+            raise UsageError(f"min_new_tokens is {self.min_new_tokens}.", "Give 0 or more.")
 
     def end_ids(self, own: Iterable[int]) -> tuple[int, ...]:
         """The tokens that end an output, of those that end the model's."""
@@ -271,7 +277,10 @@ class DecodingOptions:
         Args:
             own: What the model's own settings ask for.
         """
-        return dict(own) if self.model_defaults else {}
+        rules = dict(own) if self.model_defaults else {}
+        if self.min_new_tokens:  # in place of the model's own
+            rules["min_new_tokens"] = self.min_new_tokens
+        return rules
 
     def but(self, **changes: Unpack[DecodingKeywords]) -> DecodingOptions:
         """These with some changed."""
@@ -282,6 +291,7 @@ class DecodingKeywords(TypedDict, total=False):
     """The fields of ``DecodingOptions`` as keyword arguments; ``stop`` may be one text."""
 
     max_new_tokens: int
+    min_new_tokens: int
     stop: str | Sequence[str]
     ignore_eos: bool
     first_target: bool

@@ -90,6 +90,7 @@ class Asked(_Body):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
     stop: str | _List[str] | None = None
     seed: int | None = Field(None, ge=-_SEEDS // 2, lt=_SEEDS)
     temperature: float | None = Field(None, ge=0)
@@ -118,6 +119,8 @@ class Asked(_Body):
         given = DecodingKeywords()
         if self.most_tokens is not None:
             given["max_new_tokens"] = self.most_tokens
+        if self.min_tokens is not None:
+            given["min_new_tokens"] = self.min_tokens
         if self.stop is not None:
             given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.ignore_eos is not None:

@@ -1,0 +1,183 @@
+"""No end token before so many new tokens, against ``generate(min_new_tokens=...)`` and in every command."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import Cli, write_prompts
+from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from transformers import GenerationConfig
+
+from specbench.check.observe import DecodingSetup
+from specbench.check.sampled import check_exact
+from specbench.decoding.sampling import Sampling
+from specbench.errors import UsageError
+from specbench.generate import speculative_generate
+from specbench.generate_many import speculative_generate_many
+from specbench.lengths import FixedLength, build_policy
+from specbench.models.prepare import Target, load_drafter, wrap_target
+from specbench.options import DecodingOptions
+from specbench.results.store import load_results
+from specbench.serve.protocol import TextAsked, parse
+
+PROMPT, NEW, LEAST = [5, 6, 7, 5, 6, 7, 5, 6], 24, 12
+END = 3
+ALWAYS_ENDS = {"eos_token_id": END, "sequence_bias": [[[END], 99.0]]}
+
+
+def model_with(**settings: Any) -> Any:
+    model = tiny_llama()
+    model.generation_config = GenerationConfig(**settings)
+    return model
+
+
+def target_with(**settings: Any) -> Target:
+    return wrap_target(model_with(**settings), pack=False)
+
+
+def answer(model: Any, **settings: Any) -> list[int]:
+    """What `generate` says."""
+    ids = torch.tensor([PROMPT])
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "pad_token_id": 0, **settings}
+    with torch.inference_mode():
+        return list(model.generate(ids, **asked)[0, len(PROMPT) :].tolist())
+
+
+USUAL = answer(tiny_llama())
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"min_new_tokens": 2}, {"min_length": len(PROMPT) + 3}, {"no_repeat_ngram_size": 2}]
+)
+def test_greedy_outputs_are_those_of_generate(own: dict[str, Any]) -> None:
+    settings = {"eos_token_id": [USUAL[4], 3], **own}
+    expected = answer(model_with(**settings), min_new_tokens=LEAST)
+    assert len(expected) >= LEAST
+    assert expected != answer(model_with(**settings)), "it changes nothing: the test shows nothing"
+    target = target_with(**settings)
+    for drafter in ("none", "lookup", "self:int8"):
+        for policy in (FixedLength(4), build_policy("heuristic"), build_policy("fixed", siblings=4)):
+            result = speculative_generate(
+                PROMPT, target, drafter, policy=policy, max_new_tokens=NEW, min_new_tokens=LEAST
+            )
+            assert list(result.token_ids) == expected
+    runs = speculative_generate_many(
+        [PROMPT] * 3, target, "lookup", max_batch=2, max_new_tokens=NEW, min_new_tokens=LEAST
+    )
+    assert [list(each.token_ids) for each in runs.results() if not isinstance(each, Exception)] == [
+        expected
+    ] * 3
+
+
+def test_ignored_end_tokens_stay_possible() -> None:
+    target = target_with(eos_token_id=USUAL[4])
+    result = speculative_generate(
+        PROMPT, target, "lookup", max_new_tokens=NEW, min_new_tokens=LEAST, ignore_eos=True
+    )
+    assert list(result.token_ids) == USUAL
+    with pytest.raises(UsageError, match="min_new_tokens is -1"):
+        DecodingOptions(min_new_tokens=-1)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "self:int8"])
+def test_sampled_outputs_are_exact(drafter: str) -> None:
+    target = target_with(eos_token_id=list(range(0, 40, 2)))
+    defaults = target.language_model.defaults.under(DecodingOptions(min_new_tokens=LEAST))
+    sampling = Sampling(temperature=1.0).with_defaults(defaults, target.vocab_size)
+    setup = DecodingSetup(
+        target.scorer, load_drafter(drafter, target), FixedLength(3), sampling, NEW, target.end_ids
+    )
+    case = check_exact(setup, "a", PROMPT)
+    assert case.sound, case.positions
+    assert not case.violations
+    assert len(case.positions) > 3
+    for seed in range(20):
+        result = speculative_generate(
+            PROMPT, target, drafter, sampling=Sampling(temperature=1.0), seed=seed, min_new_tokens=LEAST
+        )
+        early, ends = result.token_ids[:LEAST], set(target.end_ids)
+        assert ends.isdisjoint(early)
+
+
+# -- every command: a model that always ends, unless it may not -----------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_prompts(tmp_path / "mine.jsonl", {"chat-a": ["Hello there"], "talk-b": ["One"]})
+    save_tiny(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(ALWAYS_ENDS))
+    return tmp_path / "model"
+
+
+COMMON = ["--dtype", "float32", "-n", NEW, "--min-new-tokens", LEAST, "--drafter", "self:layers=1"]
+
+
+def test_generate(cli: Cli, folder: Path) -> None:
+    code, out, _ = cli("generate", "the", "--target", folder, *COMMON, "--json")
+    figures = json.loads(out)
+    assert (code, len(figures["token_ids"]), figures["finish_reason"]) == (0, LEAST + 1, "eos")
+    assert figures["options"]["min_new_tokens"] == LEAST
+    code, out, _ = cli("generate", "--prompts", "mine.jsonl", "--target", folder, *COMMON, "--json")
+    assert [len(json.loads(line)["token_ids"]) for line in out.splitlines()] == [LEAST + 1] * 2
+    figures = json.loads(cli("generate", "the", "--target", folder, "--json").out)
+    assert (len(figures["token_ids"]), figures["options"]["min_new_tokens"]) == (1, None)
+
+
+def test_chat(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
+    code, _, err = cli("chat", "--target", folder, *COMMON)
+    assert code == 0
+    assert f"{LEAST + 1} tokens" in err
+
+
+def test_sweep(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    grid = ("--length-policy", "fixed", "--gamma", 2, "--repeats", 1, "--prompts", "mine.jsonl")
+    more = ("--baseline", "transformers", "--out", "run")
+    assert cli("sweep", "--target", folder, *COMMON, *grid, *more).code == 0
+    frame = load_results(tmp_path / "run")
+    assert set(frame["kind"]) == {"plain", "speculative", "transformers"}
+    assert (frame["new_tokens"] == LEAST + 1).all()
+    other = [LEAST + 1 if word == LEAST else word for word in COMMON]
+    cli("sweep", "--target", folder, *other, *grid, *more, "--resume").refused(
+        2, f"another --min-new-tokens ({LEAST} then, {LEAST + 1} now)"
+    )
+    servers = ("--server", "a=http://127.0.0.1:9", "--min-new-tokens", LEAST)
+    cli("sweep", *servers).refused(2, "--min-new-tokens: servers decode in their own way")
+
+
+def test_check(cli: Cli, folder: Path) -> None:
+    code, out, _ = cli("check", "--target", folder, *COMMON, "--limit", 2, "--json")
+    assert (code, json.loads(out)["verdict"]) == (0, "identical")
+    code, out, _ = cli("check", "--target", folder, *COMMON, "--limit", 1, "--temperature", 1.5, "--json")
+    assert code == 0, out
+
+
+def test_serve() -> None:
+    from test_serve import Running, alone, engine_of
+
+    running = Running(engine_of(max_batch=1, pool_tokens=None))
+    try:
+        usual = running.text(prompt="the thing", max_tokens=NEW)["usage"]["completion_tokens"]
+        asked = running.text(prompt="the thing", max_tokens=NEW, min_tokens=NEW - 2)
+        expected = alone("the thing", max_new_tokens=NEW, min_new_tokens=NEW - 2)
+        assert asked["choices"][0]["text"] == expected.text
+        assert usual <= len(expected.token_ids) >= NEW - 2
+        assert running.post("/v1/completions", prompt="the", min_tokens=-1).status_code == 400
+    finally:
+        running.close()
+    assert parse(b'{"prompt": "a", "min_tokens": 4}', TextAsked).decoding == {"min_new_tokens": 4}
+
+
+def test_a_tokenizers_end_token_is_held_back_too() -> None:
+    target = wrap_target(model_with(), tiny_tokenizer(), pack=False)
+    result = speculative_generate("the thing", target, None, max_new_tokens=NEW, min_new_tokens=NEW)
+    assert len(result.token_ids) == NEW
+    assert set(target.end_ids).isdisjoint(result.token_ids)
