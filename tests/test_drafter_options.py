@@ -1,11 +1,24 @@
+"""The notation of drafters and draft-length rules, and options declared as fields."""
+
 from __future__ import annotations
+
+import re
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specbench.errors import UsageError
-from specbench.specs.notation import Options, join_spec, split_spec
+from specbench.specs.notation import (
+    dashed,
+    join_spec,
+    option,
+    options_of,
+    read_options,
+    split_spec,
+    with_defaults,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,63 +53,91 @@ _KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,5}", fullmatch=True)
 
 @given(st.dictionaries(_KEYS, st.just(True) | st.from_regex(r"[a-z0-9]{1,4}", fullmatch=True)))
 def test_joining_is_the_inverse_of_splitting(options: dict[str, str | bool]) -> None:
-    assert split_spec(join_spec("word", options, dict.fromkeys(options))) == ("word", options)
+    items = [key if value is True else f"{key}={value}" for key, value in options.items()]
+    assert split_spec(join_spec("word", items)) == ("word", options)
 
 
-def test_joining_leaves_defaults_out() -> None:
-    defaults = {"order": 4, "window": None, "sample": False}
-    assert (
-        join_spec("ngram", {"order": 4, "window": 512, "sample": True}, defaults) == "ngram:window=512,sample"
-    )
-    assert join_spec("ngram", defaults, defaults) == "ngram"
+@dataclass(frozen=True)
+class Declared:
+    n: int | None = option(3, "n=N (or any)", "how many", least=1, most=9, words={"any": None})
+    most: int = option(2, "most=N", "most of them", most=lambda spec: spec.n or 9, before_model=8)
+    on: bool = option(False, "on", "whether")
+    skip: tuple[int, ...] = option((), "skip=I-J", "without", parse=dashed, expected="list of numbers")
+    other: int = 7
 
 
-def test_values_have_types_and_defaults() -> None:
-    options = Options("x", {"n": "-7", "on": True}, {"n": "n=N", "m": "m=N", "on": "on", "off": "off"})
-    assert options.integer("n", 1) == -7
-    assert options.integer("m", None) is None
-    assert options.flag("on") is True
-    assert options.flag("off") is False
+OPTIONS = options_of(Declared)
 
 
-def test_unknown_options_are_refused_with_those_there_are() -> None:
-    with pytest.raises(UsageError) as caught:
-        Options("x", {"speed": "9"}, {"n": "n=N", "on": "on"})
-    assert str(caught.value) == "x has no option 'speed'. Options of x: n=N, on."
+def read(**given: str | bool) -> dict[str, object]:
+    return read_options("x", given, OPTIONS)
+
+
+def test_options_are_the_fields_that_declare_them() -> None:
+    assert [(each.name, each.key, each.default) for each in OPTIONS] == [
+        ("n", "n", 3), ("most", "most", 2), ("on", "on", False), ("skip", "skip", ()),
+    ]  # fmt: skip
+
+
+def test_values_have_types_and_are_written_as_they_are_read() -> None:
+    assert read(n="7", on=True, skip="3-7-11") == {"n": 7, "on": True, "skip": (3, 7, 11)}
+    assert read(n="any") == {"n": None}
+    assert read(skip="4") == {"skip": (4,)}
+    n, most, on, skip = OPTIONS
+    written = [n.write(None), n.write(4), most.write(2), on.write(True), skip.write((3, 7))]
+    assert written == ["n=any", "n=4", "most=2", "on", "skip=3-7"]
+
+
+def test_defaults_go_no_further_than_other_options_allow() -> None:
+    alone = with_defaults({}, OPTIONS)
+    assert alone == {"n": 3, "most": 2, "on": False, "skip": ()}
+    assert with_defaults({}, OPTIONS, before_model=True)["most"] == 3
+    assert with_defaults({"n": None}, OPTIONS, before_model=True)["most"] == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"speed": "9"}, "x has no option 'speed'. Options of x: n=N (or any), most=N, on, skip=I-J."),
+        ({"skp": "9"}, "x has no option 'skp'. Did you mean 'skip'? Options of x"),
+        ({"n": True}, "The option 'n' of x needs a value."),
+        ({"on": "yes"}, "The option 'on' of x takes no value, and was given 'yes'."),
+        *(
+            ({"n": value}, f"The option 'n' of x is {value!r}, which is no whole number. Options of x: n=N")
+            for value in ("", "three", "1.5", "0x10", "9" * 5000)
+        ),
+        *(
+            ({"skip": value}, f"The option 'skip' of x is {value!r}, which is no list of numbers.")
+            for value in ("-3", "3-", "3--4", "a-b", "1.5", "9" * 5000)
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(given: dict[str, str | bool], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("n", 0, "The option 'n' of x is 0. Give 1 to 9: how many."),
+        ("n", 10, "The option 'n' of x is 10. Give 1 to 9: how many."),
+        ("most", 4, "The option 'most' of x is 4. Give at most 3: most of them."),
+    ],
+)
+def test_what_is_out_of_range_is_refused(name: str, value: int, message: str) -> None:
+    each = next(each for each in OPTIONS if each.name == name)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        each.check(value, "x", Declared(3))
+    each.check(3, "x", Declared(3))
+
+
+def test_a_word_without_options_says_so() -> None:
     with pytest.raises(UsageError, match="none has no options"):
-        Options("none", {"n": "1"}, {})
-
-
-@pytest.mark.parametrize("value", ["", "three", "1.5", "0x10", "9" * 5000])
-def test_no_whole_number(value: str) -> None:
-    with pytest.raises(UsageError, match="no whole number") as caught:
-        Options("x", {"n": value}, {"n": "n=N"}).integer("n", 1)
-    assert caught.value.hint == "Options of x: n=N."
-
-
-def test_a_number_without_value_and_a_flag_with_one() -> None:
-    options = Options("x", {"n": True, "on": "yes"}, {"n": "n=N", "on": "on"})
-    with pytest.raises(UsageError, match="'n' of x needs a value"):
-        options.integer("n", 1)
-    with pytest.raises(UsageError, match="'on' of x takes no value"):
-        options.flag("on")
+        read_options("none", {"n": "1"}, ())
 
 
 def test_control_characters_are_not_echoed() -> None:
     with pytest.raises(UsageError) as caught:
-        Options("x", {"\x1b[31m": True}, {"n": "n=N"})
+        read_options("x", {"\x1b[31m": True}, ())
     assert "\x1b" not in str(caught.value)
-
-
-def test_whole_numbers_with_dashes_between_them() -> None:
-    options = Options(
-        "x", {"skip": "3-7-11", "one": "4", "none": True}, dict.fromkeys(["skip", "one", "none", "no"], "")
-    )
-    assert options.integers("skip") == (3, 7, 11)
-    assert options.integers("one") == (4,)
-    assert options.integers("no") == ()
-    with pytest.raises(UsageError, match="'none' of x needs a value"):
-        options.integers("none")
-    for bad in ("-3", "3-", "3--4", "a-b", "1.5", "9" * 5000):
-        with pytest.raises(UsageError, match="not whole numbers with dashes between them"):
-            Options("x", {"skip": bad}, {"skip": "skip=I-J"}).integers("skip")

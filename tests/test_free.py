@@ -439,12 +439,12 @@ def test_the_names_are_those_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("suffix:n=0", r"longest match of the suffixes is 0 tokens\. Give 1 to 64\."),
-        ("suffix:n=65", "is 65 tokens"),
-        ("suffix:n=4,min=5", r"shortest match of the suffixes is 5 tokens\. Give 1 to 4"),
-        ("suffix:min=0", "is 0 tokens"),
+        ("suffix:n=0", r"'n' of suffix is 0\. Give 1 to 64:"),
+        ("suffix:n=65", "is 65"),
+        ("suffix:n=4,min=5", r"'min' of suffix is 5\. Give 1 to 4:"),
+        ("suffix:min=0", "is 0"),
         ("suffix:order=3", "suffix has no option 'order'"),
-        ("recycle:top-k=0", r"recycled top-k is 0\. Give 1 to 64\."),
+        ("recycle:top-k=0", r"'top-k' of recycle is 0\. Give 1 to 64:"),
         ("recycle:top-k=65", "is 65"),
     ],
 )

@@ -282,11 +282,11 @@ def test_options_reach_the_spec() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": "0"}, r"longest match of the lookup is 0 tokens\. Give 1 to 64\."),
-        ({"n": "65"}, "longest match of the lookup is 65"),
-        ({"min": "0"}, "shortest match of the lookup is 0"),
-        ({"min": "65", "n": "any"}, "shortest match of the lookup is 65"),
-        ({"min": "4"}, "4 tokens, is above the longest, 3"),
+        ({"n": "0"}, r"'n' of lookup is 0\. Give 1 to 64: longest match"),
+        ({"n": "65"}, "'n' of lookup is 65"),
+        ({"min": "0"}, "'min' of lookup is 0"),
+        ({"min": "65", "n": "any"}, "'min' of lookup is 65"),
+        ({"min": "4"}, r"'min' of lookup is 4\. Give 1 to 3: shortest match"),
         ({"n": True}, "needs a value"),
         ({"n": "many"}, r"no whole number\. Options of lookup: n=TOKENS \(or any\), min=TOKENS"),
         ({"min": "any"}, "no whole number"),
@@ -295,7 +295,7 @@ def test_options_reach_the_spec() -> None:
 )
 def test_bad_options(options: dict[str, str | bool], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        parse_drafter(join_spec("lookup", options, dict.fromkeys(options)))
+        parse_drafter(join_spec("lookup", [k if v is True else f"{k}={v}" for k, v in options.items()]))
 
 
 def test_the_reading_of_the_prompt_is_timed_once() -> None:

@@ -504,20 +504,20 @@ def test_the_name_is_that_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "1"}, r"order is 1\. Give a number from 2 \(bigrams\) to 16\."),
-        ({"order": "17"}, "order is 17"),
+        ({"order": "1"}, r"'order' of ngram is 1\. Give 2 to 16: 2 for bigrams to 4"),
+        ({"order": "17"}, "'order' of ngram is 17"),
         ({"order": True}, "needs a value"),
         ({"order": "two"}, "no whole number"),
-        ({"max": "0"}, "draft limit is 0"),
-        ({"window": "-1"}, "window is -1"),
-        ({"top-k": "0"}, "top-k is 0"),
+        ({"max": "0"}, r"'max' of ngram is 0\. Give at least 1: most tokens"),
+        ({"window": "-1"}, "'window' of ngram is -1"),
+        ({"top-k": "0"}, "'top-k' of ngram is 0"),
         ({"keep": "yes"}, "takes no value"),
         ({"gamma": "4"}, "Options of ngram: order=N, max=TOKENS, window=TOKENS, keep, top-k=K, sample"),
     ],
 )
 def test_bad_options(options: dict[str, str | bool], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        parse_drafter(join_spec("ngram", options, dict.fromkeys(options)))
+        parse_drafter(join_spec("ngram", [k if v is True else f"{k}={v}" for k, v in options.items()]))
 
 
 def test_the_reading_of_the_prompt_is_timed_once() -> None:

@@ -270,11 +270,11 @@ def test_the_layers_that_are_used() -> None:
         ("self:skip", "The option 'skip' of self needs a value."),
         (
             "self:skip=1-x",
-            "The option 'skip' of self is '1-x', and not whole numbers with dashes between them.",
+            "The option 'skip' of self is '1-x', which is no list of whole numbers with dashes between them.",
         ),
         (
             "self:skip=1--2",
-            "The option 'skip' of self is '1--2', and not whole numbers with dashes between them.",
+            "The option 'skip' of self is '1--2', which is no list of whole numbers with dashes between them.",
         ),
         ("self:layers=3,skip=1", "'self:layers=3,skip=1' names the first layers and some to be skipped."),
         ("self:calibrated,int8", "'self:calibrated,int8' asks for the calibrated form and for another one."),

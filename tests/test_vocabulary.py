@@ -59,7 +59,7 @@ def test_options_follow_the_last_colon(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("org/name:vocab=many", "'vocab' of a model is 'many', which is no whole number"),
         ("org/name:vocab=", "An option is empty"),
-        ("org/name:vocab=0", "The drafter's vocabulary is 0 tokens"),
+        ("org/name:vocab=0", "The option 'vocab' of MODEL is 0"),
         ("org/name:vocab=1,vocab=2", "given twice"),
         ("org/name:words=3", "names no model"),
         ("org/name:vocab", "names no model"),

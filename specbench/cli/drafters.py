@@ -21,9 +21,10 @@ def drafters() -> None:
     console = Console(highlight=False)
     for kind in DRAFTERS:
         _item(console, kind.word, kind.summary, 0, _INDENT, "bold")
-        column = _INDENT + max(map(len, kind.options), default=0) + 2
-        for option, meaning in kind.options.items():
-            _item(console, option, meaning, _INDENT, column, "cyan")
+        options = kind.options()
+        column = _INDENT + max((len(each.written) for each in options), default=0) + 2
+        for each in options:
+            _item(console, each.written, each.meaning, _INDENT, column, "cyan")
         _item(console, "", f"Draft probabilities: {kind.probabilities}.", _INDENT, _INDENT, "dim")
         console.print()
     for line in (

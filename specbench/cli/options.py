@@ -175,8 +175,8 @@ def complete_drafters(incomplete: str) -> list[str]:
     words = [kind for kind in DRAFTERS if kind.word.islower()]
     found = [*(kind.word for kind in words), "lookup+self:int8"]
     if incomplete:
-        options = ((kind.word, *option.partition("=")[:2]) for kind in words for option in kind.options)
-        found += [f"{word}:{name}{sign}" for word, name, sign in options]
+        written = [(kind.word, each.written.partition("=")) for kind in words for each in kind.options()]
+        found += [f"{word}:{key}{sign}" for word, (key, sign, _) in written]
     return _beginning(incomplete, found)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.errors import UsageError
 from specbench.lengths.base import rule_name
-from specbench.specs.rules import RankShares
+from specbench.specs.notation import Dashed
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import GrowingTree
@@ -80,12 +80,12 @@ class StaticTree(Tree):
     """
 
     def __init__(
-        self, nodes: int = 12, depth: int = 6, ranks: Sequence[int] = RankShares((70, 12, 5, 3))
+        self, nodes: int = 12, depth: int = 6, ranks: Sequence[int] = Dashed((70, 12, 5, 3))
     ) -> None:
-        super().__init__("static-tree", nodes, depth=depth, ranks=RankShares(ranks))
+        super().__init__("static-tree", nodes, depth=depth, ranks=Dashed(ranks))
         if depth < 1:
             raise UsageError(f"The depth of the static tree is {depth}.", "Give at least 1.")
-        self.depth, self.ranks = depth, RankShares(ranks)
+        self.depth, self.ranks = depth, Dashed(ranks)
         self._lay_out(best_shapes(falling(ranks))(nodes, depth))
 
     @classmethod

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,13 +36,9 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.layers import cheaper_form, check_form
 from specbench.drafters.look_ahead import LookAheadDrafter
-from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
-from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
-from specbench.drafters.suffix import SuffixDrafter
 from specbench.drafters.translate import TranslatingDrafter, Translation
 from specbench.errors import RunError, UsageError
 from specbench.models.checkpoints import text_config
@@ -63,30 +60,15 @@ from specbench.progress import Progress, announce
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
-    Lookup,
-    NGram,
-    Plain,
-    Recycle,
     SelfForm,
     Several,
     SmallModel,
-    Suffix,
     parse_drafter,
 )
 from specbench.specs.models import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-_WITHOUT_MODEL: Mapping[type[DrafterSpec], Callable[[Any], Any]] = {
-    Plain: lambda _: NoDraft(),
-    Lookup: LookupDrafter,
-    NGram: NGramDrafter,
-    Suffix: SuffixDrafter,
-    Recycle: RecycleDrafter,
-}
-"""What drafts without any model, by the kind of its spec."""
 
 
 @dataclass(repr=False)
@@ -333,7 +315,7 @@ def load_drafter(
     if isinstance(spec, SelfForm):
         return self_drafter(spec, target, progress=progress)
     if not isinstance(spec, SmallModel):
-        drafter: Drafter = _WITHOUT_MODEL[type(spec)](spec)
+        drafter: Drafter = _without_model(spec)
         return drafter
     options = options or LoadOptions()
     check_options(options)
@@ -362,7 +344,15 @@ def _load_own(
 
 def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
     """A cascade of the free drafter that is asked first, and of ``model``, whichever its spec names."""
-    return CascadeDrafter(_WITHOUT_MODEL[type(spec.front)](spec.front), model, spec.passes)
+    return CascadeDrafter(_without_model(spec.front), model, spec.passes)
+
+
+def _without_model(spec: DrafterSpec) -> Any:
+    """What drafts without any model."""
+    if spec.drafter is None:
+        return NoDraft()
+    module, _, name = spec.drafter.partition(":")
+    return getattr(import_module(f"specbench.drafters.{module}"), name)(spec)
 
 
 def wrap_drafter(

@@ -12,7 +12,8 @@ from specbench.errors import SpecbenchError
 from specbench.lengths import build_policy
 from specbench.lengths.trees import StaticTree
 from specbench.models.shelf import Shelf
-from specbench.specs.rules import RankShares, RuleSpec, parse_rule
+from specbench.specs.notation import Dashed
+from specbench.specs.rules import RuleSpec, parse_rule
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
@@ -151,7 +152,7 @@ def calibrated_tree(
     key = tree_key(target, drafter, weights, sampling, rule)
     choice = read_tree(key)
     if choice is not None:
-        found: dict[str, Any] = {"ranks": RankShares(choice.ranks)}
+        found: dict[str, Any] = {"ranks": Dashed(choice.ranks)}
         if not rule.options.keys() & {"nodes", "depth"}:
             found |= {"nodes": choice.nodes, "depth": choice.depth}
         fitted = rule.with_options(found)

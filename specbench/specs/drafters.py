@@ -1,20 +1,31 @@
 """Drafters as the command line names them: a word with options, a model, or two with a plus between them.
 
 ``parse_drafter`` reads one, once, and ``str`` writes it again as results call it. Each kind says for itself what the
-rest has to know of it; what drafts is built of it in ``specbench.models.prepare``.
+rest has to know of it: its options by ``specbench.specs.notation.option``, and where its drafter is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from specbench.errors import UsageError
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec, parse_model
-from specbench.specs.notation import Options, add_option, join_spec, split_spec
+from specbench.specs.notation import (
+    Dashed,
+    Option,
+    add_option,
+    dashed,
+    join_spec,
+    option,
+    options_of,
+    read_options,
+    split_spec,
+    with_defaults,
+)
 
 _LONGEST_MATCH = 64
 """Longer ones are not told apart."""
@@ -25,26 +36,47 @@ _HIGHEST_ORDER = 16
 """Every token is counted once per context length, so the order multiplies the memory."""
 
 
+@dataclass(frozen=True)
 class DrafterSpec:
     """What ``--drafter`` asks for.
 
     Attributes:
         word: How it begins on the command line.
         summary: What it does, in a sentence.
-        options: What they mean, by how they are written (``order=N``).
         probabilities: Which distributions its tokens are drawn from, in words.
+        drafter: Of a drafter without a model, where its class is in ``specbench.drafters``: ``module:Class``. It is
+            made of the spec alone.
         has_logits: Whether there are distributions of it that a draft-length rule can read.
         is_plain: Whether it proposes nothing, so that decoding is plain.
         trees: Whether it drafts trees where it is asked to.
+
+    Raises:
+        UsageError: An option is outside its range.
     """
 
     word: ClassVar[str]
     summary: ClassVar[str]
-    options: ClassVar[Mapping[str, str]] = {}
     probabilities: ClassVar[str]
+    drafter: ClassVar[str | None] = None
     has_logits: ClassVar[bool] = True
     is_plain: ClassVar[bool] = False
     trees: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for each in self.options():
+            each.check(getattr(self, each.name), self.word, self)
+
+    def __str__(self) -> str:
+        defaults, values = self._defaults(), [(each, getattr(self, each.name)) for each in self.options()]
+        return join_spec(self.word, [o.write(value) for o, value in values if value != defaults[o.name]])
+
+    def _defaults(self) -> dict[str, Any]:
+        return with_defaults({}, self.options())
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        """What may follow its word."""
+        return options_of(cls)
 
     @property
     def model_part(self) -> DrafterSpec:
@@ -69,12 +101,16 @@ class DrafterSpec:
     @property
     def keeps_state(self) -> bool:
         """Whether what it learns from one generation serves the next."""
-        return False
+        return bool(getattr(self, "keep", False))
 
     @classmethod
-    def read(cls, given: Options, text: str) -> DrafterSpec:
-        """Of the options behind its word; ``text`` is the whole of it, for messages."""
-        raise NotImplementedError
+    def read(cls, given: Mapping[str, str | bool], text: str) -> Self:  # noqa: ARG003
+        """Of the options behind its word; ``text`` is the whole of it, for messages.
+
+        Raises:
+            UsageError: There is no such option, or a value is of another kind or outside its range.
+        """
+        return cls(**read_options(cls.word, given, cls.options()))
 
 
 @dataclass(frozen=True)
@@ -87,79 +123,69 @@ class Plain(DrafterSpec):
     has_logits = False
     is_plain = True
 
-    def __str__(self) -> str:
-        return self.word
-
-    @classmethod
-    def read(cls, given: Options, text: str) -> Plain:  # noqa: ARG003
-        return cls()
-
 
 @dataclass(frozen=True)
-class Lookup(DrafterSpec):
-    """Prompt lookup.
+class FreeSpec(DrafterSpec):
+    """A drafter without a model, which may stand before one in a cascade.
 
     Attributes:
-        n: Longest match that is told from shorter ones, 1 to 64; ``None`` for any length, which means 64.
-        min: Shortest suffix that counts as a match, 1 to 64.
-        before_model: Whether a model drafts where this one does not. Then a match may be of any length and has to have
-            two tokens if nothing is said.
-
-    Raises:
-        UsageError: A value outside its range, or ``min`` above ``n``.
+        before_model: Whether a model drafts where this one does not. Some options have other defaults then.
     """
 
-    word = "lookup"
-    summary = "Prompt lookup: finds the end of the text earlier in prompt and output, copies what followed."
-    options: ClassVar[Mapping[str, str]] = {
-        "n=TOKENS (or any)": "longest match tried first",
-        "min=TOKENS": "shortest match that counts",
-    }
     probabilities = "certain (one-hot)"
     has_logits = False
 
-    n: int | None = 3
-    min: int = 1
-    before_model: bool = False
+    before_model: bool = field(default=False, kw_only=True)
 
-    def __post_init__(self) -> None:
-        for what, value in (("longest", self.n), ("shortest", self.min)):
-            if value is not None and not 1 <= value <= _LONGEST_MATCH:
-                raise UsageError(
-                    f"The {what} match of the lookup is {value} tokens.", f"Give 1 to {_LONGEST_MATCH}."
-                )
-        if self.n is not None and self.min > self.n:
-            raise UsageError(
-                f"The shortest match of the lookup, {self.min} tokens, is above the longest, {self.n}.",
-                "Lower min, or raise n.",
-            )
+    def _defaults(self) -> dict[str, Any]:
+        return with_defaults({}, self.options(), before_model=self.before_model)
+
+    @classmethod
+    def first_of_cascade(cls, given: Mapping[str, str | bool]) -> tuple[Self, int | None]:
+        """Of the options behind its word before a model, and the cascade's ``passes``, which stand among them.
+
+        Raises:
+            UsageError: See ``read``.
+        """
+        values = read_options(cls.word, given, (*cls.options(), *Cascade.options()))
+        passes = values.pop("passes", None)
+        return cls(**with_defaults(values, cls.options(), before_model=True), before_model=True), passes
+
+
+@dataclass(frozen=True)
+class Lookup(FreeSpec):
+    """Prompt lookup. Before a model a match may be of any length and has to have two tokens."""
+
+    word = "lookup"
+    summary = "Prompt lookup: finds the end of the text earlier in prompt and output, copies what followed."
+    drafter = "lookup:LookupDrafter"
+
+    n: int | None = option(
+        3,
+        "n=TOKENS (or any)",
+        "longest match tried first",
+        least=1,
+        most=_LONGEST_MATCH,
+        words={"any": None},
+        before_model=None,
+    )
+    min: int = option(
+        1,
+        "min=TOKENS",
+        "shortest match that counts",
+        least=1,
+        most=lambda spec: spec.n or _LONGEST_MATCH,
+        before_model=2,
+    )
 
     @property
     def longest(self) -> int:
         """The longest match in tokens, whether it was given or not."""
         return self.n or _LONGEST_MATCH
 
-    def __str__(self) -> str:
-        default = self._default(self.before_model)
-        return join_spec(
-            self.word,
-            {"n": self.n or "any", "min": self.min},
-            {"n": default.n or "any", "min": default.min},
-        )
-
-    @classmethod
-    def _default(cls, before_model: bool) -> Lookup:
-        return cls(None, 2, before_model=True) if before_model else cls()
-
-    @classmethod
-    def read(cls, given: Options, text: str, *, before_model: bool = False) -> Lookup:  # noqa: ARG003
-        default = cls._default(before_model)
-        n = given.integer("n", default.n, {"any": None})
-        return cls(n, given.integer("min", default.min), before_model)
-
 
 @dataclass(frozen=True)
-class NGram(DrafterSpec):
+class NGram(FreeSpec):
     """Counts of what followed the last tokens.
 
     Attributes:
@@ -175,173 +201,68 @@ class NGram(DrafterSpec):
         sample: Draw from the normalised counts of the longest known context instead, and keep them as q; the sampling
             transforms do not apply to them. In greedy decoding, and before the first commit has shown how large the
             vocabulary is, the most frequent token is taken all the same.
-        min: Shortest context that counts, in tokens: 1 to ``order - 1``.
-        before_model: Whether a model drafts where this one does not. Then a context has two tokens at least if nothing
-            is said.
-
-    Raises:
-        UsageError: A value outside its range.
+        min: Shortest context that counts, in tokens: 1 to ``order - 1``; before a model 2 if nothing is said.
     """
 
     word = "ngram"
     summary = "Counts of what followed the last tokens in prompt and output, with back-off."
-    options: ClassVar[Mapping[str, str]] = {
-        "order=N": "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less",
-        "max=TOKENS": "most tokens drafted in a step",
-        "window=TOKENS": "forget tokens that left the last so many",
-        "keep": "keep the counts between prompts",
-        "top-k=K": "also count the target's K most probable tokens at each verified position",
-        "sample": "draw from the counts instead of taking the most frequent",
-        "min=TOKENS": "shortest context that counts",
-    }
     probabilities = "certain (one-hot); drawn from the counts with 'sample'"
-    has_logits = False
+    drafter = "ngram:NGramDrafter"
 
-    order: int = 4
-    max: int | None = None
-    window: int | None = None
-    keep: bool = False
-    top_k: int = 1
-    sample: bool = False
-    min: int = 1
-    before_model: bool = False
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.order <= _HIGHEST_ORDER:
-            raise UsageError(
-                f"The n-gram order is {self.order}.", f"Give a number from 2 (bigrams) to {_HIGHEST_ORDER}."
-            )
-        for what, value in (("draft limit", self.max), ("window", self.window), ("top-k", self.top_k)):
-            if value is not None and value < 1:
-                raise UsageError(f"The n-gram {what} is {value}.", "Give at least 1.")
-        if not 1 <= self.min < self.order:
-            raise UsageError(
-                f"The shortest context of the n-grams is {self.min} tokens.",
-                f"Give 1 to {self.order - 1}, the longest for order {self.order}.",
-            )
-
-    @property
-    def keeps_state(self) -> bool:
-        return self.keep
-
-    def __str__(self) -> str:
-        default = type(self)(min=2, before_model=True) if self.before_model else type(self)()
-        return join_spec(self.word, self._values(), default._values())
-
-    def _values(self) -> dict[str, Any]:
-        return {
-            "order": self.order, "max": self.max, "window": self.window, "keep": self.keep, "top-k": self.top_k,
-            "sample": self.sample, "min": self.min,
-        }  # fmt: skip
-
-    @classmethod
-    def read(cls, given: Options, text: str, *, before_model: bool = False) -> NGram:  # noqa: ARG003
-        order = given.integer("order", 4)
-        return cls(
-            order=order,
-            max=given.integer("max", None),
-            window=given.integer("window", None),
-            keep=given.flag("keep"),
-            top_k=given.integer("top-k", 1),
-            sample=given.flag("sample"),
-            min=given.integer("min", min(2, order - 1) if before_model else 1),
-            before_model=before_model,
-        )
+    order: int = option(
+        4,
+        "order=N",
+        "2 for bigrams to 4 (default) and up: contexts of N-1 tokens and less",
+        least=2,
+        most=_HIGHEST_ORDER,
+    )
+    max: int | None = option(None, "max=TOKENS", "most tokens drafted in a step", least=1)
+    window: int | None = option(None, "window=TOKENS", "forget tokens that left the last so many", least=1)
+    keep: bool = option(False, "keep", "keep the counts between prompts")
+    top_k: int = option(
+        1, "top-k=K", "also count the target's K most probable tokens at each verified position", least=1
+    )
+    sample: bool = option(False, "sample", "draw from the counts instead of taking the most frequent")
+    min: int = option(
+        1,
+        "min=TOKENS",
+        "shortest context that counts",
+        least=1,
+        most=lambda spec: spec.order - 1,
+        before_model=2,
+    )
 
 
 @dataclass(frozen=True)
-class Suffix(DrafterSpec):
-    """Counts of what followed the longest match, which may be long.
-
-    Attributes:
-        n: Longest match that is told from shorter ones, 1 to 64.
-        min: Shortest match that counts, 1 to ``n``.
-        keep: Look in the outputs of earlier prompts too. They are never forgotten.
-        before_model: Whether a model drafts where this one does not. Then a match has two tokens at least if nothing is
-            said.
-
-    Raises:
-        UsageError: A value outside its range, or ``min`` above ``n``.
-    """
+class Suffix(FreeSpec):
+    """Counts of what followed the longest match, which may be long. Before a model it has to have two tokens."""
 
     word = "suffix"
     summary = "SuffixDecoding: what most often followed the longest match of the last tokens; also as a tree."
-    options: ClassVar[Mapping[str, str]] = {
-        "n=TOKENS": "longest match told from shorter ones (16)",
-        "min=TOKENS": "shortest match that counts",
-        "keep": "look in the outputs of earlier prompts too: warm, and refused where runs are compared",
-    }
-    probabilities = "certain (one-hot)"
-    has_logits = False
+    drafter = "suffix:SuffixDrafter"
     trees = True
 
-    n: int = 16
-    min: int = 1
-    keep: bool = False
-    before_model: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.n <= _LONGEST_MATCH:
-            raise UsageError(
-                f"The longest match of the suffixes is {self.n} tokens.", f"Give 1 to {_LONGEST_MATCH}."
-            )
-        if not 1 <= self.min <= self.n:
-            raise UsageError(
-                f"The shortest match of the suffixes is {self.min} tokens.",
-                f"Give 1 to {self.n}, the longest match.",
-            )
-
-    @property
-    def keeps_state(self) -> bool:
-        return self.keep
-
-    def __str__(self) -> str:
-        default = type(self)(min=2, before_model=True) if self.before_model else type(self)()
-        return join_spec(self.word, self._values(), default._values())
-
-    def _values(self) -> dict[str, Any]:
-        return {"n": self.n, "min": self.min, "keep": self.keep}
-
-    @classmethod
-    def read(cls, given: Options, text: str, *, before_model: bool = False) -> Suffix:  # noqa: ARG003
-        n = given.integer("n", 16)
-        return cls(
-            n, given.integer("min", min(2, n) if before_model else 1), given.flag("keep"), before_model
-        )
+    n: int = option(16, "n=TOKENS", "longest match told from shorter ones (16)", least=1, most=_LONGEST_MATCH)
+    min: int = option(
+        1, "min=TOKENS", "shortest match that counts", least=1, most=lambda spec: spec.n, before_model=2
+    )
+    keep: bool = option(
+        False, "keep", "look in the outputs of earlier prompts too: warm, and refused where runs are compared"
+    )
 
 
 @dataclass(frozen=True)
-class Recycle(DrafterSpec):
-    """A table of each token's latest successors under the target.
-
-    Attributes:
-        top_k: How many successors, 1 to 64.
-
-    Raises:
-        UsageError: More or less.
-    """
+class Recycle(FreeSpec):
+    """A table of each token's latest successors under the target."""
 
     word = "recycle"
     summary = (
         "Token Recycling: the successors that the target last preferred behind each token; best as a tree."
     )
-    options: ClassVar[Mapping[str, str]] = {"top-k=K": "successors of each token (8)"}
-    probabilities = "certain (one-hot)"
-    has_logits = False
+    drafter = "recycle:RecycleDrafter"
     trees = True
 
-    top_k: int = 8
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= _MOST_SUCCESSORS:
-            raise UsageError(f"The recycled top-k is {self.top_k}.", f"Give 1 to {_MOST_SUCCESSORS}.")
-
-    def __str__(self) -> str:
-        return join_spec(self.word, {"top-k": self.top_k}, {"top-k": type(self)().top_k})
-
-    @classmethod
-    def read(cls, given: Options, text: str, *, before_model: bool = False) -> Recycle:  # noqa: ARG003
-        return cls(given.integer("top-k", 8))
+    top_k: int = option(8, "top-k=K", "successors of each token (8)", least=1, most=_MOST_SUCCESSORS)
 
 
 @dataclass(frozen=True)
@@ -357,44 +278,26 @@ class SelfForm(DrafterSpec):
 
     word = "self"
     summary = "The target's own weights, on the target's own cache: no second model needed."
-    options: ClassVar[Mapping[str, str]] = {
-        "int8": "in int8; also together with layers or skip",
-        "int4": "in int4, coarser and smaller; also together with layers or skip",
-        "layers=N": "the first N layers (early exit)",
-        "skip=I-J-...": "all layers but these, counted from 0",
-        "calibrated": "what `specbench calibrate` chose for this target, dtype and device",
-    }
     probabilities = "yes"
     trees = True
 
-    int8: bool = False
-    layers: int | None = None
-    skip: tuple[int, ...] = ()
-    calibrated: bool = False
-    int4: bool = False
-
-    def __str__(self) -> str:
-        return join_spec(self.word, self._values(), type(self)()._values())
-
-    def _values(self) -> dict[str, Any]:
-        skip = "-".join(map(str, self.skip))
-        return {
-            "int8": self.int8,
-            "int4": self.int4,
-            "layers": self.layers,
-            "skip": skip,
-            "calibrated": self.calibrated,
-        }
+    int8: bool = option(False, "int8", "in int8; also together with layers or skip")
+    int4: bool = option(False, "int4", "in int4, coarser and smaller; also together with layers or skip")
+    layers: int | None = option(None, "layers=N", "the first N layers (early exit)")
+    skip: tuple[int, ...] = option(
+        (),
+        "skip=I-J-...",
+        "all layers but these, counted from 0",
+        parse=lambda text: Dashed(sorted(set(dashed(text)))),
+        expected="list of whole numbers with dashes between them",
+    )
+    calibrated: bool = option(
+        False, "calibrated", "what `specbench calibrate` chose for this target, dtype and device"
+    )
 
     @classmethod
-    def read(cls, given: Options, text: str) -> SelfForm:
-        form = cls(
-            given.flag("int8"),
-            given.integer("layers", None),
-            tuple(sorted(set(given.integers("skip")))),
-            given.flag("calibrated"),
-            given.flag("int4"),
-        )
+    def read(cls, given: Mapping[str, str | bool], text: str) -> Self:
+        form = super().read(given, text)
         if form == cls():
             raise UsageError(
                 f"{text!r} does not say how the target drafts for itself.",
@@ -425,9 +328,6 @@ class SmallModel(DrafterSpec):
     Attributes:
         model: Which.
         vocab: How many tokens it drafts, those that the target writes most often; ``None`` for all.
-
-    Raises:
-        UsageError: ``vocab`` is below 1.
     """
 
     word = "MODEL"
@@ -436,21 +336,23 @@ class SmallModel(DrafterSpec):
         " it drafts the tokens that both have. Or a head trained for the target: EAGLE, P-EAGLE, DFlash, Medusa or"
         f" PaSS; {' and '.join(PACKAGED_HEADS)} comes with specbench."
     )
-    options: ClassVar[Mapping[str, str]] = {
-        "vocab=N": "draft the N tokens that the target writes most often (`specbench calibrate --vocab`)"
-    }
     probabilities = "yes"
     trees = True
 
     model: ModelSpec
-    vocab: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.vocab is not None and self.vocab < 1:
-            raise UsageError(f"The drafter's vocabulary is {self.vocab} tokens.", "Give at least 1.")
+    vocab: int | None = option(
+        None,
+        "vocab=N",
+        "draft the N tokens that the target writes most often (`specbench calibrate --vocab`)",
+        least=1,
+    )
 
     def __str__(self) -> str:
-        return self.model.name if self.vocab is None else add_option(self.model.name, f"vocab={self.vocab}")
+        return self.named(self.model.name)
+
+    def named(self, model: str) -> str:
+        """The same of a model that is called something else."""
+        return model if self.vocab is None else add_option(model, f"vocab={self.vocab}")
 
     @property
     def own_model(self) -> ModelSpec:
@@ -465,9 +367,6 @@ class Cascade(DrafterSpec):
         front: Asked first.
         back: A small model, or the target in a cheaper form.
         passes: The most passes of ``back`` in a step; ``None`` leaves that to the draft-length rule.
-
-    Raises:
-        UsageError: ``passes`` is below 1.
     """
 
     word = "A+B"
@@ -475,18 +374,13 @@ class Cascade(DrafterSpec):
         "A cascade, such as lookup+self:int8. Token by token, lookup, ngram or suffix drafts where it has a match of"
         " two tokens or more (min=N), or recycle where it knows the last one; and B, self or a MODEL, elsewhere."
     )
-    options: ClassVar[Mapping[str, str]] = {
-        "passes=N": "an option of A then: most passes of B in a step, while A may go on"
-    }
     probabilities = "A's and B's, token by token"
 
-    front: Lookup | NGram | Suffix | Recycle
+    front: FreeSpec
     back: SelfForm | SmallModel
-    passes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.passes is not None and self.passes < 1:
-            raise UsageError(f"The most passes of the cascade's model are {self.passes}.", "Give at least 1.")
+    passes: int | None = option(
+        None, "passes=N", "an option of A then: most passes of B in a step, while A may go on", least=1
+    )
 
     def __str__(self) -> str:
         return cascade_name(str(self.front), self.passes, str(self.back))
@@ -565,12 +459,7 @@ DRAFTERS: tuple[type[DrafterSpec], ...] = (
 )
 """In the order in which listings have them."""
 
-_FRONTS: Mapping[str, type[Lookup | NGram | Suffix | Recycle]] = {
-    kind.word: kind for kind in (Lookup, NGram, Suffix, Recycle)
-}
-_WORDS: Mapping[str, type[DrafterSpec]] = {
-    kind.word: kind for kind in (Plain, Lookup, NGram, Suffix, Recycle, SelfForm)
-}
+_WORDS: Mapping[str, type[DrafterSpec]] = {kind.word: kind for kind in DRAFTERS if kind.word.islower()}
 
 
 def parse_drafter(text: str) -> DrafterSpec:
@@ -589,44 +478,37 @@ def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
     if "|" in text and not Path(text).exists():
         return Several(tuple(_parse(part.strip(), offered) for part in text.split("|")))
     first, plus, second = text.partition("+")
-    if plus and _word(first) in _FRONTS:
-        return _parse_cascade(first.strip(), second.strip())
+    front = _WORDS.get(_word(first), DrafterSpec)
+    if plus and issubclass(front, FreeSpec):
+        return _parse_cascade(front, first, second.strip())
     kind = _WORDS.get(_word(text))
     if kind is not None:
-        return kind.read(_options(text, kind.options), text)
+        return kind.read(split_spec(text)[1], text)
     model, given = _model_options(text)
     if (meant := _mistyped(model, offered)) is not None:
         raise UsageError(
             f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organisation."
         )
-    return SmallModel(parse_model(model), given.integer("vocab", None))
+    return SmallModel(parse_model(model), **read_options("a model", given, SmallModel.options()))
 
 
 def _word(text: str) -> str:
     return text.partition(":")[0].strip()
 
 
-def _options(text: str, known: Mapping[str, str]) -> Options:
-    word, given = split_spec(text)
-    return Options(word, given, {written.partition("=")[0]: written for written in known})
-
-
-def _model_options(text: str) -> tuple[str, Options]:
+def _model_options(text: str) -> tuple[str, dict[str, str | bool]]:
     """A model and its options: what follows its last colon, where that reads name=value with names that are known."""
     model, colon, rest = text.rpartition(":")
-    known = {written.partition("=")[0]: written for written in SmallModel.options}
+    known = [each.key for each in SmallModel.options()]
     if colon and not Path(text).expanduser().exists():
         items = [item.partition("=") for item in rest.split(",")]
         if all(equals and name.strip() in known for name, equals, _ in items):
-            return model, Options("a model", split_spec(f"model:{rest}")[1], known)
-    return text, Options("a model", {}, known)
+            return model, split_spec(f"model:{rest}")[1]
+    return text, {}
 
 
-def _parse_cascade(first: str, second: str) -> Cascade:
-    kind = _FRONTS[_word(first)]
-    given = _options(first, {**kind.options, **Cascade.options})
-    passes = given.integer("passes", None)
-    front = kind.read(given, first, before_model=True)
+def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade:
+    front, passes = kind.first_of_cascade(split_spec(first)[1])
     back = _parse(second, {SelfForm.word: SelfForm}) if second else None
     if not isinstance(back, SelfForm | SmallModel):
         raise UsageError(
@@ -647,7 +529,7 @@ def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None
         return None
     if near := get_close_matches(name, offered, 1, 0.7):
         (word,) = near
-        meant = (word + colon + options, word, *(f"{word}:{option}" for option in offered[word].options))
+        meant = (word + colon + options, word, *(f"{word}:{o.written}" for o in offered[word].options()))
         return next(spec for spec in meant if _is_right(spec))
     folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
     return next(iter(get_close_matches(text, folders, 1, 0.8)), None)

@@ -1,13 +1,170 @@
-"""The notation of drafters: a word, a colon, and options between commas, as in ``ngram:order=3,sample``."""
+"""The notation of drafters and draft-length rules: a word, a colon, and options between commas, as in
+``ngram:order=3,sample``.
+
+An option is declared once, as a field of the class that has it (``option``). Reading, ranges, printing, completion,
+listings and documentation follow from that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import SimpleNamespace
+from typing import Any
 
 from specbench.errors import UsageError
 
-_Default = TypeVar("_Default")
+_OPTION = "option"
+"""Where a field's metadata has what ``option`` was given."""
+
+
+class Dashed(tuple[int, ...]):
+    """Whole numbers; ``str`` writes them with dashes in between."""
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+def dashed(text: str) -> Dashed:
+    """Whole numbers with dashes in between, as in ``3-7-11``.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    return Dashed(map(int, text.split("-")))
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a word.
+
+    Attributes:
+        written: How it is written, with what stands for its value: ``order=N``. A flag has no value.
+        meaning: What it means.
+        default: Its value where it is not given.
+        parse: Its value, from text; raises ``ValueError``.
+        expected: What ``parse`` takes, for messages.
+        words: Words that stand for values of their own.
+        least, most: Its range. A function is given all values of the word, by field.
+        before_model: Its default in a drafter that stands before a model in a cascade; ``...`` for the same.
+        name: Of the field.
+    """
+
+    written: str
+    meaning: str
+    default: Any = None
+    parse: Callable[[str], Any] = int
+    expected: str = "whole number"
+    words: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    least: float | None = None
+    most: float | Callable[[Any], float] | None = None
+    before_model: Any = ...
+    name: str = ""
+
+    @property
+    def key(self) -> str:
+        """What stands before the equals sign."""
+        return self.written.partition("=")[0]
+
+    def read(self, value: str | bool, word: str, hint: str) -> Any:
+        """The value that is given for it behind a word.
+
+        Raises:
+            UsageError: It is missing, or of another kind; ``hint`` says which options there are.
+        """
+        if "=" not in self.written:
+            if value is True:
+                return True
+            raise UsageError(
+                f"The option {self.key!r} of {word} takes no value, and was given {value!r}.", hint
+            )
+        if isinstance(value, bool):
+            raise UsageError(f"The option {self.key!r} of {word} needs a value.", hint)
+        if value in self.words:
+            return self.words[value]
+        try:
+            return self.parse(value)
+        except ValueError:
+            raise UsageError(
+                f"The option {self.key!r} of {word} is {value!r}, which is no {self.expected}.", hint
+            ) from None
+
+    def write(self, value: Any) -> str:
+        """A value as ``read`` takes it, with the key."""
+        if value is True:
+            return self.key
+        names = [name for name, meant in self.words.items() if meant == value]
+        return f"{self.key}={next(iter(names), Dashed(value) if isinstance(value, tuple) else value)}"
+
+    def check(self, value: Any, word: str, values: Any) -> None:
+        """Refuse a value outside the range; ``values`` has those of all options.
+
+        Raises:
+            UsageError: It is.
+        """
+        if not isinstance(value, int | float):
+            return
+        most = self.most(values) if callable(self.most) else self.most
+        if (self.least is not None and value < self.least) or (most is not None and value > most):
+            wanted = f"at most {most}" if self.least is None else f"at least {self.least}"
+            wanted = wanted if None in (self.least, most) else f"{self.least} to {most}"
+            raise UsageError(
+                f"The option {self.key!r} of {word} is {value}.", f"Give {wanted}: {self.meaning}."
+            )
+
+
+def option(default: Any, written: str, meaning: str, **more: Any) -> Any:
+    """A field of a dataclass that is an option of its word. For the arguments see ``Option``."""
+    return dataclasses.field(default=default, metadata={_OPTION: Option(written, meaning, default, **more)})
+
+
+def options_of(kind: Any) -> tuple[Option, ...]:
+    """The options that a dataclass declares, in their order."""
+    return tuple(
+        dataclasses.replace(field.metadata[_OPTION], name=field.name)
+        for field in dataclasses.fields(kind)
+        if _OPTION in field.metadata
+    )
+
+
+def read_options(word: str, given: Mapping[str, str | bool], options: Sequence[Option]) -> dict[str, Any]:
+    """The values that are given to a word, by the options' names.
+
+    Args:
+        word: Whose options they are, for messages.
+        given: What ``split_spec`` found.
+        options: All that the word has.
+
+    Raises:
+        UsageError: There is no such option, or a value is of another kind.
+    """
+    known = {each.key: each for each in options}
+    hint = f"Options of {word}: {', '.join(each.written for each in options)}."
+    hint = hint if options else f"{word} has no options."
+    values = {}
+    for key, value in given.items():
+        if key not in known:
+            near = get_close_matches(key, known, 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"{word} has no option {key!r}.{meant}", hint)
+        values[known[key].name] = known[key].read(value, word, hint)
+    return values
+
+
+def with_defaults(
+    values: Mapping[str, Any], options: Sequence[Option], *, before_model: bool = False
+) -> dict[str, Any]:
+    """Values by name, with defaults for those that are not given; none of these is above what the others allow."""
+    found = {}
+    for each in options:
+        special = before_model and each.before_model is not ...
+        found[each.name] = values.get(each.name, each.before_model if special else each.default)
+    for each in options:
+        if each.name not in values and callable(each.most):
+            found[each.name] = min(found[each.name], each.most(SimpleNamespace(**found)))
+    return found
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, str | bool]]:
@@ -35,89 +192,11 @@ def split_spec(spec: str) -> tuple[str, dict[str, str | bool]]:
     return word.strip(), options
 
 
-def join_spec(word: str, values: Mapping[str, object], defaults: Mapping[str, object]) -> str:
-    """The inverse of ``split_spec``: the word and what is not at its default; ``True`` becomes a flag."""
-    items = [
-        key if value is True else f"{key}={value}" for key, value in values.items() if value != defaults[key]
-    ]
+def join_spec(word: str, items: Sequence[str]) -> str:
+    """The inverse of ``split_spec``: a word and its options as they are written."""
     return f"{word}:{','.join(items)}" if items else word
 
 
-def add_option(spec: str, option: str) -> str:
+def add_option(spec: str, item: str) -> str:
     """A spec with one option more at its end."""
-    return f"{spec}{',' if ':' in spec else ':'}{option}"
-
-
-class Options:
-    """The options given to one drafter word, read with their types.
-
-    Args:
-        word: The drafter's word, for messages.
-        given: What ``split_spec`` found.
-        known: How each option is written (``"order=N"``), by key.
-
-    Raises:
-        UsageError: A key is not among the known ones.
-    """
-
-    def __init__(self, word: str, given: Mapping[str, str | bool], known: Mapping[str, str]) -> None:
-        self._word = word
-        self._given = given
-        self._hint = (
-            f"Options of {word}: {', '.join(known.values())}." if known else f"{word} has no options."
-        )
-        for key in given:
-            if key not in known:
-                raise UsageError(f"{word} has no option {key!r}.", self._hint)
-
-    def flag(self, key: str) -> bool:
-        """Whether the flag is given.
-
-        Raises:
-            UsageError: It is given a value.
-        """
-        value = self._given.get(key, False)
-        if not isinstance(value, bool):
-            raise UsageError(
-                f"The option {key!r} of {self._word} takes no value, and was given {value!r}.", self._hint
-            )
-        return value
-
-    def integer(
-        self, key: str, default: _Default, words: Mapping[str, _Default] | None = None
-    ) -> int | _Default:
-        """The whole number given for ``key``, or ``default`` without one; ``words`` stand for values of their own.
-
-        Raises:
-            UsageError: The value is missing or no whole number.
-        """
-        if key not in self._given:
-            return default
-        value = self._given[key]
-        if isinstance(value, bool):
-            raise UsageError(f"The option {key!r} of {self._word} needs a value.", self._hint)
-        if words and value in words:
-            return words[value]
-        try:
-            return int(value)
-        except ValueError:
-            raise UsageError(
-                f"The option {key!r} of {self._word} is {value!r}, which is no whole number.", self._hint
-            ) from None
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        """The whole numbers given for ``key`` with dashes between them, as in ``3-7-11``; none without it.
-
-        Raises:
-            UsageError: The value is missing or of another form.
-        """
-        value = self._given.get(key, "")
-        if isinstance(value, bool):
-            raise UsageError(f"The option {key!r} of {self._word} needs a value.", self._hint)
-        try:
-            return tuple(int(part) for part in value.split("-")) if value else ()
-        except ValueError:
-            raise UsageError(
-                f"The option {key!r} of {self._word} is {value!r}, and not whole numbers with dashes between them.",
-                self._hint,
-            ) from None
+    return f"{spec}{',' if ':' in spec else ':'}{item}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from specbench.errors import UsageError
 from specbench.specs.drafters import DrafterSpec
-from specbench.specs.notation import join_spec, split_spec
+from specbench.specs.notation import Dashed, dashed, join_spec, split_spec
 from specbench.specs.verification import verification_name
 
 
@@ -82,20 +82,13 @@ _VERIFICATION = RuleOption(
 )
 
 
-class RankShares(tuple[int, ...]):
-    """Percentages by rank; ``str`` writes them with dashes in between."""
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
-
-
-def rank_shares(text: str) -> RankShares:
+def rank_shares(text: str) -> Dashed:
     """Percentages with dashes in between, as in ``70-12-5-3``.
 
     Raises:
         ValueError: They are something else, or more than 100 together.
     """
-    shares = RankShares(map(int, text.split("-")))
+    shares = dashed(text)
     if not all(0 <= share <= 100 for share in shares) or sum(shares) > 100:
         raise ValueError("no percentages")
     return shares
@@ -218,7 +211,7 @@ _WORDS: tuple[RuleWord, ...] = (
                 "ranks",
                 "ranks",
                 rank_shares,
-                RankShares((70, 12, 5, 3)),
+                Dashed((70, 12, 5, 3)),
                 "by rank, the percentage of nodes at which that candidate is kept (70-12-5-3)",
             ),
         ),
@@ -276,11 +269,9 @@ class RuleSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        keys = {
-            option.key: option for option in self.kind.options if option.key and option.name in self.options
-        }
-        given = {key: self.options[option.name] for key, option in keys.items()}
-        return join_spec(self.word, given, {key: option.default for key, option in keys.items()})
+        given = {each: self.options[each.name] for each in self.kind.options if each.name in self.options}
+        items = [(each.key, value) for each, value in given.items() if each.key and value != each.default]
+        return join_spec(self.word, [key if value is True else f"{key}={value}" for key, value in items])
 
     @property
     def word(self) -> str:

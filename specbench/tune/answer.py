@@ -16,7 +16,6 @@ from specbench.results import frames, stats
 from specbench.show.tables import markdown_row, markdown_text, shortened
 from specbench.specs.drafters import Cascade, DrafterSpec, Several, SmallModel, cascade_name
 from specbench.specs.models import ModelSpec
-from specbench.specs.notation import add_option
 from specbench.textsafe import counted, one_line
 from specbench.tune.export.engines import ENGINES, export_fastest
 from specbench.tune.export.setting import Measured, Setting, dtype_in, settings_of_run
@@ -500,8 +499,7 @@ def _written(drafter: DrafterSpec) -> str:
         return cascade_name(str(drafter.front), drafter.passes, _written(drafter.back))
     if not isinstance(drafter, SmallModel):
         return str(drafter)
-    name = _named(drafter.model)
-    return name if drafter.vocab is None else add_option(name, f"vocab={drafter.vocab}")
+    return drafter.named(_named(drafter.model))
 
 
 def _named(model: ModelSpec) -> str:
