@@ -14,6 +14,8 @@ from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, residual
 from specbench.errors import RunError
 
+pytestmark = pytest.mark.smoke
+
 
 def logits_of(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows).log()

@@ -184,6 +184,7 @@ def test_a_drafter_makes_many_passes_between_two_rollbacks(family: str, kind: Ca
         walk.keep(drafted)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_a_cache_serves_one_context_after_the_other(family: str, kind: CacheKind) -> None:
     scorer = Scorer(tiny(family), kind)

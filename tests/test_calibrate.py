@@ -496,6 +496,7 @@ def arguments(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.smoke
 def test_the_command_stores_what_it_says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 0
     shown = capsys.readouterr()

@@ -564,6 +564,7 @@ def test_it_catches_up_with_what_it_had_no_part_in() -> None:
     )
 
 
+@pytest.mark.smoke
 def test_rejected_drafts_are_taken_off_again() -> None:
     """The model reads free drafts that turn out wrong (Careful checks what it holds in every pass)."""
     generator = torch.Generator().manual_seed(5)

@@ -96,6 +96,7 @@ def violated(result: CheckResult) -> set[str]:
 # --- Sound configurations -------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("first_target", [True, False])
 def test_sound_configurations_pass(drafter: str, first_target: bool) -> None:

@@ -73,6 +73,7 @@ def interrupt_after(records: int, error: BaseException) -> Callable[..., Iterato
 # --- What it prints -------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny: Cli) -> None:
     result = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--gamma", 5)
     figures = tiny("the thing", "-n", 20, "--drafter", "self:layers=1", "--gamma", 5, "--json").json()
@@ -98,6 +99,7 @@ def test_trees_are_told_with_their_nodes_and_how_they_are_verified(tiny: Cli) ->
     assert "nodes" not in tiny("the thing", "-n", 8, "--drafter", "self:layers=1").err
 
 
+@pytest.mark.smoke
 def test_json_is_one_object_with_every_figure(tiny: Cli) -> None:
     figures = tiny("the thing", "-n", 24, "--drafter", "self:layers=1", "--json", "--seed", 3, "-t", 1).json()
     expected: dict[str, type | tuple[type, ...]] = {
@@ -1140,6 +1142,7 @@ def test_memory_that_runs_out_while_decoding_keeps_the_text(
     )
 
 
+@pytest.mark.smoke
 def test_an_unforeseen_error_is_one_sentence_and_traceback_shows_more(
     tiny: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def rows(out: str) -> dict[str, str]:
 # --- Configurations -------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafter", ["lookup", "self:layers=1", "ngram", "none"])
 def test_a_sound_configuration_passes(check: Check, drafter: str) -> None:
     result = check("--drafter", drafter)

@@ -50,6 +50,7 @@ def sweep(cli: Cli, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return call
 
 
+@pytest.mark.smoke
 def test_a_sweep_from_beginning_to_end(sweep: Cli, tmp_path: Path, models: Path) -> None:
     code, out, err = sweep(
         "--drafter", models / "small", "--baseline", "transformers", "--assisted", "transformers"
@@ -326,6 +327,7 @@ def test_several_baselines_are_rows_of_a_sweep(sweep: Cli, tmp_path: Path) -> No
     assert len(load_results(tmp_path / "run")) == 15
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [

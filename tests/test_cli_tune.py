@@ -212,6 +212,7 @@ def test_the_command_of_the_answer_names_models_as_they_were_typed(
         assert str(models).encode() not in path.read_bytes()
 
 
+@pytest.mark.smoke
 def test_json(tune: Tune) -> None:
     facts = tune("--json", "--quiet").json()
     assert (facts["winner"], facts["verdict"], facts["configuration"]) == (

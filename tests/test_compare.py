@@ -502,6 +502,7 @@ def test_ratios_that_fail_below_cannot_judge_are_told(
     assert "1 of 1 ratios has no interval over prompts" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.smoke
 def test_the_output_is_as_asked_for(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     command([folders[0]], a="d@1", b="plain", markdown=True)
     assert capsys.readouterr().out.startswith("| configuration | category |")

@@ -25,6 +25,8 @@ from specbench.lengths import FixedLength
 from specbench.models.prepare import Target, join_cascade, load_drafter, wrap_drafter, wrap_target
 from specbench.specs.drafters import Cascade, Lookup, SelfForm
 
+pytestmark = pytest.mark.smoke
+
 VOCAB = 12
 PROMPT = [1, 2, 3]
 SCRIPT = [4, 5, 6, 7, 8, 9]

@@ -32,6 +32,7 @@ def names_of_commands() -> list[str]:
     return [str(command.name or command.callback.__name__) for command in app.registered_commands]
 
 
+@pytest.mark.smoke
 def test_the_readme_names_every_command() -> None:
     assert names_of_commands()
     for name in names_of_commands():
@@ -63,6 +64,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere_and_prose_fits_a_screen(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
@@ -191,6 +193,7 @@ def test_the_python_of_the_readme_runs(
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.smoke
 def test_the_package_exports_what_it_says() -> None:
     for name in specbench.__all__:
         assert getattr(specbench, name) is not None

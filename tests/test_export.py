@@ -625,6 +625,7 @@ def test_a_configuration_tells_of_a_head_on_the_hub(
 # -- the command -------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_the_command_says_what_it_is_from(cli: Cli) -> None:
     result = cli("export", RUNS / "qwen2.5-coder-rules", "--to", "vllm")
     assert (result.code, result.err) == (0, "")
@@ -651,6 +652,7 @@ def test_the_command_says_what_is_not_exported(cli: Cli, tmp_path: Path) -> None
     cli("export", run_of_two, "--to", "mlx-lm").refused(2, "cannot express any of the drafters")
 
 
+@pytest.mark.smoke
 def test_as_data(cli: Cli) -> None:
     found = cli("export", RUNS / "smollm2-135m", "--to", "transformers", "--json").json()
     assert (found["engine"], found["version"]) == ("transformers", "5.23.0")

@@ -364,6 +364,7 @@ def test_the_output_distribution_is_the_targets(name: str, shape: str, method: A
     assert max(abs(found.get(key, 0.0) - wanted.get(key, 0.0)) for key in {*found, *wanted}) < 1e-6
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("shape", [None, *TREES])
 def test_greedy_output_is_that_of_plain_decoding(name: str, shape: str | None) -> None:

@@ -107,6 +107,7 @@ def test_outputs_are_those_alone(batch: int, most: int, tokens: int | None, kind
     assert many.seats.use is None or many.seats.use.used == 0
 
 
+@pytest.mark.smoke
 def test_a_seed_gives_the_same_tokens_whatever_the_neighbours() -> None:
     settings = {"sampling": Multinomial(0.9)}
     seeds = [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]

@@ -1075,6 +1075,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.smoke
 def test_heads_on_the_command_line(cli: Cli, folder: Path) -> None:
     def tiny(*arguments: object) -> Any:
         common = ("--target", folder / "tiny", "--dtype", "float32", "the thing", "-n", 12)

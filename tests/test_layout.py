@@ -128,6 +128,7 @@ def test_every_module_has_one_place() -> None:
     )
 
 
+@pytest.mark.smoke
 def test_imports_go_one_way() -> None:
     """Those for a type checker too: what a module has to know of another is a dependency, run or not."""
     for name in sorted(modules()):

@@ -311,6 +311,7 @@ def scripted(tokens: Sequence[int], **options: Any) -> ScriptedScorer:
     return ScriptedScorer(fixed_script(tokens, WIDE, 3), WIDE, **options)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("draft", [SCRIPT, [0, 0], [4, 5, 0, 7, 8, 0]], ids=["always", "never", "sometimes"])
 @pytest.mark.parametrize("rule", RULES)
 def test_greedy_output_is_the_targets_own(rule: str, draft: list[int]) -> None:

@@ -19,6 +19,8 @@ from specbench.decoding.metrics import (
 )
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 
+pytestmark = pytest.mark.smoke
+
 TIMES = StepTimes(
     draft_s=1.0, verify_s=2.0, accept_s=0.25, rollback_s=0.5, other_s=0.125, draft_prefill_s=0.75
 )

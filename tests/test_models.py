@@ -758,6 +758,7 @@ def test_a_hub_model_without_network_or_cache(hub_cache):
     assert message.startswith("The model org/name is not in the hub's cache, and the hub cannot be reached.")
 
 
+@pytest.mark.smoke
 def test_a_hub_model_that_is_cached(hub_cache):
     snapshot = put_into_cache(hub_cache, "org/name", "0" * 40)
     save_tiny(snapshot)

@@ -13,6 +13,7 @@ import pytest
 PACKAGE = mutation.ROOT / "specbench"
 
 
+@pytest.mark.smoke
 def test_every_planted_bug_has_one_place_in_the_source() -> None:
     lost = []
     for mutant in (mutation.CONTROL, *mutation.MUTANTS):

@@ -392,6 +392,7 @@ def test_hidden_states_are_those_of_the_model(kind: str, dtype: torch.dtype, lev
     assert relative(found[0], found[2]) < 1.5 * relative(found[1], found[2]) + 1e-6
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_outputs_are_those_of_generate(kind: str) -> None:
     model = build(kind, intermediate_size=128)

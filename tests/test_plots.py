@@ -549,6 +549,7 @@ class TestSmallAndOdd:
 
 
 class TestCommand:
+    @pytest.mark.smoke
     def test_a_run(self, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert command(["plot", str(tiny), "--only", "speedup", "--only", "time"]) == 0
         written = capsys.readouterr().out.splitlines()

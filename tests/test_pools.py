@@ -93,6 +93,7 @@ class Plain:
         assert self.blocks.peak >= len(holders)
 
 
+@pytest.mark.smoke
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 9), st.integers(1, 4), st.booleans())
 def test_blocks_hold_what_was_written_whatever_others_do(

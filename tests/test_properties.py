@@ -118,6 +118,7 @@ def emitted(draft_of: Any, p: torch.Tensor, proposal: torch.Tensor) -> torch.Ten
     return result
 
 
+@pytest.mark.smoke
 @settings(max_examples=300, deadline=None)
 @given(pairs())
 def test_a_step_emits_p_whatever_the_drafter(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -425,6 +426,7 @@ def room_of(made: dict[str, Any]) -> int:
 KINDS = ("none", "model", "self", "guesser", "lookup", "ngram", "suffix", "recycle")
 
 
+@pytest.mark.smoke
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(KINDS), loops(largest=5, longest=14))
 def test_greedy_decoding_is_the_targets_own_and_ends_where_it_should(kind: str, made: dict[str, Any]) -> None:

@@ -130,6 +130,7 @@ def test_what_is_within_the_margin_of_plain_decoding_counts_as_equal() -> None:
     assert "b" in race.fallen
 
 
+@pytest.mark.smoke
 def test_a_stored_run_is_raced(tmp_path: Path) -> None:
     prompts = {f"code-{n:02}": [10.0 + n % 3] for n in range(12)}
     scaled = {

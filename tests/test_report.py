@@ -69,6 +69,7 @@ def told(report: Report) -> str:
 
 @pytest.mark.usefixtures("unpictured")
 class TestAnswer:
+    @pytest.mark.smoke
     def test_the_fastest_with_its_categories(self, tmp_path: Path) -> None:
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(1.2), "d@5": times(2.0, code=1.5)})
         assert headline(report) == (
@@ -582,6 +583,7 @@ def test_cells_sort_by_their_figures(written: tuple[Path, Report], page: Page) -
     assert "nan" not in values
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("unpictured")
 def test_names_are_data(tmp_path: Path) -> None:
     report = reported(

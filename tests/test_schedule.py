@@ -254,6 +254,7 @@ MIXED = mixture(44, 0)
 ALONE = [case.alone() for case in MIXED]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("batch", "most"), [(1, 512), (3, 5), (8, 1), (16, 40)])
 def test_every_request_gets_what_it_gets_alone(batch: int, most: int) -> None:
     house = House()

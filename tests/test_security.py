@@ -103,6 +103,7 @@ def test_everything_that_could_run_a_models_code_is_told_not_to() -> None:
         assert told or (spread and file == "gguf.py"), f"{file}: {ast.unparse(call)}"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("which", ["config", "tokenizer"])
 def test_code_beside_a_model_is_not_run(tmp_path: Path, which: str) -> None:
     folder = save_tiny(tmp_path / "model")

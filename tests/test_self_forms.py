@@ -224,6 +224,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(spec: str, cache: CacheKind) 
         assert all(step.gamma for step in result.steps[:-1])
 
 
+@pytest.mark.smoke
 def test_every_draft_of_the_whole_target_is_accepted() -> None:
     """Sampled: a form that leaves nothing out and is not quantised has the target's own distributions."""
     target = wrap_target(tiny_language_model(layers=3).model, tiny_tokenizer(), pack=False)

@@ -194,6 +194,7 @@ def test_the_official_client_chats_at_once_and_in_a_stream(client: openai.OpenAI
     assert client.chat.completions.create(model=target().name, messages=again, max_tokens=3).usage is not None
 
 
+@pytest.mark.smoke
 def test_the_official_client_completes_and_lists(client: openai.OpenAI) -> None:
     expected = alone("the king", max_new_tokens=9)
     whole = client.completions.create(model=target().name, prompt="the king", max_tokens=9)

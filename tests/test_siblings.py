@@ -178,6 +178,7 @@ def plain(new: int = 60, **options: Any) -> list[int]:
     return decode(FixedLength(1), NoDraft(), new=new, **options)[0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("first_target", [True, False])
 @pytest.mark.parametrize("kind", ["model", "lookup", "ngram"])
 @pytest.mark.parametrize("gamma", [1, 2, 5])

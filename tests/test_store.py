@@ -30,6 +30,8 @@ from specbench.results.rows import (
 )
 from specbench.results.store import RunStore, find_runs, load_results, read_run, write_csv
 
+pytestmark = pytest.mark.smoke
+
 RUN: dict[str, Any] = {
     "run_id": "abc",
     "options": {},

@@ -231,6 +231,7 @@ def _quiet() -> LoadSnapshot:
     return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, None, 100, 90, 0)
 
 
+@pytest.mark.smoke
 def test_a_sweep_measures_everything_and_tells_of_it(tmp_path: Path) -> None:
     sweep = make_sweep(warmup=1)
     engine, events = ScriptedEngine(), list[Event]()

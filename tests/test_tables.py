@@ -179,6 +179,7 @@ class TestSummary:
             assert ours["rate"] == pytest.approx(theirs.rate, nan_ok=True)
             assert ours["rate_of_drafted"] == pytest.approx(theirs.rate_of_drafted, nan_ok=True)
 
+    @pytest.mark.smoke
     def test_known_truth(self, made: pd.DataFrame) -> None:
         """α, costs, speeds and predictions are what the run was made with."""
         frame = frames.summary_frame(made)

@@ -710,6 +710,7 @@ def test_ascii_at_60_columns() -> None:
         """)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("width", [60, 71, 72, 80, 200])
 def test_no_line_is_wider_than_the_console(width: int) -> None:
     deep = Step(

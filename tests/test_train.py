@@ -148,6 +148,7 @@ def decoders_rows(
     return scorer.score(Pass(scorer, context, draft)).logits
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("kind", "every", "layers"), [*((kind, 1, 1) for kind in KINDS), ("eagle", 3, 1), ("eagle", 1, 2)]
 )

@@ -224,6 +224,7 @@ def test_requests_side_by_side_read_in_ids_of_their_own(sampling: Sampling | Non
         assert [step.drafted for step in found.steps] == [step.drafted for step in alone.steps]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sampling", [None, Multinomial()])
 def test_a_model_with_its_tokens_renumbered_drafts_for_itself(sampling: Sampling | None) -> None:
     """Everything is accepted: what it reads and drafts is what the target would."""

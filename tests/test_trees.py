@@ -154,6 +154,7 @@ def largest_gap(a: dict[tuple[int, ...], float], b: dict[tuple[int, ...], float]
 # --- Several drafters -----------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_several_on_caches_of_their_own_decode_greedily() -> None:
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model)
