@@ -57,7 +57,8 @@ from specbench.bench.prompts import load_prompts
 from specbench.bench.runner import CellDone, Event, run_sweep
 from specbench.cli import run
 from specbench.decoding.theory import PassCosts, never_falling
-from specbench.options import DecodingOptions, ModelOptions
+from specbench.options import DecodingOptions
+from specbench.recipe import ModelOptions, Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.frames import run_of
@@ -465,7 +466,7 @@ def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float)
     empty = Sweep(options, prompts, ())
     loaded = load_candidates(target, drafters, ModelOptions(), empty, cache=cache)
     engine = loaded.engine
-    configs = configurations(options, engine)
+    configs = configurations(options, engine, Recipe(target, decoding=options.decoding))
     sweep = Sweep(options, prompts, tuple(c for c in configs if c.kind == "plain" or c.id in wanted))
 
     def watch(event: Event) -> None:

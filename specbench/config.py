@@ -7,6 +7,7 @@ anything that it would not by itself: models by name, a drafter, a rule or tree,
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -16,6 +17,7 @@ from typing import Any, get_args
 from specbench.errors import UsageError
 from specbench.files import reason, write_text
 from specbench.options import CacheName, DtypeName
+from specbench.recipe import Recipe, written_drafter, written_model
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.rules import RuleSpec, parse_rule, parse_tree
@@ -100,6 +102,35 @@ class Config:
         if self.provisional:
             lines += [f"# This setting {PROVISIONAL}", "provisional = true"]
         return "".join(f"{line}\n" for line in lines)
+
+
+def config_of(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
+    """What says a recipe, and a sentence if it cannot say all of it.
+
+    Args:
+        recipe: The recipe.
+        provisional: Whether it is not sure yet that this is faster than plain decoding.
+
+    Raises:
+        UsageError: The drafter is a model that a configuration may not name.
+    """
+    rule, models = recipe.rule, recipe.models
+    tree = rule is not None and rule.kind.tree
+    target = written_model(recipe.target)
+    config = Config(
+        drafter=written_drafter(recipe.drafter),
+        length_policy=None if rule is None or tree else str(rule),
+        tree=str(rule).replace("-tree", "", 1) if tree else None,
+        cache=recipe.caching.cache,
+        dtype=None if models.dtype == "auto" else models.dtype,
+        drafter_dtype=None if models.drafter_dtype == "auto" else models.drafter_dtype,
+        provisional=provisional,
+    )
+    try:
+        return replace(config, target=target), ""
+    except UsageError:
+        note = f"It says nothing of the target, which is named by a path: add --target {shlex.quote(target)}."
+        return config, note
 
 
 def read_config(path: Path) -> Config:

@@ -7,7 +7,7 @@ A group is a frozen dataclass, and so are the values of a command: what needs se
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
@@ -61,13 +61,27 @@ class LoadOptions:
     any_target: bool = False
 
 
-def flag(group: Any, name: str) -> str:
-    """The first flag of a field of a group, as ``--max-new-tokens``."""
+def flag(group: Any, name: str, *, on: bool = True) -> str:
+    """The first flag of a field of a group, as ``--max-new-tokens``; ``on=False``: the one that switches it off."""
     option: Any = get_type_hints(group, include_extras=True)[name].__metadata__[0]
     written = (
         option.default if isinstance(option.default, str) else option.param_decls[0]
     )  # which typer moves
-    return str(written.partition("/")[0])
+    switches_on, _, switches_off = str(written).partition("/")
+    return switches_on if on else switches_off
+
+
+def words_of(group: Any) -> list[str]:
+    """A group of options as words of a command line; fields at their defaults are left out."""
+    words: list[str] = []
+    for each in fields(group):
+        value = getattr(group, each.name)
+        if value == each.default:
+            continue
+        written = flag(type(group), each.name, on=value is not False)
+        for one in value if isinstance(value, tuple) else (value,):
+            words += [written] if isinstance(one, bool) else [written, str(one).removesuffix(".0")]
+    return words
 
 
 _model = partial(typer.Option, rich_help_panel=MODELS)
@@ -328,6 +342,12 @@ class CacheOptions:
             " compiled when it is first met, which takes a while.",
         ),
     ] = False
+
+    def with_kind(self, kind: Any) -> CacheOptions:
+        """With a kind of cache, of which ``compiled`` is static passes that are compiled."""
+        return replace(
+            self, cache="static" if kind == "compiled" else kind, compiled=kind == "compiled" or self.compiled
+        )
 
 
 _sampling = partial(typer.Option, rich_help_panel=SAMPLING)

@@ -17,6 +17,7 @@ from specbench.bench.prompts import Prompt
 from specbench.bench.serving import Load
 from specbench.decoding.records import Step, StepTimes
 from specbench.options import DecodingOptions
+from specbench.recipe import Recipe
 from specbench.results.store import RunStore
 from specbench.specs.drafters import DrafterSpec, Lookup, NGram, Plain, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
@@ -179,6 +180,10 @@ def prompts(single: int = 3, conversations: int = 0) -> tuple[Prompt, ...]:
     )
 
 
+BASE = Recipe(ModelSpec("hub", "org/scripted"))
+"""What the configurations have in common."""
+
+
 def specs_of(*names: str) -> dict[str, DrafterSpec]:
     """The specs of drafters by their names in results; what is no word stands for a model."""
     words = {kind.word for kind in (Plain, Lookup, NGram, SelfForm)}
@@ -195,7 +200,7 @@ def make_sweep(
     defaults: dict[str, Any] = {"gammas": (1, 2), "repeats": 2, "warmup": 1}
     options.setdefault("decoding", DecodingOptions(max_new_tokens=options.pop("max_new_tokens", 5)))
     made = SweepOptions(**{**defaults, **options})
-    return Sweep(made, tuple(asked or prompts()), tuple(build_configs(made, specs_of(*drafters))))
+    return Sweep(made, tuple(asked or prompts()), tuple(build_configs(made, specs_of(*drafters), base=BASE)))
 
 
 def describe(sweep: Sweep, **changed: Any) -> dict[str, Any]:

@@ -29,11 +29,14 @@ from specbench.cli import run
 from specbench.cli.sweep_display import SweepDisplay, duration, show_answer
 from specbench.decoding.theory import SLOPE
 from specbench.errors import RunError
+from specbench.options import ModelOptions
+from specbench.recipe import Recipe
 from specbench.results import frames
 from specbench.results.store import RunStore, load_results, read_run
 from specbench.show.answer import find_answers
-from specbench.specs.drafters import SmallModel
+from specbench.specs.drafters import SmallModel, parse_drafter
 from specbench.specs.models import parse_model
+from specbench.specs.rules import parse_rule
 
 
 @pytest.fixture
@@ -107,15 +110,14 @@ def test_the_answer_comes_with_a_command_that_works(sweep: Cli, models: Path, tm
         df,
         frames.summary_frame(df),
         frames.category_frame(df),
-        [
-            "sweep",
-            "--target",
-            str(models / "target"),
-            "--drafter",
-            str(models / "small"),
-            "--dtype",
-            "float32",
-        ],
+        {
+            "small (int8)@2": Recipe(
+                parse_model(str(models / "target")),
+                parse_drafter(str(models / "small")),
+                parse_rule("fixed:gamma=2"),
+                models=ModelOptions(dtype="float32"),
+            )
+        },
     )
     out = StringIO()
     show_answer(answer, Console(file=out, width=60))

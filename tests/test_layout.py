@@ -19,6 +19,7 @@ FOLDERS = (
     "files",
     "specs",
     "options",
+    "recipe",
     "config",
     "decoding",
     "lengths",

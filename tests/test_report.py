@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import re
-import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from synthetic_runs import DRAFTERS, write_run
 
 from specbench.cli.report import report as command
 from specbench.errors import RunError, UsageError
+from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
+from specbench.recipe import Recipe
 from specbench.results import frames
 from specbench.results.advice import review
 from specbench.results.store import load_results
@@ -31,6 +32,9 @@ from specbench.show.report import content, write_report
 from specbench.show.report.content import Report, make_report
 from specbench.show.report.markdown import to_markdown
 from specbench.show.report.page import templates, to_html
+from specbench.specs.drafters import Cascade, Lookup, SmallModel, parse_drafter
+from specbench.specs.models import ModelSpec
+from specbench.specs.rules import parse_rule
 
 PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
 PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
@@ -155,9 +159,13 @@ class TestAnswer:
         # in the two tables made of the summary
         assert [attributes.get("class") for attributes in page.all("tr")].count("best") == 2
         assert (
-            '    specbench generate --drafter d --gamma 3 "Your prompt"' in to_markdown(report).splitlines()
+            '    specbench generate --drafter /path/to/d --gamma 3 --target /path/to/target "Your prompt"'
+            in to_markdown(report).splitlines()
         )
-        assert 'specbench generate --drafter d --gamma 3 "Your prompt"' in page.text
+        assert (
+            'specbench generate --drafter /path/to/d --gamma 3 --target /path/to/target "Your prompt"'
+            in page.text
+        )
 
     def test_a_busy_machine_gets_a_provisional_verdict(self, tmp_path: Path) -> None:
         report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0)}, disturbed=("machine-busy",))
@@ -185,53 +193,61 @@ class TestAnswer:
         assert "fastest" not in to_markdown(report)
 
     @pytest.mark.parametrize(
-        ("row", "given", "command"),
+        ("changes", "row", "command"),
         [
-            ({}, "", "--drafter d --gamma 3"),
-            ({"policy": "auto"}, "--costs a.json", "--drafter d --length-policy auto --costs a.json"),
-            ({"policy": "fixed:siblings=2"}, "", "--drafter d --length-policy fixed:siblings=2 --gamma 3"),
-            ({"temperature": 0.7}, "--costs a.json", "--drafter d --gamma 3 --temperature 0.7"),
+            ({}, {}, "--drafter d --gamma 3 --target y"),
             (
-                {"drafter": "small (int8)"},
-                "--drafter n --drafter ./a/small/",
-                "--drafter ./a/small/ --gamma 3",
-            ),
-            (
-                {"drafter": "lookup+small (int8)"},
-                "--drafter=lookup+/a/small",
-                "--drafter lookup+/a/small --gamma 3",
-            ),
-            (
-                {"drafter": "lookup|small:vocab=9 (int8)"},
-                "--drafter ./a/small/:vocab=9",
-                "--drafter 'lookup|./a/small/:vocab=9' --gamma 3",
-            ),
-            (
-                {"drafter": "lookup+small (int4)"},
-                "--target '/my models/big' --drafter /a/small",
-                "--drafter lookup+/a/small --gamma 3 --target '/my models/big' --drafter-dtype int4",
-            ),
-            (
-                {"drafter": "lookup+small (int8)"},
-                "--drafter lookup --drafter /a+b/small",
-                "--drafter lookup+/a+b/small --gamma 3",
-            ),
-            ({"drafter": "org/m (int8)"}, "--drafter org/m", "--drafter org/m --gamma 3"),
-            (
+                {"rule": parse_rule("auto"), "costs": Path("a.json")},
                 {},
-                "--target x --dtype=int8 --gamma 1..8 --bit-exact -t 0 -n 9 --target y",
-                "--drafter d --gamma 3 --target y --dtype int8 --bit-exact",
+                "--drafter d --length-policy auto --costs a.json --target y",
             ),
-            ({"verdict": "slower"}, "--drafter-dtype int8 --cache static", "--drafter none --cache static"),
+            (
+                {"rule": parse_rule("fixed:siblings=2,gamma=3")},
+                {},
+                "--drafter d --length-policy fixed:siblings=2 --gamma 3 --target y",
+            ),
+            (
+                {"sampling": SamplingOptions(temperature=0.7)},
+                {},
+                "--drafter d --gamma 3 --target y --temperature 0.7",
+            ),
+            (
+                {"drafter": SmallModel(ModelSpec("folder", "./a/small/"), 9)},
+                {},
+                "--drafter ./a/small/:vocab=9 --gamma 3 --target y",
+            ),
+            (
+                {
+                    "drafter": Cascade(Lookup(), SmallModel(ModelSpec("folder", "/a+b/small"))),
+                    "target": ModelSpec("folder", "/my models/big"),
+                    "models": ModelOptions(dtype="int8", drafter_dtype="int4"),
+                    "caching": CacheOptions(bit_exact=True),
+                },
+                {},
+                "--drafter lookup+/a+b/small --gamma 3 --target '/my models/big' --dtype int8 --drafter-dtype int4"
+                " --bit-exact",
+            ),
+            (
+                {"models": ModelOptions(drafter_dtype="int8"), "caching": CacheOptions(cache="static")},
+                {"verdict": "slower"},
+                "--drafter none --target y --cache static",
+            ),
+            (
+                {"decoding": DecodingOptions(max_new_tokens=9, ignore_eos=True)},
+                {},
+                "--drafter d --gamma 3 --target y",
+            ),
         ],
     )
     def test_the_command_decodes_as_the_configuration_did(
-        self, row: dict[str, Any], given: str, command: str
+        self, changes: dict[str, Any], row: dict[str, Any], command: str
     ) -> None:
-        usual = {"drafter": "d", "gamma": 3.0, "policy": "fixed", "temperature": 0.0, "verdict": "faster"}
-        usual["batch"] = math.nan
-        found = generate_command(["sweep", *shlex.split(given)], usual | row)
+        recipe = Recipe(ModelSpec("hub", "y"), parse_drafter("d"), parse_rule("fixed:gamma=3"))
+        found = generate_command(
+            dataclasses.replace(recipe, **changes), {"verdict": "faster", "batch": math.nan} | row
+        )
         assert found == f'specbench generate {command} "Your prompt"'
+        assert generate_command(None, row) == ""
 
     def test_a_single_configuration_was_not_chosen(self, tmp_path: Path) -> None:
         assert "best" not in told(reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0)}))

@@ -503,7 +503,7 @@ def test_a_run_without_rows_is_an_empty_table(tmp_path: Path) -> None:
         ("{", "is damaged: it is not JSON"),
         ("[" * 100_000, "is damaged: it is not JSON"),
         ('{"kind": "other"}', "does not describe a specbench sweep"),
-        (json.dumps({**RUN, "kind": "specbench-sweep", "schema": 2}), "schema version 2.*Update specbench"),
+        (json.dumps({**RUN, "kind": "specbench-sweep", "schema": 3}), "schema version 3.*Update specbench"),
         (json.dumps({**RUN, "kind": "specbench-sweep", "schema": "1"}), "schema version is '1'"),
         (
             json.dumps({**RUN, "kind": "specbench-sweep", "schema": 1, "configs": 3}),
@@ -525,7 +525,7 @@ def test_run_json_that_cannot_be_used(tmp_path: Path, content: str, message: str
 def test_lines_of_a_newer_version_are_refused(tmp_path: Path) -> None:
     fill(tmp_path, 1)
     with (tmp_path / "generations.jsonl").open("a") as file:
-        file.write(json.dumps(row(repeat=1, schema=2)) + "\n")
+        file.write(json.dumps(row(repeat=1, schema=3)) + "\n")
     for read in (load_results, RunStore.open):
         with pytest.raises(UsageError, match="Update specbench"):
             read(tmp_path)

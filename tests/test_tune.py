@@ -12,30 +12,31 @@ from typing import Any
 import pytest
 from cli_runs import refusal
 from regret import FakeClock
-from scripted_engine import ScriptedEngine, describe, prompts, specs_of
+from scripted_engine import BASE, ScriptedEngine, describe, prompts, specs_of
 
 from specbench.bench.engines.own import Outcome
 from specbench.bench.grid import Config, Sweep, SweepOptions, build_configs
 from specbench.bench.passes import PassTimes, SharedTimes
 from specbench.bench.runner import find_differences
 from specbench.config import Config as Configuration
+from specbench.config import config_of
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.errors import RunError, UsageError
-from specbench.options import DecodingOptions, ModelOptions
+from specbench.options import CacheOptions, DecodingOptions, ModelOptions
+from specbench.recipe import Recipe
 from specbench.results import frames
 from specbench.results.load import LoadSnapshot
 from specbench.results.store import RunStore, load_results, read_run
 from specbench.show.report.content import make_report
 from specbench.specs.drafters import SelfForm, SmallModel, parse_drafter
-from specbench.specs.models import ModelSpec
+from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.rules import parse_rule
 from specbench.tune import candidates
 from specbench.tune.answer import (
     as_json,
     as_markdown,
     as_text,
-    configuration,
     exports,
     exports_json,
     exports_text,
@@ -71,7 +72,7 @@ def grid(*drafters: str, **options: Any) -> Sweep:
     }
     options["decoding"] = DecodingOptions(max_new_tokens=options.pop("max_new_tokens", 17))
     made = SweepOptions(**{**defaults, **options})
-    return Sweep(made, prompts(9), tuple(build_configs(made, specs_of(*drafters))))
+    return Sweep(made, prompts(9), tuple(build_configs(made, specs_of(*drafters), base=BASE)))
 
 
 # -- candidates ------------------------------------------------------------------------------------
@@ -475,8 +476,8 @@ def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path: P
     assert found.race.verdict == "plain"
     assert answer.headline.startswith("Speculation does not pay here: the best that was tried is d with ")
     assert answer.winner.kind == "plain"
-    config, note = configuration(answer.winner, None, "smollm2-135m", ModelOptions(), None)
-    assert (config, note) == (Configuration(target="smollm2-135m", drafter="none"), "")
+    config, note = config_of(Recipe(parse_model("smollm2-135m")).plain)
+    assert (config, note) == (Configuration(target="smollm2-135m", drafter="none", cache="dynamic"), "")
 
 
 def test_where_it_makes_no_difference_too(tmp_path: Path) -> None:
@@ -516,14 +517,7 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path: Pa
         answer.headline,
     )
     assert any("--resume --overwrite" in each for each in answer.details)
-    config, _ = configuration(
-        answer.winner,
-        parse_drafter("lookup"),
-        "Org/big",
-        ModelOptions(),
-        None,
-        provisional=answer.provisional,
-    )
+    config, _ = config_of(RECIPE, provisional=answer.provisional)
     assert config.provisional
     assert read_run(tmp_path)["finished"] is None
 
@@ -763,22 +757,26 @@ def test_what_engines_do_not_have_leaves_the_fastest_that_they_have(tmp_path: Pa
 # -- the configuration -----------------------------------------------------------------------------
 
 
-def config_of(policy: str, gamma: int | None = None) -> Config:
-    return Config("x", "x", "speculative", "d", gamma, policy, 0.0, "dynamic", "plain")
+RECIPE = Recipe(parse_model("Org/big"), caching=CacheOptions(cache="preallocated"))
+
+
+def recipe_of(drafter: str, rule: str, **models: Any) -> Recipe:
+    return replace(
+        RECIPE, drafter=parse_drafter(drafter), rule=parse_rule(rule), models=ModelOptions(**models)
+    )
 
 
 @pytest.mark.parametrize(
-    ("policy", "gamma", "says"),
+    ("rule", "says"),
     [
-        ("auto", None, {"length_policy": "auto"}),
-        ("fixed", 4, {"length_policy": "fixed:gamma=4"}),
-        ("dynamic-tree", None, {"tree": "dynamic"}),
-        ("auto-tree:nodes=8", None, {"tree": "auto:nodes=8"}),
+        ("auto", {"length_policy": "auto"}),
+        ("fixed:gamma=4", {"length_policy": "fixed:gamma=4"}),
+        ("dynamic-tree", {"tree": "dynamic"}),
+        ("auto-tree:nodes=8", {"tree": "auto:nodes=8"}),
     ],
 )
-def test_a_configuration_says_how_to_decode(policy: str, gamma: int | None, says: dict[str, str]) -> None:
-    drafter = parse_drafter("lookup:n=4+Org/small")
-    config, note = configuration(config_of(policy, gamma), drafter, "Org/big", ModelOptions(), "preallocated")
+def test_a_configuration_says_how_to_decode(rule: str, says: dict[str, str]) -> None:
+    config, note = config_of(recipe_of("lookup:n=4+Org/small", rule))
     assert note == ""
     assert config.given == {
         "target": "Org/big",
@@ -786,24 +784,23 @@ def test_a_configuration_says_how_to_decode(policy: str, gamma: int | None, says
         "cache": "preallocated",
         **says,
     }
-    assert config.rule is not None
-    assert config.rule.options.get("gamma") == gamma
+    assert config.rule == parse_rule(rule)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("lookup+small (int4)", "int4"), ("lookup+small (int8)", None)])
-def test_a_configuration_says_the_dtype_that_won_unless_it_is_the_usual_one(
-    name: str, dtype: str | None
-) -> None:
-    winner = replace(config_of("auto"), drafter=name)
-    config, _ = configuration(winner, parse_drafter("lookup+Org/small"), "Org/big", ModelOptions(), None)
-    assert config.drafter_dtype == dtype
+@pytest.mark.parametrize(("actual", "dtype"), [("int4", "int4"), ("int8", "auto")])
+def test_a_recipe_has_the_dtype_that_won_unless_it_is_the_usual_one(actual: str, dtype: str) -> None:
+    spec = parse_drafter("lookup+Org/small")
+    _, config = build_configs(
+        SweepOptions(policies=("auto",)), {"a": spec}, {"a": "f"}, base=RECIPE, dtypes={"a": actual}
+    )
+    assert config.recipe is not None
+    assert (config.recipe.models.drafter_dtype, config.drafter_dtype) == (dtype, actual)
 
 
 def test_a_configuration_says_dtypes_and_no_paths() -> None:
-    models = ModelOptions(dtype="float32", drafter_dtype="bfloat16")
-    config, note = configuration(config_of("auto"), parse_drafter("suffix"), "/home/me/big", models, None)
+    recipe = recipe_of("suffix", "auto", dtype="float32", drafter_dtype="bfloat16")
+    config, note = config_of(replace(recipe, target=ModelSpec("folder", "/home/me/big")))
     assert (config.target, config.dtype, config.drafter_dtype) == (None, "float32", "bfloat16")
     assert note == "It says nothing of the target, which is named by a path: add --target /home/me/big."
-    path = SmallModel(ModelSpec("folder", "/home/me/small"))
     with pytest.raises(UsageError, match="is no name of a model"):
-        configuration(config_of("auto"), path, "Org/big", models, None)
+        config_of(replace(RECIPE, drafter=SmallModel(ModelSpec("folder", "/home/me/small"))))

@@ -6,7 +6,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.decoding.records import LONGEST_DRAFT
@@ -19,6 +19,7 @@ from specbench.textsafe import counted
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
+    from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
 
 LOOKUP_TOKENS = 10
@@ -60,9 +61,11 @@ class Config:
         cache: Kind of key/value cache.
         baseline: Id of the plain configuration it is compared with.
         drafter_fingerprint: Of a drafter model's weights; ``None`` for drafters without any of their own.
+        drafter_dtype: In which dtype its own model drafts; ``None`` without one, or where nobody says.
         beams: Texts that a beam search goes on with; ``None`` where none is searched.
         batch: Requests that are decoded at a time; ``None`` for one prompt after the other, by the loop for one.
         arrivals: How requests come, as ``parse_arrivals`` takes it; ``None`` without a batch.
+        recipe: The whole of it, for specbench's own loop; ``None`` where something else decodes, or nothing will be.
     """
 
     id: str
@@ -75,14 +78,21 @@ class Config:
     cache: str
     baseline: str
     drafter_fingerprint: str | None = None
+    drafter_dtype: str | None = None
     beams: int | None = None
     batch: int | None = None
     arrivals: str | None = None
+    recipe: Recipe | None = None
 
     @property
     def rule(self) -> RuleSpec:
         """The draft-length rule of a speculative configuration."""
         return parse_rule(self.policy)
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``run.json`` stores it."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**values, "recipe": None if self.recipe is None else self.recipe.to_json()}
 
     @property
     def load(self) -> tuple[int, Arrivals] | None:
@@ -307,6 +317,9 @@ def build_configs(
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str] | None = None,
     fitted: Callable[[RuleSpec, str, float], RuleSpec] = lambda rule, *_: rule,
+    *,
+    base: Recipe | None = None,
+    dtypes: Mapping[str, str] | None = None,
 ) -> list[Config]:
     """The grid: plain decoding at every temperature and batch, and drafters × rules × draft lengths beside it.
 
@@ -317,14 +330,34 @@ def build_configs(
         drafters: By their names; plain ones are left out, for plain decoding is always there.
         fingerprints: Of the weights of those that are models with weights of their own.
         fitted: What a rule becomes with a drafter, by its name, at a temperature.
+        base: What all recipes have in common; ``None``: configurations have none.
+        dtypes: In which dtype those draft that are models with weights of their own.
     """
     drafting = {name: spec for name, spec in drafters.items() if not spec.is_plain}
-    return [
+    grid = [
         config
         for temperature in options.temperatures
         for load in (options.loads or (None,))
-        for config in _configs_at(temperature, load, options, drafting, fingerprints or {}, fitted)
+        for config in _configs_at(
+            temperature, load, options, drafting, fingerprints or {}, fitted, dtypes or {}
+        )
     ]
+    return grid if base is None else [replace(each, recipe=_recipe(each, base, drafting)) for each in grid]
+
+
+def _recipe(config: Config, base: Recipe, drafters: Mapping[str, DrafterSpec]) -> Recipe | None:
+    """The recipe of a configuration for specbench's own loop."""
+    if config.kind not in ("plain", "speculative"):
+        return None
+    base = replace(base, sampling=replace(base.sampling, temperature=config.temperature))
+    if config.kind == "plain":
+        return base.plain
+    rule = config.rule if config.gamma is None else config.rule.with_options({"gamma": config.gamma})
+    models = base.models
+    if config.drafter_dtype == "int4":  # which `specbench tune` tries beside what auto means
+        models = replace(models, drafter_dtype="int4")
+    costs = base.costs if rule.takes("costs") else None
+    return replace(base, drafter=drafters[config.drafter], rule=rule, costs=costs, models=models)
 
 
 def _configs_at(
@@ -334,6 +367,7 @@ def _configs_at(
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str],
     fitted: Callable[[RuleSpec, str, float], RuleSpec],
+    dtypes: Mapping[str, str],
 ) -> Iterator[Config]:
     """The configurations of one temperature and load, plain decoding first."""
     grid: list[tuple[Kind, str, str, str, int | None, str]] = [
@@ -379,6 +413,7 @@ def _configs_at(
             cache=options.cache if kind in ("plain", "speculative") else "dynamic",
             baseline="plain" + end,
             drafter_fingerprint=fingerprints.get(drafter),
+            drafter_dtype=dtypes.get(drafter),
             beams=beams.get(identifier),
             batch=batch,
             arrivals=None if arrivals is None else str(arrivals),

@@ -49,7 +49,7 @@ def describe_run(
         "options": {**sources, **stored_options(options)},
         "environment": dict(environment),
         "target": dict(target),
-        "configs": [asdict(config) for config in sweep.configs],
+        "configs": [config.to_json() for config in sweep.configs],
         **({"heads": dict(heads)} if heads else {}),
         "prompts": [
             {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -276,6 +276,7 @@ def sweep(
     from specbench.bench.prompts import load_prompts
     from specbench.cli.progress import starting
     from specbench.cli.setting import tokenizer_notes
+    from specbench.recipe import Recipe
     from specbench.results.store import RunStore
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
@@ -352,7 +353,20 @@ def sweep(
     notes += tokenizer_notes(engine.drafters.values())
     if (parting := opt.widths_differ(engine.target)) is not None:
         notes.append(parting)
-    configs = build_configs(options, engine.specs, engine.fingerprints, partial(_calibrated, engine, notes))
+    configs = build_configs(
+        options,
+        engine.specs,
+        engine.fingerprints,
+        partial(_calibrated, engine, notes),
+        base=Recipe(
+            engine_options.target,
+            costs=length.costs,
+            models=models,
+            caching=caching.with_kind(kind),
+            decoding=decoding,
+        ),
+        dtypes=engine.drafter_dtypes,
+    )
     _check_costs(options, engine)
     job = _Job(Sweep(options, tuple(chosen), tuple(configs)), engine, folder, quiet)
     with job.open_store(sources, accept_changes=results.accept_changes) as store:
@@ -375,8 +389,6 @@ def _sweep_servers(
     start: LoadSnapshot,
 ) -> None:
     """A sweep of servers in place of models."""
-    from dataclasses import replace
-
     from specbench.bench.engines.own import EngineOptions, load_engine
     from specbench.bench.engines.servers import ServerEngine
     from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, check_batches, parse_batches
@@ -830,6 +842,7 @@ class _Job:
         from rich.console import Console
 
         from specbench.cli.sweep_display import show_answer
+        from specbench.config import FILE_NAME
         from specbench.errors import RunError
         from specbench.files import write_text
         from specbench.results import frames
@@ -854,7 +867,9 @@ class _Job:
             ) from error
         finally:
             console = Console(highlight=False)
-            for answer in find_answers(frame, summary, categories, sys.argv[1:]):
+            recipes = {each.id: each.recipe for each in self.sweep.configs if each.recipe is not None}
+            more = ["--no-config"] if Path(FILE_NAME).is_file() else []
+            for answer in find_answers(frame, summary, categories, recipes, more):
                 show_answer(answer, console)
             for each in shown:
                 tables.render_terminal(each, console)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specbench.bench.grid import Sweep
     from specbench.cli.progress import StageProgress
     from specbench.errors import UsageError
+    from specbench.recipe import Recipe
     from specbench.results.advice import RunWarning
     from specbench.results.store import RunStore
     from specbench.tune.answer import Answer
@@ -148,6 +149,7 @@ def tune(
     from specbench.decoding.sampling import Sampling
     from specbench.errors import UsageError
     from specbench.files import explained, require_writable
+    from specbench.recipe import Recipe
     from specbench.results.load import load_snapshot
     from specbench.results.store import RunStore, read_run
     from specbench.specs.drafters import parse_drafter
@@ -205,13 +207,18 @@ def tune(
                 cache=kind,
                 progress=progress,
             )
-    job = _Job(_sweep(options, chosen, loaded), loaded, folder, quiet)
+    job = _Job(
+        _sweep(options, chosen, loaded, Recipe(parse_model(target), models=models, decoding=decoding)),
+        loaded,
+        folder,
+        quiet,
+    )
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
         job.say_at_start(start, resumed=stored is not None)
         until = began + 60 * minutes - max(_ENDING_S, _ENDING_SHARE * 60 * minutes)
         found = job.search(store, clock, 60 * minutes, until, progress)
         answer = job.answer(found, store)
-    job.tell(answer, found, results.out, target, models, cache, json_output=json_output)
+    job.tell(answer, found, results.out, cache, json_output=json_output)
     if found.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
@@ -231,7 +238,7 @@ def _there_already(out: Path) -> UsageError:
     )
 
 
-def _sweep(options: Any, prompts: Any, loaded: Loaded) -> Sweep:
+def _sweep(options: Any, prompts: Any, loaded: Loaded, base: Recipe) -> Sweep:
     """The grid of everything that is loaded."""
     from dataclasses import replace
 
@@ -239,7 +246,8 @@ def _sweep(options: Any, prompts: Any, loaded: Loaded) -> Sweep:
     from specbench.tune.loading import configurations
 
     options = replace(options, cache=loaded.cache)
-    return Sweep(options, tuple(prompts), tuple(configurations(options, loaded.engine)))
+    base = replace(base, caching=base.caching.with_kind(loaded.cache))
+    return Sweep(options, tuple(prompts), tuple(configurations(options, loaded.engine, base)))
 
 
 def _folder(results: _Results, target: str) -> Path:
@@ -388,8 +396,6 @@ class _Job:
         answer: Answer,
         found: Found,
         out: Path,
-        target: str,
-        models: ModelOptions,
         cache: str | None,
         *,
         json_output: bool,
@@ -403,7 +409,7 @@ class _Job:
 
         df = load_results(self.folder)
         self._write_summary(answer, df)
-        written = self._write_configuration(answer, out, target, models, cache)
+        written = self._write_configuration(answer, out, cache)
         exported = exports(df, self.folder) if found.race.verdict == "faster" else []
         if json_output:
             facts = {
@@ -434,7 +440,8 @@ class _Job:
         from specbench.show.answer import find_answers
 
         summary, categories = frames.summary_frame(df), frames.category_frame(df)
-        (answer,) = find_answers(df, summary, categories, sys.argv[1:])
+        recipes = {each.id: each.recipe for each in self.sweep.configs if each.recipe is not None}
+        (answer,) = find_answers(df, summary, categories, recipes)
         return f"\nDecode like that:\n    {answer.command}\n" if answer.command else ""
 
     def _write_summary(self, answer: Answer, df: Any) -> None:
@@ -456,33 +463,24 @@ class _Job:
                 "What was measured is kept.",
             ) from error
 
-    def _write_configuration(
-        self, answer: Answer, out: Path, target: str, models: ModelOptions, cache: str | None
-    ) -> bool:
+    def _write_configuration(self, answer: Answer, out: Path, cache: str | None) -> bool:
         """The configuration, if one can say the answer; what it cannot say is told."""
-        from specbench.config import write_config
+        from specbench.config import config_of, write_config
         from specbench.errors import RunError, UsageError
         from specbench.files import reason
-        from specbench.tune.answer import configuration
 
-        winner = answer.winner
-        drafter = None if winner.kind == "plain" else self.loaded.engine.specs[winner.drafter]
-        chosen = self.loaded.cache
-        usual = "dynamic" if quantised(models.dtype) is None else "preallocated"
+        recipe = answer.winner.recipe
+        assert recipe is not None
+        usual = "dynamic" if quantised(recipe.models.dtype) is None else "preallocated"
         try:
-            config, note = configuration(
-                winner,
-                drafter,
-                target,
-                models,
-                chosen if cache is not None or chosen != usual else None,
-                provisional=answer.provisional,
-            )
+            config, note = config_of(recipe, provisional=answer.provisional)
         except UsageError as error:
             self._say(f"note: {out} is not written: {error}")
             return False
         try:
-            write_config(out, config)
+            write_config(
+                out, config.without("cache") if cache is None and recipe.caching.cache == usual else config
+            )
         except OSError as error:
             raise RunError(
                 f"{str(out)!r} cannot be written ({reason(error)}).",

@@ -31,13 +31,14 @@ from specbench.results.rows import (
     parse_line,
     step_columns,
 )
+from specbench.results.upgrade import upgraded
 from specbench.shapes import count, length, misfit, not_json, number, size
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-RESULTS_VERSION = 1
-"""Version of the files of a run. 1: first release."""
+RESULTS_VERSION = 2
+"""Version of the files of a run. 1: first form. 2: configurations have recipes."""
 
 KIND = "specbench-sweep"
 RUN, GENERATIONS, COSTS, LOCK = "run.json", "generations.jsonl", "costs.jsonl", ".lock"
@@ -368,7 +369,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
             f"{str(file)!r} is damaged: {wrong} is missing or holds what it cannot be.",
             "Restore it, or measure anew.",
         )
-    return run
+    return upgraded(run, RESULTS_VERSION)
 
 
 _MAYBE_TEXT = (str, None)
@@ -379,10 +380,16 @@ _MACHINE = (
 )  # fmt: skip
 _ENVIRONMENT = {**{f"{name}?": _FACT for name in _MACHINE}, "devices?": ([str], None)}
 _TARGET = {f"{name}?": _FACT for name in ("name", "fingerprint", "dtype", "device", "vocab_size", "packed")}
+_MODEL = {"kind": ("hub", "folder", "gguf", "builtin", "packaged"), "name": str}
+_OPTIONS = {str: (str, bool, number, None, [str])}
+_RECIPE = {
+    "target": _MODEL, "drafter": str, "drafter_models": [_MODEL], "rule": _MAYBE_TEXT, "costs": _MAYBE_TEXT,
+    "models": _OPTIONS, "caching": _OPTIONS, "decoding": _OPTIONS, "sampling": _OPTIONS,
+}  # fmt: skip
 _CONFIG_SHAPE = {
     "id": str, "label": str, "kind": str, "drafter": str, "gamma": (length, None), "policy": str, "temperature": size,
     "cache": str, "baseline": str, "drafter_fingerprint?": _MAYBE_TEXT, "batch?": (count, None),
-    "arrivals?": _MAYBE_TEXT, "beams?": (count, None),
+    "arrivals?": _MAYBE_TEXT, "beams?": (count, None), "drafter_dtype?": _MAYBE_TEXT, "recipe?": (_RECIPE, None),
 }  # fmt: skip
 
 

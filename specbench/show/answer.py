@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.errors import UsageError
+from specbench.options import DecodingOptions
+from specbench.recipe import Recipe, stored_recipes
 from specbench.results import frames, stats
 from specbench.results.batches import Line, lines_of
 from specbench.results.compare import side_by_side
 from specbench.results.frames import estimate_of
 from specbench.results.rows import FOREIGN, PLAIN
 from specbench.show.tables import identity_text, markdown_text
-from specbench.specs.drafters import DRAFTERS
-from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS
 from specbench.specs.rules import parse_rule
 from specbench.textsafe import one_line
 
@@ -53,22 +52,27 @@ def find_answers(
     df: pd.DataFrame,
     summary: pd.DataFrame,
     categories: pd.DataFrame,
-    arguments: Sequence[str] | None = None,
+    recipes: Mapping[str, Recipe] | None = None,
+    more: Sequence[str] = (),
 ) -> list[Answer]:
     """One answer per temperature.
 
     Args:
         df: Rows of a run, from ``specbench.results.store.load_results``.
         summary, categories: Its frames of ``specbench.results.frames``.
-        arguments: The command line of the sweep with its paths; ``None`` for the one that the run has kept.
+        recipes: By the ids of their configurations, with paths of models; ``None`` for those that the run has kept.
+        more: Options that the commands have besides.
     """
     rows, cells = frames.records(summary), frames.records(categories)
     run = frames.run_of(df)
-    if arguments is None:
-        arguments = _with_places(run.get("command") or ())
+    known = {**stored_recipes(run), **(recipes or {})}
+
+    def command(row: Mapping[str, Any]) -> str:
+        return generate_command(known.get(row["config"]), row, more)
+
     told = frames.stored_answer(df)
     if told is not None:
-        return [_answer_of_tuning(told, rows, arguments, run)]
+        return [_answer_of_tuning(told, rows, command, run)]
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     found = []
     for temperature in temperatures:
@@ -77,28 +81,31 @@ def find_answers(
         if mine[0]["kind"] == "server":
             found.append(_answer_of_servers(df, summary, mine, cells, when))
         elif any(not math.isnan(row["batch"]) for row in mine):
-            found.append(_answer_with_batches(df, summary, mine, arguments, when))
+            found.append(_answer_with_batches(df, summary, mine, command, when))
         else:
-            found.append(_answer(df, summary, mine, cells, arguments, when))
+            found.append(_answer(df, summary, mine, cells, command, when))
     return found
 
 
 def _answer_of_tuning(
-    told: Mapping[str, Any], rows: list[dict[str, Any]], arguments: Sequence[str], run: Mapping[str, Any]
+    told: Mapping[str, Any],
+    rows: list[dict[str, Any]],
+    command: Callable[[Mapping[str, Any]], str],
+    run: Mapping[str, Any],
 ) -> Answer:
     """What `specbench tune` said, with the command for what it chose."""
     chosen = next((row for row in rows if row["config"] == told["choice"]), None)
     verdict: stats.Verdict = "cannot tell"
-    command, outputs = "", []
+    typed, outputs = "", []
     if chosen is not None:
         if not told["provisional"]:
             verdict = "slower" if chosen["kind"] == "plain" else "faster"
         plainly = "slower" if chosen["kind"] == "plain" else chosen["verdict"]
-        command = generate_command(arguments, {**chosen, "verdict": plainly})
+        typed = command({**chosen, "verdict": plainly})
         if not math.isnan(chosen["identical_share"]):
             outputs = [identity_text([chosen], run["target"].get("dtype"))]
     details = [*map(one_line, told["details"]), *outputs]
-    return Answer(one_line(told["headline"]), verdict, command=command, details=details)
+    return Answer(one_line(told["headline"]), verdict, command=typed, details=details)
 
 
 def _when(temperature: float) -> str:
@@ -110,7 +117,7 @@ def _answer(
     summary: pd.DataFrame,
     rows: list[dict[str, Any]],
     cells: list[dict[str, Any]],
-    arguments: Sequence[str],
+    command: Callable[[Mapping[str, Any]], str],
     when: str,
 ) -> Answer:
     """The answer for rows of one temperature."""
@@ -141,7 +148,7 @@ def _answer(
         when + _provisionally(summary) + headline,
         best["verdict"],
         _rivals(df, best, measured),
-        generate_command(arguments, best) if best["verdict"] != "cannot tell" else "",
+        command(best) if best["verdict"] != "cannot tell" else "",
         [*_details(df, best, top, measured, plain), *_references(others)],
     )
 
@@ -206,7 +213,7 @@ def _answer_with_batches(
     df: pd.DataFrame,
     summary: pd.DataFrame,
     rows: list[dict[str, Any]],
-    arguments: Sequence[str],
+    command: Callable[[Mapping[str, Any]], str],
     when: str,
 ) -> Answer:
     """The answer for requests side by side: up to which batch the best drafter and rule pay."""
@@ -234,7 +241,7 @@ def _answer_with_batches(
     return Answer(
         when + told[0],
         verdict,
-        command="" if verdict == "cannot tell" else generate_command(arguments, row),
+        command="" if verdict == "cannot tell" else command(row),
         details=[*told[1:], *details],
     )
 
@@ -423,40 +430,19 @@ def _speed(row: Mapping[str, Any]) -> str:
 
 # --- What to type -----------------------------------------------------------------------------------
 
-_SHARED = (
-    "--target", "--dtype", "--device", "--device-map", "--drafter-dtype", "--drafter-device", "--drafter-device-map",
-    "--cache", "--config",
-)  # fmt: skip
-_OF_MODELS = ("--target", "--drafter")
-_SHARED_FLAGS = ("--allow-pickle", "--bit-exact", "--compile", "--no-config")
-"""Options of ``sweep`` that ``generate`` has too and that its draft-length rules do not name."""
 
-
-def generate_command(arguments: Sequence[str], row: Mapping[str, Any]) -> str:
+def generate_command(recipe: Recipe | None, row: Mapping[str, Any], more: Sequence[str] = ()) -> str:
     """A call of ``specbench generate`` that decodes as a configuration did; without drafting where that is slower.
 
     Args:
-        arguments: Of the sweep; the models' names are as they stand there.
+        recipe: The configuration's; without one there is no such call.
         row: Of the summary.
+        more: Other options, at the end.
     """
-    words = []
-    if row["verdict"] == "slower":
-        words += ["--drafter", "none"]
-    else:
-        words += ["--drafter", _drafter_spec(row["drafter"], _given(arguments, "--drafter"))]
-        if row["policy"] != "fixed":
-            words += ["--length-policy", row["policy"]]
-        if _rule_word(row) == "fixed":
-            words += ["--gamma", f"{row['gamma']:g}"]
-    without = ("--drafter",) if row["verdict"] == "slower" else ()
-    for name in (*_SHARED, *(("--costs",) if _rule_word(row) == "auto" and not without else ())):
-        if not name.startswith(without):
-            words += [word for value in _given(arguments, name)[-1:] for word in (name, value)]
-    if row["verdict"] != "slower" and row["drafter"].endswith(" (int4)") and "--drafter-dtype" not in words:
-        words += ["--drafter-dtype", "int4"]  # which `specbench tune` tries beside what auto means
-    words += [name for name in _SHARED_FLAGS if name in arguments]
-    if row["temperature"]:
-        words += ["--temperature", f"{row['temperature']:g}"]
+    if recipe is None:
+        return ""
+    recipe = replace(recipe.plain if row["verdict"] == "slower" else recipe, decoding=DecodingOptions())
+    words = [*recipe.words(), *more]
     if not math.isnan(row["batch"]):
         batch = ["--prompts", "PROMPTS.jsonl", "--batch", f"{row['batch']:g}"]
         return f"specbench generate {shlex.join(map(one_line, [*words, *batch]))}"
@@ -467,44 +453,6 @@ def _rule_word(row: Mapping[str, Any]) -> str:
     with suppress(UsageError):  # a stored run may be of another version
         return parse_rule(row["policy"]).word
     return ""
-
-
-def _given(arguments: Sequence[str], option: str) -> list[str]:
-    """The values of an option on a command line, in either notation."""
-    values = [value for word, value in itertools.pairwise(arguments) if word == option]
-    return values + [word.partition("=")[2] for word in arguments if word.startswith(f"{option}=")]
-
-
-def _with_places(arguments: Sequence[str]) -> list[str]:
-    """A stored command line with `/path/to/` before what it has left of paths to models: their last names."""
-    words = {*(kind.word for kind in DRAFTERS), *BUILTIN_MODELS, *PACKAGED_HEADS}
-    found: list[str] = []
-    for argument in arguments:
-        option, equals, value = argument.partition("=")
-        if not equals or option not in _OF_MODELS:
-            option, equals, value = "", "", argument
-        if equals or found[-1:] in ([each] for each in _OF_MODELS):
-            parts = re.split(r"([+|])", value)
-            named = [part for part in parts if part[:1].isalnum() and re.split("[:@]", part)[0] not in words]
-            if "/" not in value and named:
-                parts[parts.index(named[0])] = f"/path/to/{named[0]}"
-            value = "".join(parts)
-        found.append(f"{option}{equals}{value}")
-    return found
-
-
-def _drafter_spec(name: str, specs: Sequence[str]) -> str:
-    """A drafter as the command line takes it, whose models were named there: results have the last name of a folder."""
-    typed = {}
-    for piece in (piece for spec in specs for piece in spec.split("|")):
-        front, plus, back = piece.partition("+")
-        model = back if plus and not re.search(r"[\\/]", front) else piece
-        typed[re.sub(r".*[\\/]", "", re.sub(r"[\\/]+(?=:|$)", "", model))] = model
-    found = []
-    for part in re.sub(r" \([^()]*\)", "", name).split("|"):
-        front, plus, back = part.partition("+")
-        found.append(typed.get(part, f"{front}{plus}{typed.get(back, back)}"))
-    return "|".join(found)
 
 
 # --- Text -------------------------------------------------------------------------------------------

@@ -5,26 +5,22 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.bench.grid import Config as GridConfig
-from specbench.config import Config
 from specbench.errors import UsageError
 from specbench.results import frames, stats
 from specbench.show.tables import markdown_row, markdown_text, shortened
-from specbench.specs.drafters import Cascade, DrafterSpec, Several, SmallModel, cascade_name
-from specbench.specs.models import ModelSpec
 from specbench.textsafe import counted, one_line
 from specbench.tune.export.engines import ENGINES, export_fastest
-from specbench.tune.export.setting import Measured, Setting, dtype_in, settings_of_run
+from specbench.tune.export.setting import Measured, Setting, settings_of_run
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from specbench.options import ModelOptions
     from specbench.tune.search import Found
 
 _NAMED = 5
@@ -439,71 +435,6 @@ def _ends(ratio: stats.Estimate | None) -> dict[str, float | None]:
     if ratio is None or math.isnan(ratio.value):
         return {"speedup": None, "low": None, "high": None}
     return {"speedup": ratio.value, "low": ratio.low, "high": ratio.high}
-
-
-# -- as a configuration ----------------------------------------------------------------------------
-
-
-def configuration(
-    winner: GridConfig,
-    drafter: DrafterSpec | None,
-    target: str,
-    models: ModelOptions,
-    cache: str | None,
-    *,
-    provisional: bool = False,
-) -> tuple[Config, str]:
-    """What a `specbench.toml` says to decode like that, and a sentence if it cannot say all of it.
-
-    Args:
-        winner: How.
-        drafter: Its drafter, ``None`` for plain decoding.
-        target: As it was named.
-        models: How weights were loaded.
-        cache: The kind of cache, ``None`` for the default.
-        provisional: Whether it is not sure yet that this is faster than plain decoding.
-
-    Raises:
-        UsageError: The drafter is a model that a configuration may not name.
-    """
-    rule = None if drafter is None else winner.rule
-    if rule is not None and winner.gamma is not None:
-        rule = rule.with_options({"gamma": winner.gamma})
-    tree = rule is not None and rule.kind.tree
-    dtype = models.drafter_dtype
-    if dtype == "auto" and dtype_in(winner.drafter) == "int4":  # which was tried beside what that means
-        dtype = "int4"
-    made = Config(
-        drafter="none" if drafter is None else _written(drafter),
-        length_policy=None if rule is None or tree else str(rule),
-        tree=str(rule).replace("-tree", "", 1) if tree else None,
-        cache=cache,
-        dtype=None if models.dtype == "auto" else models.dtype,
-        drafter_dtype=None if dtype == "auto" else dtype,
-        provisional=provisional,
-    )
-    try:
-        return replace(made, target=target), ""
-    except UsageError:
-        return (
-            made,
-            f"It says nothing of the target, which is named by a path: add --target {shlex.quote(target)}.",
-        )
-
-
-def _written(drafter: DrafterSpec) -> str:
-    """A drafter as the command line takes it, which results name by the last names of its models."""
-    if isinstance(drafter, Several):
-        return "|".join(map(_written, drafter.parts))
-    if isinstance(drafter, Cascade):
-        return cascade_name(str(drafter.front), drafter.passes, _written(drafter.back))
-    if not isinstance(drafter, SmallModel):
-        return str(drafter)
-    return drafter.named(_named(drafter.model))
-
-
-def _named(model: ModelSpec) -> str:
-    return model.name if model.kind in ("hub", "builtin", "packaged") else model.source
 
 
 # -- for engines -----------------------------------------------------------------------------------

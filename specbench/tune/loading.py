@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from specbench.bench.grid import Config, Sweep, SweepOptions
     from specbench.options import ModelOptions
     from specbench.progress import Progress
+    from specbench.recipe import Recipe
     from specbench.specs.models import ModelSpec
     from specbench.specs.rules import RuleSpec
 
@@ -139,13 +140,15 @@ def _packaged(target: ModelSpec) -> list[DrafterSpec]:
     ]
 
 
-def configurations(options: SweepOptions, engine: ModelEngine) -> list[Config]:
+def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[Config]:
     """The grid of everything that is loaded; a static tree of it only where one is calibrated."""
 
     def fitted(rule: RuleSpec, drafter: str, temperature: float) -> RuleSpec:
         return engine.calibrated(rule, drafter, temperature)[0]
 
-    grid = build_configs(options, engine.specs, engine.fingerprints, fitted)
+    grid = build_configs(
+        options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
+    )
     return [each for each in grid if each.kind == "plain" or is_tried(each.rule, engine.specs[each.drafter])]
 
 

@@ -246,6 +246,16 @@ class ModelEngine:
         self._order = random.Random(0)
         self._rate_answers = rate_answers
 
+    @property
+    def drafter_dtypes(self) -> dict[str, str]:
+        """In which dtype the drafters' own models draft, by the drafters' names."""
+        return {
+            name: dtype
+            for name, drafter in self.drafters.items()
+            if name in self.fingerprints and not isinstance(drafter, SpecbenchError)
+            if (dtype := _dtype_of(drafter)) is not None
+        }
+
     def describe_target(self, decoding: DecodingOptions) -> dict[str, Any]:
         """The field ``target`` of ``run.json``."""
         model = self.target.language_model
@@ -571,6 +581,17 @@ class ModelEngine:
         transforms = Greedy().with_defaults(defaults, target.vocab_size)
         transforms = transforms.at(len(prompt), None, decoding.end_ids(target.end_ids))
         return find_difference(target.scorer, prompt, tokens, plain, transforms)
+
+
+def _dtype_of(drafter: Drafter) -> str | None:
+    """In which dtype a drafter's own model drafts; ``None`` if it drafts with the target's weights."""
+    from specbench.backends.torch.kernels.surgery import kind_of_rounding
+    from specbench.drafters.model import SelfDrafter
+    from specbench.drafters.parts import models_of
+
+    own = [model.scorer.model for model in models_of(drafter) if not isinstance(model, SelfDrafter)]
+    found = [kind_of_rounding(model) or str(next(model.parameters()).dtype) for model in own]
+    return found[-1].removeprefix("torch.") if found else None
 
 
 def _finish_reason(tokens: Sequence[int], end_ids: Sequence[int], max_new_tokens: int) -> str:

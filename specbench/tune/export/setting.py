@@ -12,10 +12,10 @@ import numpy as np
 
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
 from specbench.errors import RunError, UsageError
+from specbench.recipe import Recipe
 from specbench.results import frames, stats
 from specbench.results.compare import named_config, side_by_side
-from specbench.specs.drafters import Cascade, DrafterSpec, SmallModel, parse_drafter
-from specbench.specs.models import ModelSpec
+from specbench.specs.drafters import DrafterSpec, parse_drafter
 from specbench.specs.rules import RuleSpec, parse_rule
 from specbench.textsafe import one_line
 
@@ -330,7 +330,13 @@ class _Run:
 
     def setting(self, row: Mapping[str, Any], gamma: int | None) -> Setting:
         """The setting of a row."""
-        drafter = _drafter(row["drafter"])
+        stored = next(each for each in self.run["configs"] if each["id"] == row["config"])
+        if stored["recipe"] is None:
+            raise UsageError(
+                f"The drafter {one_line(row['drafter'])} of {self.name} is of another version of specbench.",
+                "Name another setting, or measure it anew.",
+            )
+        drafter = Recipe.from_json(stored["recipe"]).drafter
         rule = parse_rule(row["policy"])
         own, reason = (gamma, "as --gamma says") if gamma else _fixed(self.df, self.rows, row, rule)
         target = self.run["target"]
@@ -342,7 +348,7 @@ class _Run:
             own,
             reason,
             target.get("dtype"),
-            dtype_in(row["drafter"]),
+            stored["drafter_dtype"],
             float(row["temperature"]),
             Measured(
                 row["config"],
@@ -353,29 +359,6 @@ class _Run:
             ),
         )
         return setting.with_head((self.run.get("heads") or {}).get(row["drafter"]))
-
-
-def dtype_in(name: str) -> str | None:
-    """The dtype of a drafter's model, as its name in results ends in it; ``None`` if it has none."""
-    dtype = re.search(r" \((\w+)\)$", name)
-    return None if dtype is None else dtype[1]
-
-
-def _drafter(name: str) -> DrafterSpec:
-    """The drafter of a result, whose models are names and need not be here."""
-    bare = re.sub(r" \([^()]*\)", "", one_line(name))
-    try:
-        return parse_drafter(bare)
-    except UsageError:
-        front, plus, model = bare.rpartition("+")
-        if re.search("[:|]", model):  # no name, but what another version had
-            raise
-        back = SmallModel(ModelSpec("gguf" if model.lower().endswith(".gguf") else "folder", model))
-        if not plus:
-            return back
-        cascade = parse_drafter(f"{front}+self:int8")
-        assert isinstance(cascade, Cascade)
-        return replace(cascade, back=back)
 
 
 def _refuse_plain(drafter: DrafterSpec, what: str) -> None:

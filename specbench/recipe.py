@@ -1,0 +1,182 @@
+"""A way to decode with a target as one value: commands parse it, sweeps vary it, runs store it, answers print it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from specbench.errors import UsageError
+from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions, words_of
+from specbench.specs.drafters import Cascade, DrafterSpec, Plain, Several, SmallModel, parse_drafter
+from specbench.specs.models import ModelSpec
+from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.textsafe import one_line
+
+_GROUPS = ("models", "caching", "decoding", "sampling")
+_PLACE = "/path/to"
+"""Where models are that a stored recipe has no path of."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides how a prompt is decoded.
+
+    Attributes:
+        target: The model whose output is kept.
+        drafter: What proposes; ``Plain`` for plain decoding.
+        rule: How much of it, and how drafts are verified; ``None`` where nothing is drafted.
+        costs: A file with times of passes that the rule goes by; ``None`` to measure them.
+        models: How weights are loaded.
+        caching: The cache, and the kind of passes over it.
+        decoding: How long the output gets, and what else decides it.
+        sampling: How tokens are chosen.
+    """
+
+    target: ModelSpec
+    drafter: DrafterSpec = field(default_factory=Plain)
+    rule: RuleSpec | None = None
+    costs: Path | None = None
+    models: ModelOptions = field(default_factory=ModelOptions)
+    caching: CacheOptions = field(default_factory=CacheOptions)
+    decoding: DecodingOptions = field(default_factory=DecodingOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+    @property
+    def plain(self) -> Recipe:
+        """The same without drafts."""
+        models = replace(
+            self.models,
+            drafter_dtype="auto",
+            drafter_device="auto",
+            drafter_device_map=None,
+            any_target=False,
+        )
+        return replace(self, drafter=Plain(), rule=None, costs=None, models=models)
+
+    def words(self) -> list[str]:
+        """Options of ``specbench generate`` for this recipe; those of a group at their defaults are left out."""
+        words = ["--drafter", written_drafter(self.drafter)]
+        if self.rule is not None and self.rule.word == "fixed":
+            rest = replace(self.rule, options={k: v for k, v in self.rule.options.items() if k != "gamma"})
+            words += [] if str(rest) == "fixed" else ["--length-policy", str(rest)]
+            words += ["--gamma", str(self.rule.options.get("gamma", 5))]
+        elif self.rule is not None:
+            words += ["--length-policy", str(self.rule)]
+        words += [] if self.costs is None else ["--costs", str(self.costs)]
+        words += ["--target", written_model(self.target)]
+        return [*words, *(word for name in _GROUPS for word in words_of(getattr(self, name)))]
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``run.json`` stores it: models and files by their last names, of options those not at their defaults."""
+        own: list[ModelSpec] = []
+
+        def numbered(model: ModelSpec) -> ModelSpec:
+            own.append(model)
+            return ModelSpec("hub", f"MODEL{len(own)}")
+
+        return {
+            "target": _model_json(self.target),
+            "drafter": str(with_models(self.drafter, numbered)),
+            "drafter_models": [_model_json(model) for model in own],
+            "rule": None if self.rule is None else str(self.rule),
+            "costs": None if self.costs is None else self.costs.name,
+            **{name: _changed(getattr(self, name)) for name in _GROUPS},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Recipe:
+        """What ``to_json`` gave, with ``/path/to/`` before models that are folders or files.
+
+        Raises:
+            UsageError: It holds a drafter, a rule or a value that this version does not know.
+        """
+        own = [_model_of(each) for each in data["drafter_models"]]
+        named = {f"MODEL{number}": model for number, model in enumerate(own, start=1)}
+        return cls(
+            target=_model_of(data["target"]),
+            drafter=with_models(parse_drafter(data["drafter"]), lambda model: named.get(model.source, model)),
+            rule=None if data["rule"] is None else parse_rule(data["rule"]),
+            costs=None if data["costs"] is None else Path(_PLACE, data["costs"]),
+            models=options_of(ModelOptions, data["models"]),
+            caching=options_of(CacheOptions, data["caching"]),
+            decoding=options_of(DecodingOptions, data["decoding"]),
+            sampling=options_of(SamplingOptions, data["sampling"]),
+        )
+
+
+def stored_recipes(run: Mapping[str, Any]) -> dict[str, Recipe]:
+    """The recipes of a run by the ids of their configurations, as far as this version knows what is in them.
+
+    Args:
+        run: What ``run.json`` holds.
+    """
+    found = {}
+    for config in run["configs"]:
+        if config.get("recipe") is not None:
+            with suppress(UsageError):
+                found[config["id"]] = Recipe.from_json(config["recipe"])
+    return found
+
+
+def with_models(drafter: DrafterSpec, change: Callable[[ModelSpec], ModelSpec]) -> DrafterSpec:
+    """A drafter with other models of its own, changed in the order in which they are written."""
+    if isinstance(drafter, Several):
+        return replace(drafter, drafters=tuple(with_models(each, change) for each in drafter.drafters))
+    if isinstance(drafter, Cascade):
+        return replace(drafter, back=with_models(drafter.back, change))  # type: ignore[arg-type]
+    return replace(drafter, model=change(drafter.model)) if isinstance(drafter, SmallModel) else drafter
+
+
+def written_model(model: ModelSpec) -> str:
+    """A model as the command line takes it."""
+    return model.source if model.kind in ("folder", "gguf") else model.name
+
+
+def written_drafter(drafter: DrafterSpec) -> str:
+    """A drafter as the command line takes it; results name it by the last names of its models."""
+    return str(with_models(drafter, lambda model: ModelSpec("hub", written_model(model))))
+
+
+def _model_json(model: ModelSpec) -> dict[str, Any]:
+    return {"kind": model.kind, "name": model.name}
+
+
+def _model_of(data: Mapping[str, Any]) -> ModelSpec:
+    name, _, revision = data["name"].partition("@")
+    if data["kind"] in ("folder", "gguf"):
+        return ModelSpec(data["kind"], f"{_PLACE}/{data['name']}")
+    return ModelSpec(data["kind"], name, revision or None)
+
+
+def _changed(group: Any) -> dict[str, Any]:
+    """The fields that are not at their defaults, without paths."""
+    values = {each.name: getattr(group, each.name) for each in fields(group)}
+    found = {each.name: values[each.name] for each in fields(group) if values[each.name] != each.default}
+    return {
+        name: PurePath(value).name
+        if name.endswith("device_map")
+        else list(value)
+        if name == "stop"
+        else value
+        for name, value in found.items()
+    }
+
+
+def options_of(kind: Any, data: Mapping[str, Any]) -> Any:
+    """A group of options of what is stored; what this version does not know of is left out.
+
+    Raises:
+        UsageError: A value of another type than its field's.
+    """
+    values = {}
+    for each in fields(kind):
+        if each.name in data:
+            value, usual = data[each.name], each.default
+            value = tuple(value) if isinstance(value, list) else value
+            if type(value) is not type(usual) and not (usual is None and isinstance(value, str)):
+                raise UsageError(f"{each.name} is {one_line(value)}, which it cannot be.")
+            values[each.name] = value
+    return kind(**values)

@@ -1,0 +1,139 @@
+"""A recipe as words of the command line and as JSON, and recipes of runs from before they had any."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbench.errors import UsageError
+from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
+from specbench.recipe import Recipe, stored_recipes, written_drafter
+from specbench.results.store import RESULTS_VERSION
+from specbench.results.upgrade import upgraded
+from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse_drafter
+from specbench.specs.models import ModelSpec
+from specbench.specs.rules import parse_rule
+
+SMALL = SmallModel(ModelSpec("folder", "/secret/place/small"), 9)
+OTHER = SmallModel(ModelSpec("hub", "org/other", "v1"))
+RECIPES = {
+    "plain": Recipe(ModelSpec("builtin", "smollm2-135m")),
+    "folders": Recipe(
+        ModelSpec("folder", "/secret/place/big"),
+        Several((Cascade(Lookup(n=4), SMALL, 2), OTHER, parse_drafter("self:int8"))),
+        parse_rule("fixed:gamma=4,siblings=2"),
+        Path("/secret/place/costs.json"),
+        ModelOptions(
+            dtype="int8", drafter_dtype="int4", device_map="/secret/place/map.json", allow_pickle=True
+        ),
+        CacheOptions(cache="preallocated", bit_exact=True),
+        DecodingOptions(max_new_tokens=48, min_new_tokens=3, stop=("a", "b"), model_defaults=False),
+        SamplingOptions(temperature=0.7, seed=3),
+    ),
+    "tree": Recipe(ModelSpec("gguf", "/secret/big.gguf"), OTHER, parse_rule("auto-tree:nodes=8")),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_stored_is_read_again_without_paths(name: str) -> None:
+    recipe = RECIPES[name]
+    stored = recipe.to_json()
+    assert "secret" not in json.dumps(stored)
+    again = Recipe.from_json(json.loads(json.dumps(stored)))
+    assert again.to_json() == stored
+    assert str(again.drafter) == str(recipe.drafter)
+    assert (again.rule, again.decoding, again.sampling, again.caching) == (
+        recipe.rule, recipe.decoding, recipe.sampling, recipe.caching,
+    )  # fmt: skip
+
+
+def test_words() -> None:
+    assert RECIPES["plain"].words() == ["--drafter", "none", "--target", "smollm2-135m"]
+    drafter = "lookup:n=4,passes=2+/secret/place/small:vocab=9|org/other@v1|self:int8"
+    assert RECIPES["folders"].words() == [
+        "--drafter", drafter, "--length-policy", "fixed:siblings=2", "--gamma", "4",
+        "--costs", "/secret/place/costs.json", "--target", "/secret/place/big", "--dtype", "int8",
+        "--device-map", "/secret/place/map.json", "--drafter-dtype", "int4", "--allow-pickle",
+        "--cache", "preallocated", "--bit-exact", "--max-new-tokens", "48", "--min-new-tokens", "3",
+        "--stop", "a", "--stop", "b", "--no-model-defaults", "--temperature", "0.7", "--seed", "3",
+    ]  # fmt: skip
+    stored = Recipe.from_json(RECIPES["folders"].to_json())
+    assert written_drafter(stored.drafter) == drafter.replace("/secret/place/", "/path/to/")
+
+
+def test_plainly() -> None:
+    plain = RECIPES["folders"].plain
+    assert (plain.drafter.is_plain, plain.rule, plain.costs) == (True, None, None)
+    assert (plain.models.dtype, plain.models.drafter_dtype) == ("int8", "auto")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("drafter", "looukp"), ("rule", "nothing"), ("models", {"dtype": 7}), ("decoding", {"max_new_tokens": "7"}),
+        ("decoding", {"max_new_tokens": 0}),
+    ],
+)  # fmt: skip
+def test_what_this_version_does_not_know_is_left_out(field: str, value: Any) -> None:
+    stored = {**RECIPES["tree"].to_json(), field: value}
+    with pytest.raises(UsageError):
+        Recipe.from_json(stored)
+    configs = [{"id": "a", "recipe": stored}, {"id": "b", "recipe": None}, {"id": "c"}]
+    assert stored_recipes({"configs": configs}) == {}
+
+
+def first_version(drafter: str, **config: Any) -> dict[str, Any]:
+    config = {"id": "x", "kind": "speculative", "drafter": drafter, "gamma": None, "policy": "auto",
+              "temperature": 0.0, "cache": "dynamic", **config}  # fmt: skip
+    options = {"target": "org/big@v2", "target_options": {"dtype": "float32", "device_map": None},
+               "drafter_options": {"dtype": "auto"}, "max_new_tokens": 48}  # fmt: skip
+    return {"schema": 1, "configs": [config], "options": options, "target": {"name": "big"},
+            "command": ["sweep", "--bit-exact"]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words", "dtype"),
+    [
+        ("lookup", "lookup", None),
+        ("small (int8)", "/path/to/small", "int8"),
+        ("lookup:n=4+small.gguf (bfloat16)", "lookup:n=4+/path/to/small.gguf", "bfloat16"),
+        ("org/small@v1 (float32)", "org/small@v1", "float32"),
+        ("lookup|small-head (int4)", None, "int4"),
+        ("smollm2-135m-head (int8)", "smollm2-135m-head", "int8"),
+    ],
+)
+def test_runs_of_the_first_version_get_recipes(drafter: str, words: str | None, dtype: str | None) -> None:
+    run = upgraded(first_version(drafter), RESULTS_VERSION)
+    (config,) = run["configs"]
+    assert (run["schema"], config["drafter_dtype"]) == (RESULTS_VERSION, dtype)
+    recipe = stored_recipes(run)["x"]
+    if words is not None:
+        assert written_drafter(recipe.drafter) == words
+    assert recipe.models.drafter_dtype == ("int4" if dtype == "int4" else "auto")
+    rest = replace(
+        recipe, drafter=parse_drafter("lookup"), models=replace(recipe.models, drafter_dtype="auto")
+    )
+    assert " ".join(rest.words()) == (
+        "--drafter lookup --length-policy auto --target org/big@v2 --dtype float32 --bit-exact --max-new-tokens 48"
+    )
+
+
+UNKNOWN = (
+    first_version("other:a|b"),
+    first_version("lookup", policy="none-such"),
+    first_version("x", kind="server"),
+)
+
+
+def test_what_the_first_version_did_not_say_whole_has_no_recipe() -> None:
+    for run in (
+        first_version("other:a|b"),
+        first_version("lookup", policy="none-such"),
+        first_version("x", kind="server"),
+    ):
+        (config,) = upgraded(run, RESULTS_VERSION)["configs"]
+        assert config["recipe"] is None
