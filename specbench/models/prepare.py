@@ -299,32 +299,90 @@ def load_drafter(
         RunError: It could not be loaded.
     """
     spec = parse_drafter(spec) if isinstance(spec, str) else spec
-    if isinstance(spec, Several):
-        return SeveralDrafters(
-            [
-                load_drafter(part, target, options, cache=cache, progress=progress, allow_pickle=allow_pickle)
-                for part in spec.drafters
-            ]
-        )
-    if isinstance(spec, Cascade):
-        model = load_drafter(
-            spec.back, target, options, cache=cache, progress=progress, allow_pickle=allow_pickle
-        )
-        assert isinstance(model, ModelDrafter)
-        return join_cascade(spec, model)
-    if isinstance(spec, SelfForm):
-        return self_drafter(spec, target, progress=progress)
-    if not isinstance(spec, SmallModel):
-        drafter: Drafter = _without_model(spec)
-        return drafter
-    options = options or LoadOptions()
-    check_options(options)
-    own = _load_own(spec.model, options, target.language_model, progress=progress, allow_pickle=allow_pickle)
-    if isinstance(own, TrainedHead):
-        return wrap_head(own, target, options)
-    return wrap_drafter(
-        own, target, cache=cache, int8=options.dtype == "auto", vocab=spec.vocab, progress=progress
+    return DrafterLoader(target, options, cache=cache, progress=progress, allow_pickle=allow_pickle).load(
+        spec
     )
+
+
+class DrafterLoader:
+    """Makes drafters of one target. A model is loaded once for each vocabulary, and a drafter made once, whichever
+    cascades and merged drafters have it.
+
+    Args:
+        target, options, cache, progress, allow_pickle: See ``load_drafter``.
+        loaded: Models that are loaded already, which are taken; others are added.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        options: LoadOptions | None = None,
+        *,
+        cache: CacheKind = "dynamic",
+        progress: Progress | None = None,
+        allow_pickle: bool = False,
+        loaded: dict[ModelSpec, LanguageModel | TrainedHead] | None = None,
+    ) -> None:
+        self._target, self._options, self._cache = target, options or LoadOptions(), cache
+        self._progress, self._allow_pickle = progress, allow_pickle
+        self.loaded = {} if loaded is None else loaded
+        self._taken: set[ModelSpec] = set()
+        self._made: dict[DrafterSpec, Drafter | RunError] = {}
+
+    def load(self, spec: DrafterSpec) -> Drafter:
+        """The drafter of a spec.
+
+        Raises:
+            UsageError, RunError: See ``load_drafter``. What failed once fails again, and is not tried again.
+        """
+        if isinstance(spec, Several):
+            return SeveralDrafters([self.load(part) for part in spec.drafters])
+        if isinstance(spec, Cascade):
+            model = self.load(spec.back)
+            assert isinstance(model, ModelDrafter)
+            return join_cascade(spec, model)
+        if spec not in self._made:
+            try:
+                self._made[spec] = self._make(spec)
+            except RunError as error:
+                self._made[spec] = error
+        made = self._made[spec]
+        if isinstance(made, RunError):
+            raise made
+        return made
+
+    def _make(self, spec: DrafterSpec) -> Drafter:
+        if isinstance(spec, SelfForm):
+            return self_drafter(spec, self._target, progress=self._progress)
+        if not isinstance(spec, SmallModel):
+            drafter: Drafter = _without_model(spec)
+            return drafter
+        own = self._own(spec.model)
+        if isinstance(own, TrainedHead):
+            self.loaded[spec.model] = own.without_weights()
+            return wrap_head(own, self._target, self._options)
+        return wrap_drafter(
+            own,
+            self._target,
+            cache=self._cache,
+            int8=self._options.dtype == "auto",
+            vocab=spec.vocab,
+            progress=self._progress,
+        )
+
+    def _own(self, model: ModelSpec) -> LanguageModel | TrainedHead:
+        """A drafter's model; loaded again where another drafter has changed its head."""
+        if model not in self.loaded or model in self._taken:
+            check_options(self._options)
+            self.loaded[model] = _load_own(
+                model,
+                self._options,
+                self._target.language_model,
+                progress=self._progress,
+                allow_pickle=self._allow_pickle,
+            )
+        self._taken.add(model)
+        return self.loaded[model]
 
 
 def _load_own(
@@ -741,61 +799,24 @@ def prepare_drafters(
         UsageError: A drafter that does not fit the target, or two of one name. What befalls one later is raised where
             it is asked for.
     """
-    loaded = {} if loaded is None else loaded
-
-    def load_own(spec: ModelSpec) -> LanguageModel | TrainedHead:
-        return _load_own(
-            spec,
-            options.drafter,
-            ready.language_model,
-            progress=progress,
-            allow_pickle=options.allow_pickle,
-        )
-
-    wrapped: set[ModelSpec] = set()
-
-    def built(part: DrafterSpec) -> Drafter | RunError:
-        if part.own_model is None:
-            return load_drafter(part, ready, progress=progress)
-        vocab = part.vocab if isinstance(part, SmallModel) else None
-        try:
-            if part.own_model not in loaded or part.own_model in wrapped:  # with another head
-                loaded[part.own_model] = load_own(part.own_model)
-            wrapped.add(part.own_model)
-            own = loaded[part.own_model]
-            if isinstance(own, TrainedHead):
-                loaded[part.own_model] = own.without_weights()
-                return wrap_head(own, ready, options.drafter)
-            return wrap_drafter(
-                own,
-                ready,
-                cache=cache or "dynamic",
-                int8=options.drafter.dtype == "auto",
-                vocab=vocab,
-                progress=progress,
-            )
-        except RunError as error:
-            return error
-
-    parts: dict[DrafterSpec, Drafter | RunError] = {}  # what cascades and drafters that stand alone share
+    loader = DrafterLoader(
+        ready,
+        options.drafter,
+        cache=cache or "dynamic",
+        progress=progress,
+        allow_pickle=options.allow_pickle,
+        loaded=loaded,
+    )
     proposers: list[Proposer] = []
-
-    def joined(spec: DrafterSpec) -> Drafter | RunError:
-        if isinstance(spec, Several):
-            outcomes = [joined(part) for part in spec.drafters]
-            failed = next((each for each in outcomes if isinstance(each, RunError)), None)
-            return failed or SeveralDrafters([each for each in outcomes if not isinstance(each, RunError)])
-        if spec.model_part not in parts:
-            parts[spec.model_part] = built(spec.model_part)
-        outcome = parts[spec.model_part]
-        cascade = isinstance(spec, Cascade) and isinstance(outcome, ModelDrafter)
-        return join_cascade(spec, outcome) if cascade else outcome  # type: ignore[arg-type]
-
     for spec in drafters:
-        outcome = joined(spec)
+        outcome: Drafter | RunError
+        try:
+            outcome = loader.load(spec)
+        except RunError as error:
+            outcome = error
         name = str(spec) if isinstance(outcome, RunError) else outcome.name
         if any(name == other.name for other in proposers):
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
-        models = tuple(loaded[model] for model in spec.own_models if model in loaded)
+        models = tuple(loader.loaded[model] for model in spec.own_models if model in loader.loaded)
         proposers.append(Proposer(name, spec, outcome, models))
     return proposers
