@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "a tree calibrated for other weights of a drafter is taken up",
-        "models/tree_choices.py:TreeKey.name",
+        "models/calibrations.py:TreeKey.name",
         '[self.dtype, self.device, self.drafter, self.weights, f"{self.temperature:g}"]',
         '[self.dtype, self.device, self.drafter, f"{self.temperature:g}"]',
         CALIBRATED,

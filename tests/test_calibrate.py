@@ -30,7 +30,7 @@ from specbench.errors import RunError, UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import FixedLength
 from specbench.models.cache import cache_folder
-from specbench.models.choices import Choice, ChoiceKey, any_choice, read_choice, write_choice
+from specbench.models.calibrations import FORMS, Choice, ChoiceKey, read_choice
 from specbench.models.prepare import Target, check_drafter, choice_key, load_drafter, wrap_target
 from specbench.specs.drafters import SelfForm
 from specbench.specs.models import parse_model
@@ -397,12 +397,12 @@ CHOICE = Choice("a model", 8, True, (2, 5), 0.8, 30, 0.5, 3, 1.25)
 
 
 def test_a_choice_is_read_as_it_was_written() -> None:
-    assert not any_choice()
-    write_choice(KEY, CHOICE)
-    assert any_choice()
+    assert not FORMS.names()
+    FORMS.write(KEY.name, CHOICE)
+    assert FORMS.names()
     assert read_choice(KEY) == CHOICE
     assert str(CHOICE.form) == "self:int8,skip=2-5"
-    write_choice(KEY, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
+    FORMS.write(KEY.name, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
     assert read_choice(KEY).skip == (1,)
     assert [path.name for path in choice_file().parent.iterdir()] == ["0123456789abcdef-bfloat16-cpu.json"]
 
@@ -416,7 +416,7 @@ def test_a_choice_is_read_as_it_was_written() -> None:
     ],
 )
 def test_a_choice_holds_for_one_target_dtype_and_device(other: ChoiceKey) -> None:
-    write_choice(KEY, CHOICE)
+    FORMS.write(KEY.name, CHOICE)
     with pytest.raises(UsageError) as caught:
         read_choice(other)
     assert caught.value.message == (
@@ -433,7 +433,7 @@ def test_a_choice_holds_for_one_target_dtype_and_device(other: ChoiceKey) -> Non
     ],
 )  # fmt: skip
 def test_a_damaged_choice_is_refused(change: dict[str, Any]) -> None:
-    write_choice(KEY, CHOICE)
+    FORMS.write(KEY.name, CHOICE)
     data = json.loads(choice_file().read_text())
     choice_file().write_text(json.dumps(data | change))
     with pytest.raises(UsageError, match="damaged"):
@@ -442,21 +442,21 @@ def test_a_damaged_choice_is_refused(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "[" * 100_000])
 def test_what_is_no_choice_at_all(text: str) -> None:
-    write_choice(KEY, CHOICE)
+    FORMS.write(KEY.name, CHOICE)
     choice_file().write_text(text)
     with pytest.raises(UsageError, match="damaged"):
         read_choice(KEY)
 
 
 def test_a_write_that_fails_leaves_the_earlier_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_choice(KEY, CHOICE)
+    FORMS.write(KEY.name, CHOICE)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(RunError, match="No space left"):
-        write_choice(KEY, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
+        FORMS.write(KEY.name, Choice("a model", 8, False, (1,), 0.7, 30, 0.5, 3, 1.1))
     assert read_choice(KEY) == CHOICE
     assert len(list(choice_file().parent.iterdir())) == 1
 
@@ -470,7 +470,7 @@ def test_the_calibrated_form_is_what_drafts() -> None:
         check_drafter(SelfForm(calibrated=True), parse_model("smollm2-135m"))
     with pytest.raises(UsageError, match="No calibration is stored for this target in float32 on cpu"):
         load_drafter("self:calibrated", target)
-    write_choice(key, Choice("tiny", 4, True, (2,), 0.8, 30, 0.5, 3, 1.25))
+    FORMS.write(key.name, Choice("tiny", 4, True, (2,), 0.8, 30, 0.5, 3, 1.25))
     check_drafter(SelfForm(calibrated=True), parse_model("smollm2-135m"))
     assert load_drafter("self:calibrated", target).name == "self:int8,skip=2"
     drafter = load_drafter("lookup+self:calibrated", target)
@@ -503,7 +503,7 @@ def test_the_command_stores_what_it_says(arguments: list[str], capsys: pytest.Ca
     assert "--drafter self:calibrated" in shown.out
     assert "predicted" in shown.out
     assert shown.err == ""
-    assert any_choice()
+    assert FORMS.names()
     assert run([*arguments, "--json", "--no-int8"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["complete"] is True
@@ -590,7 +590,7 @@ def test_refusals(
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.err.count("\n") == 1
-    assert not any_choice()
+    assert not FORMS.names()
 
 
 def test_an_int8_target_is_calibrated_as_it_is(

@@ -31,7 +31,7 @@ from specbench.config import read_config
 from specbench.decoding.records import StepTimes
 from specbench.errors import RunError
 from specbench.files import try_lock
-from specbench.models.choices import Choice, write_choice
+from specbench.models.calibrations import FORMS, Choice
 from specbench.models.prepare import choice_key, load_target
 from specbench.results.store import load_results, read_run
 from specbench.show.answer import find_answers
@@ -367,8 +367,8 @@ def test_a_drafter_without_memory_for_it_is_left_out(
 
 def test_a_calibrated_form_is_tried_once(tune: Tune, tmp_path: Path, models: Path) -> None:
     with_cache = load_target(str(models / "target"))
-    write_choice(
-        choice_key(with_cache),
+    FORMS.write(
+        choice_key(with_cache).name,
         Choice("target", 2, int8=True, skip=(1,), accepted=0.5, tested=10, cost=0.5, gamma=2, speedup=1.2),
     )
     said = tune("--drafter", "self:calibrated", "--drafter", "self:int8")

@@ -25,15 +25,9 @@ from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.lengths.trees import StaticTree
 from specbench.models.cache import cache_folder
+from specbench.models.calibrations import TREES, TreeChoice, TreeKey
 from specbench.models.prepare import Target, wrap_drafter, wrap_target
-from specbench.models.tree_choices import (
-    TreeChoice,
-    TreeKey,
-    calibrated_tree,
-    read_tree,
-    tree_key,
-    write_tree,
-)
+from specbench.models.tree_choices import calibrated_tree, tree_key
 from specbench.specs.rules import parse_rule
 from specbench.tune.ranks import _comb, _percentages, best_tree, calibrate_tree
 
@@ -169,9 +163,9 @@ def test_where_a_pass_is_dear_one_token_is_drafted() -> None:
     ],
 )  # fmt: skip
 def test_a_tree_holds_for_all_of_what_it_was_measured_with(other: dict[str, Any]) -> None:
-    write_tree(KEY, CHOICE)
-    assert read_tree(KEY) == CHOICE
-    assert read_tree(replace(KEY, **other)) is None
+    TREES.write(KEY.name, CHOICE)
+    assert TREES.read(KEY.name) == CHOICE
+    assert TREES.read(replace(KEY, **other).name) is None
 
 
 @pytest.mark.parametrize(
@@ -182,11 +176,11 @@ def test_a_tree_holds_for_all_of_what_it_was_measured_with(other: dict[str, Any]
     ],
 )  # fmt: skip
 def test_a_damaged_tree_is_refused(change: dict[str, Any]) -> None:
-    write_tree(KEY, CHOICE)
+    TREES.write(KEY.name, CHOICE)
     (file,) = (cache_folder() / "trees").iterdir()
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UsageError, match=r"The stored tree is damaged, or of another version"):
-        read_tree(KEY)
+        TREES.read(KEY.name)
 
 
 # -- where it is taken up ----------------------------------------------------------------------------
@@ -203,7 +197,7 @@ def test_a_rule_takes_what_it_leaves_open() -> None:
     assert fitted("static-tree") == ("static-tree", None), "nothing is stored at all"
     key = tree_key(target, drafter, "e", sampling, parse_rule("static-tree"))
     assert (key.verification, key.drafter) == ("traversal", drafter.name)
-    write_tree(key, replace(CHOICE, drafter=drafter.name))
+    TREES.write(key.name, replace(CHOICE, drafter=drafter.name))
     rule, note = fitted("static-tree")
     assert rule == "static-tree:nodes=9,depth=4,ranks=60-20-5"
     assert (

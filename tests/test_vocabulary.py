@@ -19,7 +19,7 @@ from specbench.decoding.sampling import Multinomial, Sampling
 from specbench.errors import UsageError
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.lengths import build_policy
-from specbench.models.counts import TokenCounts, read_counts, write_counts
+from specbench.models.calibrations import COUNTS, TokenCounts, not_counted
 from specbench.models.prepare import Target, load_drafter, prepare, wrap_drafter, wrap_target
 from specbench.options import ModelOptions
 from specbench.specs.drafters import Cascade, SmallModel, parse_drafter
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted(target: Target, ranked: tuple[int, ...] = KEPT) -> None:
-    write_counts(target.language_model.fingerprint, TokenCounts(target.name, ranked, 9, (5, 5, 17, 3)))
+    COUNTS.write(target.language_model.fingerprint, TokenCounts(target.name, ranked, 9, (5, 5, 17, 3)))
 
 
 # -- the notation ------------------------------------------------------------------------------------
@@ -102,10 +102,10 @@ def test_every_third_answer_shows_what_is_covered() -> None:
 def test_counts_are_kept_and_damage_is_noticed(tmp_path: Path) -> None:
     counts = TokenCounts("t", (3, 1), 2, (1, 5))
     with pytest.raises(UsageError, match="The tokens that t writes were not counted yet") as caught:
-        read_counts("f", "t")
+        COUNTS.require("f", not_counted("t"))
     assert "specbench calibrate --vocab" in str(caught.value.hint)
-    write_counts("f", counts)
-    assert read_counts("f", "t") == counts
+    COUNTS.write("f", counts)
+    assert COUNTS.require("f", not_counted("t")) == counts
     file = next((tmp_path / "cache").rglob("f.json"))
     for text in (
         "{",
@@ -116,7 +116,7 @@ def test_counts_are_kept_and_damage_is_noticed(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(UsageError, match="damaged"):
-            read_counts("f", "t")
+            COUNTS.require("f", not_counted("t"))
 
 
 # -- what is drafted ---------------------------------------------------------------------------------

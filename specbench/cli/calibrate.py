@@ -137,7 +137,7 @@ def calibrate(
     chosen = load_prompts(prompts or ["all"], limit=limit or _PROMPTS)
     with starting(quiet) as progress:
         from specbench.bench.encoding import encode_turns
-        from specbench.models.choices import write_choice
+        from specbench.models.calibrations import FORMS
         from specbench.models.prepare import choice_key, prepare
         from specbench.progress import quiet_transformers
         from specbench.specs.models import parse_model
@@ -151,7 +151,7 @@ def calibrate(
         # No bar that draws by itself from here on: passes are timed.
     with StageProgress(quiet, animated=False) as progress:
         found = search(loaded, encoded, settings, progress=progress)
-    write_choice(choice_key(loaded), found.choice)
+    FORMS.write(choice_key(loaded).name, found.choice)
     write_out(_as_json(found) if json_output else _as_text(found, loaded))
 
 
@@ -173,7 +173,7 @@ def _count(
     with StageProgress(quiet) as progress:
         progress.update("starting", 0, None)
         from specbench.bench.encoding import encode_turns
-        from specbench.models.counts import write_counts
+        from specbench.models.calibrations import COUNTS
         from specbench.models.prepare import prepare
         from specbench.progress import quiet_transformers
         from specbench.specs.models import parse_model
@@ -182,7 +182,7 @@ def _count(
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
             found = count_tokens(loaded, encode_turns(loaded, prompts), tokens, progress=progress)
-    write_counts(loaded.language_model.fingerprint, found)
+    COUNTS.write(loaded.language_model.fingerprint, found)
     coverage = found.coverage(found.most_frequent(vocab, range(loaded.vocab_size)))
     tested, kinds = len(found.held_out), len(found.ranked)
     if json_output:
@@ -234,8 +234,9 @@ def _find_tree(
     with starting(quiet) as progress:
         from specbench.bench.encoding import encode_turns
         from specbench.decoding.sampling import Sampling
+        from specbench.models.calibrations import TREES
         from specbench.models.prepare import prepare, refuse_keep
-        from specbench.models.tree_choices import tree_key, write_tree
+        from specbench.models.tree_choices import tree_key
         from specbench.progress import quiet_transformers
         from specbench.specs.models import parse_model
         from specbench.tune.ranks import calibrate_tree
@@ -257,7 +258,7 @@ def _find_tree(
             seconds=seconds,
             progress=progress,
         )
-    write_tree(key, found.choice)
+    TREES.write(key.name, found.choice)
     write_out(_tree_as_json(found) if json_output else _tree_as_text(found, loaded))
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import metadata
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +22,7 @@ from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import circumstances
 from specbench.backends.torch.samples import sample_in, time_samples
 from specbench.errors import SpecbenchError
-from specbench.models.shelf import Shelf
+from specbench.models.json_store import JsonStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,32 +142,27 @@ def decide(
     return None
 
 
-def _parse(data: Mapping[str, Any]) -> DtypeChoice | None:
-    values: dict[str, Any] = {field.name: data.get(field.name) for field in fields(DtypeChoice)}
-    names = [values["target"], values["dtype"], values["other"]]
-    figures = [values["speedup"], values["low"], values["high"]]
-    known = ("float32", "bfloat16", "float16")
-    if not (
-        all(isinstance(name, str) for name in names)
-        and values["dtype"] in known
-        and values["other"] in known
-        and all(type(figure) in (int, float) and figure > 0 for figure in figures)
-    ):
-        return None
-    return DtypeChoice(**values)
+_KNOWN = ("float32", "bfloat16", "float16")
 
-
-_SHELF = Shelf("dtypes", "The stored dtype is", "It is measured again.", _parse)
+_STORE = JsonStore(
+    "dtypes",
+    DtypeChoice,
+    "The stored dtype is",
+    "It is measured again.",
+    lambda choice: (
+        {choice.dtype, choice.other} <= {*_KNOWN} and min(choice.speedup, choice.low, choice.high) > 0
+    ),
+)
 
 
 def read_dtype(key: str) -> DtypeChoice | None:
     """What was chosen; ``None`` for nothing, or nothing that can be read: it is measured again."""
     with suppress(SpecbenchError):
-        return _SHELF.read(key)
+        return _STORE.read(key)
     return None
 
 
 def write_dtype(key: str, choice: DtypeChoice) -> None:
     """Keep a choice, where the cache folder can be written."""
     with suppress(SpecbenchError):
-        _SHELF.write(key, choice)
+        _STORE.write(key, choice)

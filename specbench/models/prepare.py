@@ -41,9 +41,8 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation
 from specbench.errors import RunError, UsageError
+from specbench.models.calibrations import COUNTS, FORMS, ChoiceKey, not_counted, read_choice
 from specbench.models.checkpoints import text_config
-from specbench.models.choices import ChoiceKey, any_choice, read_choice
-from specbench.models.counts import any_counts, nothing_counted, read_counts
 from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.load import (
     LanguageModel,
@@ -250,12 +249,12 @@ def _check_form(form: DrafterSpec, target: ModelSpec, progress: Progress | None)
         if form.vocab is not None:
             raise UsageError(f"The head {head.name} has a vocabulary of its own.", "Leave vocab out.")
         head.check(load_config(target, progress=progress), target.name)
-    if isinstance(form, SmallModel) and form.vocab is not None and not any_counts():
-        raise nothing_counted(target.name)
+    if isinstance(form, SmallModel) and form.vocab is not None and not COUNTS.names():
+        raise UsageError(not_counted(target.name), COUNTS.hint)
     if not isinstance(form, SelfForm):
         return
-    if form.calibrated and not any_choice():
-        raise _nothing_calibrated()
+    if form.calibrated and not FORMS.names():
+        raise UsageError("No calibration is stored yet.", FORMS.hint)
     if form.layers is not None or form.skip:
         check_form(form, load_config(target, progress=progress))
 
@@ -600,7 +599,7 @@ def _draftable(
             f"{language_model.name} drafts {len(among)} tokens, and vocab={vocab} keeps all of them.",
             "Give less, or leave it out.",
         )
-    counts = read_counts(target.language_model.fingerprint, target.name)
+    counts = COUNTS.require(target.language_model.fingerprint, not_counted(target.name))
     return tuple(counts.most_frequent(vocab, among))
 
 
@@ -620,12 +619,6 @@ def _cut_head(language_model: LanguageModel, rows: tuple[int, ...] | None) -> No
 def choice_key(target: Target) -> ChoiceKey:
     """Under which a calibrated form of a target is kept."""
     return ChoiceKey(target.language_model.fingerprint, target.dtype, target.scorer.device.type)
-
-
-def _nothing_calibrated() -> UsageError:
-    return UsageError(
-        "No calibration is stored yet.", "Run `specbench calibrate` with this target, dtype and device."
-    )
 
 
 def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = None) -> SelfDrafter:

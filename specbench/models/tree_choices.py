@@ -1,111 +1,20 @@
-"""Which tree is best for a drafter, as `specbench calibrate --tree` found out: kept in the cache folder."""
+"""The tree that `specbench calibrate --tree` found best for a drafter, where a rule leaves its tree open."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from specbench.errors import SpecbenchError
 from specbench.lengths import build_policy
-from specbench.lengths.trees import StaticTree
-from specbench.models.shelf import Shelf
+from specbench.models.calibrations import TREES, TreeKey, circumstances
 from specbench.specs.notation import Dashed
-from specbench.specs.rules import RuleSpec, parse_rule
+from specbench.specs.rules import RuleSpec
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import Target
-
-
-@dataclass(frozen=True)
-class TreeKey:
-    """What a tree holds for.
-
-    Attributes:
-        fingerprint, dtype, device: Of the target: its weights, in what they are, and the kind of device.
-        drafter: Its name.
-        weights: Fingerprints of its models.
-        temperature: 0 for greedy decoding. Of the transforms no other counts.
-        verification: How drafts are verified; empty in greedy decoding, where all ways are the same.
-    """
-
-    fingerprint: str
-    dtype: str
-    device: str
-    drafter: str
-    weights: str
-    temperature: float
-    verification: str
-
-    @property
-    def name(self) -> str:
-        """Of the file."""
-        rest = "\n".join([self.dtype, self.device, self.drafter, self.weights, f"{self.temperature:g}"])
-        digest = hashlib.sha256(f"{rest}\n{self.verification}".encode()).hexdigest()[:12]
-        return f"{self.fingerprint}-{digest}"
-
-
-@dataclass(frozen=True)
-class TreeChoice:
-    """A tree, and what it was chosen for.
-
-    Attributes:
-        target, drafter: Their names.
-        temperature, verification: See ``TreeKey``.
-        ranks: By rank, how many of a hundred nodes have that candidate kept.
-        tested: At how many nodes that was counted.
-        nodes, depth: With the highest predicted speedup.
-        speedup: That speedup, over plain decoding.
-    """
-
-    target: str
-    drafter: str
-    temperature: float
-    verification: str
-    ranks: tuple[int, ...]
-    tested: int
-    nodes: int
-    depth: int
-    speedup: float
-
-    @property
-    def rule(self) -> RuleSpec:
-        """As ``--length-policy`` takes it."""
-        return parse_rule(StaticTree(self.nodes, self.depth, self.ranks).name)
-
-    @property
-    def circumstances(self) -> str:
-        """What it was chosen for, in words."""
-        return f"{self.drafter} at {_circumstances(self.temperature, self.verification)}"
-
-
-def _circumstances(temperature: float, verification: str) -> str:
-    return f"temperature {temperature:g}" + (f" by {verification}" if verification else "")
-
-
-def _parse(data: Mapping[str, Any]) -> TreeChoice | None:
-    values: dict[str, Any] = {field.name: data.get(field.name) for field in fields(TreeChoice)}
-    if not (
-        all(isinstance(values[name], str) for name in ("target", "drafter", "verification"))
-        and all(type(values[name]) is int for name in ("tested", "nodes", "depth"))
-        and all(type(values[name]) in (int, float) for name in ("temperature", "speedup"))
-        and isinstance(values["ranks"], list)
-        and all(type(share) is int and 0 <= share <= 100 for share in values["ranks"])
-    ):
-        return None
-    values["ranks"] = tuple(values["ranks"])
-    choice = TreeChoice(**values)
-    sound = choice.ranks and sum(choice.ranks) <= 100 and 1 <= choice.nodes <= 64 and choice.depth >= 1
-    return choice if sound else None
-
-
-_SHELF = Shelf(
-    "trees", "The stored tree is", "Run `specbench calibrate --tree` with this target and drafter.", _parse
-)
 
 
 def tree_key(target: Target, drafter: Drafter, weights: str, sampling: Sampling, rule: RuleSpec) -> TreeKey:
@@ -120,16 +29,6 @@ def tree_key(target: Target, drafter: Drafter, weights: str, sampling: Sampling,
         sampling.temperature,
         verification,
     )
-
-
-def read_tree(key: TreeKey) -> TreeChoice | None:
-    """See ``Shelf.read``."""
-    return _SHELF.read(key.name)
-
-
-def write_tree(key: TreeKey, choice: TreeChoice) -> None:
-    """See ``Shelf.write``."""
-    _SHELF.write(key.name, choice)
 
 
 def calibrated_tree(
@@ -150,7 +49,7 @@ def calibrated_tree(
     if rule.word != "static-tree" or "ranks" in rule.options:
         return rule, None
     key = tree_key(target, drafter, weights, sampling, rule)
-    choice = read_tree(key)
+    choice = TREES.read(key.name)
     if choice is not None:
         found: dict[str, Any] = {"ranks": Dashed(choice.ranks)}
         if not rule.options.keys() & {"nodes", "depth"}:
@@ -160,7 +59,7 @@ def calibrated_tree(
     others = _others(key)
     if not others:
         return rule, None
-    wanted = f"{drafter.name} at {_circumstances(key.temperature, key.verification)}"
+    wanted = circumstances(drafter.name, key.temperature, key.verification)
     return rule, (
         f"A tree is calibrated for {others[0]}, and none for {wanted}, so that {rule} goes by usual figures;"
         " `specbench calibrate --tree` finds a better one."
@@ -169,10 +68,10 @@ def calibrated_tree(
 
 def _others(key: TreeKey) -> list[str]:
     """For what else trees are calibrated, those of the same target first; what is damaged is passed over."""
-    mine, found = _SHELF.names(f"{key.fingerprint}-"), []
-    for name in dict.fromkeys([*mine, *_SHELF.names()]):
+    mine, found = TREES.names(f"{key.fingerprint}-"), []
+    for name in dict.fromkeys([*mine, *TREES.names()]):
         with suppress(SpecbenchError):
-            choice = _SHELF.read(name)
+            choice = TREES.read(name)
             if choice is not None:
                 end = "" if name in mine else f" with {choice.target}"
                 found.append(choice.circumstances + end)

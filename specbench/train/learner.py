@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from specbench.errors import UsageError
+from specbench.models.calibrations import TokenCounts
 from specbench.models.checkpoints import text_config
-from specbench.models.counts import TokenCounts
 from specbench.models.heads import shape_text
 from specbench.train.lessons import Reading, Teacher, batches, padded
 from specbench.train.state import restore_optimizer, stored_optimizer

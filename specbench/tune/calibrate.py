@@ -35,7 +35,7 @@ from specbench.drafters.model import SelfDrafter
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
-from specbench.models.choices import Choice
+from specbench.models.calibrations import Choice
 from specbench.specs.drafters import Lookup, SelfForm
 from specbench.textsafe import counted
 

@@ -20,7 +20,7 @@ from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
 from specbench.errors import RunError, UsageError
 from specbench.generate import encode_prompt
-from specbench.models.choices import read_choice
+from specbench.models.calibrations import read_choice
 from specbench.models.load import resolve_device
 from specbench.models.prepare import (
     Proposer,

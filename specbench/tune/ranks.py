@@ -27,7 +27,7 @@ from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
 from specbench.lengths.trees import StaticTree, best_shapes, falling
-from specbench.models.tree_choices import TreeChoice, TreeKey
+from specbench.models.calibrations import TreeChoice, TreeKey
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter

@@ -10,7 +10,7 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.errors import UsageError
 from specbench.generate import GenerationRun
 from specbench.lengths import FixedLength
-from specbench.models.counts import TokenCounts
+from specbench.models.calibrations import TokenCounts
 from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:
