@@ -45,24 +45,34 @@ WAYS = {"chain": ("rejection", "block", "naive"), "tree": ("recursive", "travers
 # --- Expected tokens of a draft, over all tosses --------------------------------------------------
 
 
+def draws_of(draft: Draft, node: int) -> list[tuple[int, torch.Tensor]]:
+    """The candidates of a node, with the q that they were drawn from one after the other."""
+    return [(token, q) for tokens, q in draft.draws(node) if q is not None for token in tokens]
+
+
+def node_of(draft: Draft, parent: int, token: int) -> int:
+    node = draft.child(parent, token)
+    assert node is not None
+    return node
+
+
 def kept_naive(draft: Draft, p: Rows, node: int = -1) -> float:
     """Each node is kept with p of it, if the one before it is."""
     return sum(
-        float(p(node)[draft.tokens[child]]) * (1 + kept_naive(draft, p, child))
-        for child in {each.node for each in draft.behind(node)}
+        float(p(node)[token]) * (1 + kept_naive(draft, p, node_of(draft, node, token)))
+        for token in {token for each in draft.draws(node) for token in each.tokens}
     )
 
 
 def kept_in_turn(draft: Draft, p: Rows, node: int = -1) -> float:
     """Rejection, and of several candidates recursive rejection."""
-    candidates = draft.behind(node)
+    candidates = draws_of(draft, node)
     here, left, expected = p(node) if candidates else None, 1.0, 0.0
     q: torch.Tensor | None = None
-    for child, drawn_from in candidates:
+    for token, drawn_from in candidates:
         assert here is not None
-        assert drawn_from is not None
         q = drawn_from if q is None else q
-        token = draft.tokens[child]
+        child = node_of(draft, node, token)
         chance = min(1.0, float(here[token] / q[token].clamp_min(TINY)))
         expected += left * chance * (1 + kept_in_turn(draft, p, child))
         left *= 1 - chance
@@ -77,14 +87,13 @@ def kept_from_below(draft: Draft, p: Rows, node: int = -1, chance: float = 1.0) 
         The chance that something of the branch is kept, this node at least, and the tokens behind this node that are
         expected, counted as none where nothing is kept.
     """
-    candidates = draft.behind(node)
+    candidates = draws_of(draft, node)
     here, failed, kept, expected = p(node) if candidates else None, 1.0, 0.0, 0.0
     q: torch.Tensor | None = None
-    for child, drawn_from in candidates:
+    for token, drawn_from in candidates:
         assert here is not None
-        assert drawn_from is not None
         q = drawn_from if q is None else q
-        token = draft.tokens[child]
+        child = node_of(draft, node, token)
         ratio = min(1.0, chance * float(here[token] / q[token].clamp_min(TINY)))
         below, tokens = kept_from_below(draft, p, child, ratio)
         kept += failed * below

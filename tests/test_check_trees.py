@@ -16,7 +16,7 @@ from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
 from specbench.check.sampled import SampledTest, sample
 from specbench.decoding import verdicts
-from specbench.decoding.drafts import Candidate, Draft, Drawn, GrowingTree
+from specbench.decoding.drafts import Draft, Draws, GrowingTree
 from specbench.decoding.loop import decode
 from specbench.decoding.protocols import Asking, TreePolicy
 from specbench.decoding.records import Step
@@ -187,22 +187,22 @@ def ended_early(draft: Draft, p: verdicts.Rows, random: Any) -> verdicts.Walked:
     """Traversal whose first failure ends a branch: a node whose drafts all failed is not looked at again."""
     path: list[int] = []
     node, chance = -1, 1.0
-    while candidates := draft.behind(node):
-        child, q = candidates[0]
-        chance = min(1.0, chance * float(verdicts._ratio(p(node), q, draft.tokens[child])))
+    while candidates := draft.draws(node):
+        token, q = candidates[0].tokens[0], candidates[0].q
+        chance = min(1.0, chance * float(verdicts._ratio(p(node), q, token)))
         if not verdicts._passes(torch.tensor(chance), random):
-            rest = verdicts.remainder(p(node), q, draft.tokens[child])
+            rest = verdicts.remainder(p(node), q, token)
             return verdicts.Walked(path, random.draw(rest), rest)
+        child = draft.child(node, token)
+        assert child is not None
         node = child
         path.append(node)
     return verdicts.Walked(path, random.draw(p(node)), p(node))
 
 
-def once_each(
-    p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Any
-) -> verdicts._Ruling:
+def once_each(p: torch.Tensor, candidates: Sequence[Draws], random: Any) -> verdicts._Ruling:
     """SpecInfer's rule, which takes equal drafts for one."""
-    return verdicts.specinfer(p, list({each.node: each for each in candidates}.values()), draft, random)
+    return verdicts.specinfer(p, list({each.tokens[0]: each for each in candidates}.values()), random)
 
 
 BIASES: dict[str, tuple[str | None, VerificationName, str, Any]] = {
@@ -256,7 +256,7 @@ def without_last(draft: Draft) -> Draft:
     last = draft.candidates[parent][-1]
     if last.q is None or float(last.q[draft.tokens[-1]]) > 0.3:
         return draft
-    candidates = {**draft.candidates, parent: draft.candidates[parent][:-1]}
+    candidates = {**draft.candidates, parent: [Draws(last.tokens[:-1], last.q)]}
     nodes = len(draft.tokens) - 1
     return replace(
         draft, tokens=draft.tokens[:nodes], parents=(draft.parents or ())[:nodes], candidates=candidates
@@ -265,10 +265,8 @@ def without_last(draft: Draft) -> Draft:
 
 def other_q(draft: Draft) -> Draft:
     flat = {
-        node: [
-            Candidate(each.node, each.q.sqrt() / each.q.sqrt().sum()) for each in behind if each.q is not None
-        ]
-        for node, behind in (draft.candidates or {}).items()
+        node: [Draws(tokens, q.sqrt() / q.sqrt().sum()) for tokens, q in draws if q is not None]
+        for node, draws in (draft.candidates or {}).items()
     }
     return replace(draft, candidates=flat)
 
@@ -282,8 +280,8 @@ def test_a_tree_that_is_not_what_was_drawn_is_found(change: Callable[[Draft], Dr
 def test_multiplicity_that_is_lost_in_the_tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = GrowingTree.add
 
-    def add(self: GrowingTree, parent: int, drawn: Sequence[Drawn], *rest: Any) -> None:
-        whole(self, parent, list({each.token: each for each in drawn}.values()), *rest)
+    def add(self: GrowingTree, parent: int, draws: Sequence[Draws], *rest: Any) -> None:
+        whole(self, parent, list({each.tokens[0]: each for each in draws}.values()), *rest)
 
     monkeypatch.setattr(GrowingTree, "add", add)
     result = result_of(setup_of("chains", "specinfer"))
@@ -295,13 +293,13 @@ def test_a_draw_shared_by_several_parents_is_found(monkeypatch: pytest.MonkeyPat
     """Every node of a depth gets the tokens that were drawn for the first one."""
     whole = GrowingTree.add
 
-    def add(self: GrowingTree, parent: int, drawn: Sequence[Drawn], *rest: Any) -> None:
+    def add(self: GrowingTree, parent: int, draws: Sequence[Draws], *rest: Any) -> None:
         grandparent = self.parents[parent] if parent >= 0 else -2
         first = next((n for n, each in enumerate(self.parents) if each == grandparent), parent)
         if 0 <= first < parent and first in self.candidates:
-            tokens = [self.tokens[each.node] for each in self.candidates[first]]
-            drawn = [Drawn(token, each.q) for token, each in zip(tokens, drawn, strict=False)]
-        whole(self, parent, drawn, *rest)
+            taken = zip(self.candidates[first], draws, strict=False)
+            draws = [Draws(other.tokens[: len(each.tokens)], each.q) for other, each in taken]
+        whole(self, parent, draws, *rest)
 
     monkeypatch.setattr(GrowingTree, "add", add)
     assert "chance" in violated(result_of(setup_of("static", "traversal")))

@@ -276,7 +276,7 @@ def test_a_tree_by_rank() -> None:
     assert found.tokens == [2, 3, 1, 5]
     assert found.parents == (-1, -1, 0, 0)
     assert found.candidates is not None
-    assert all(each.q is None for behind in found.candidates.values() for each in behind)
+    assert all(each.q is None for draws in found.candidates.values() for each in draws)
 
 
 # Both, as trees.

@@ -16,7 +16,7 @@ from specbench.backends.torch.caches import CacheKind
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding import prospects, verdicts, verify
-from specbench.decoding.drafts import Candidate, Draft, Drawn, GrowingTree
+from specbench.decoding.drafts import Draft, Draws, GrowingTree
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.prospects import Prospects, Scores, largest
 from specbench.decoding.protocols import Pass, TreePolicy, answered
@@ -219,8 +219,13 @@ def test_dropping_a_draft_for_its_own_probability_is_a_bias(
         smaller = keep_certain(tree, kept)
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         smaller.candidates = {
-            place[parent]: [Candidate(place[node], q) for node, q in behind if node in place]
-            for parent, behind in tree.candidates.items()
+            place[parent]: [
+                Draws(
+                    [token for token in tokens if smaller.draft().child(place[parent], token) is not None], q
+                )
+                for tokens, q in draws
+            ]
+            for parent, draws in tree.candidates.items()
             if parent in place
         }
         return smaller
@@ -244,11 +249,11 @@ def test_an_early_end_of_block_verification_is_a_bias(monkeypatch: pytest.Monkey
         """The chances of block verification, tossed from the front until one fails."""
         path: list[int] = []
         chance, last = 1.0, p(-1)
-        while candidates := draft.behind(path[-1] if path else -1):
-            node, q = candidates[0]
+        while candidates := draft.draws(path[-1] if path else -1):
+            q, node = candidates[0].q, len(path)
             assert q is not None
             chance = min(1.0, chance * float(last[draft.tokens[node]] / q[draft.tokens[node]]))
-            rest = (chance * p(node) - draft.behind(node)[0].q).clamp_min(0) if draft.behind(node) else None
+            rest = (chance * p(node) - draft.draws(node)[0].q).clamp_min(0) if draft.draws(node) else None
             kept = chance if rest is None else float(rest.sum()) / (float(rest.sum()) + 1 - chance)
             if not random.test(torch.tensor([kept]))[0]:
                 closing = verdicts.remainder(last, q)
@@ -265,10 +270,10 @@ def test_an_early_end_of_block_verification_is_a_bias(monkeypatch: pytest.Monkey
 def test_a_lost_multiplicity_of_equal_drafts_is_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tested once, a token that came twice; its q says that there were two tries."""
 
-    def once(tree: GrowingTree, parent: int, drawn: Sequence[Drawn], prospects: Prospects) -> None:
-        seen: dict[int, Drawn] = {}
-        for each in drawn:
-            seen.setdefault(each.token, each)
+    def once(tree: GrowingTree, parent: int, draws: Sequence[Draws], prospects: Prospects) -> None:
+        seen: dict[int, Draws] = {}
+        for each in draws:
+            seen.setdefault(each.tokens[0], each)
         add(tree, parent, list(seen.values()), prospects)
 
     add = GrowingTree.add
@@ -286,11 +291,11 @@ def test_one_draw_shared_by_several_parents_is_a_bias(monkeypatch: pytest.Monkey
     )
     shape = lambda: StaticTree.shaped((-1, -1, 0, 1))  # noqa: E731
     assert bias(shape, "traversal") < 1e-6
-    latest: list[list[Drawn]] = []
+    latest: list[list[Draws]] = []
 
-    def shared(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
-        if count == 1 and latest and len(latest[-1]) == 1:
-            return [Drawn(latest.pop()[0].token, prospects.q)]
+    def shared(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
+        if count == 1 and latest and len(latest[-1][0].tokens) == 1:
+            return [Draws(latest.pop()[0].tokens, prospects.q)]
         latest.append(verdicts.without_replacement(prospects, count, random))
         return latest[-1]
 
@@ -470,7 +475,7 @@ def acceptance_at_a_node(method: Method, p: torch.Tensor, q: torch.Tensor, count
         return (len(method.walk(tree.draft(), lambda _: p, dice).path),)
 
     def drawn(dice: Any) -> tuple[int, ...]:
-        return tuple(each.token for each in method.drawing(prospects, count, dice))
+        return tuple(token for each in method.drawing(prospects, count, dice) for token in each.tokens)
 
     kept = enumerate_outcomes(run)
     return kept.get((1,), 0.0), optimal_acceptance(p, enumerate_outcomes(drawn))

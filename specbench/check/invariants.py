@@ -17,7 +17,6 @@ from specbench.decoding.records import FinishReason, Prefill, Step, depth_of
 from specbench.decoding.request import DraftPolicy
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import special_tokens
-from specbench.decoding.verdicts import METHODS, without_replacement
 from specbench.decoding.verify import acceptance_probabilities
 from specbench.specs.verification import VerificationName
 
@@ -189,11 +188,11 @@ def _drafts(seen: Observation, rules: Rules) -> Complaints:
         yield "draft", f"{depth} tokens were drafted with room for {room}"
     if draft.q is not None and len(draft.q) != len(draft.tokens):
         yield "draft", f"{len(draft.tokens)} tokens were drafted from {len(draft.q)} distributions"
-    elif (complaint := _unlike_draws(proposal, rules.method)) is not None:
+    elif (complaint := _unlike_draws(proposal)) is not None:
         yield "chance", complaint
 
 
-def _unlike_draws(proposal: Proposal, method: VerificationName) -> str | None:
+def _unlike_draws(proposal: Proposal) -> str | None:
     """Whether the drafts are the draws, in order, and no draw was thrown away: that would change q.
 
     A token that is certain in q may have been drawn or not.
@@ -203,7 +202,7 @@ def _unlike_draws(proposal: Proposal, method: VerificationName) -> str | None:
     if len(draws) != len(proposal.events):
         return "something was tested while drafting"
     if draft.candidates is not None:
-        return _unlike_candidates(draft, draws, method)
+        return _unlike_candidates(draft, draws)
     at = 0
     for i, token in enumerate(draft.tokens):
         q = None if draft.q is None else draft.q[i]
@@ -215,28 +214,26 @@ def _unlike_draws(proposal: Proposal, method: VerificationName) -> str | None:
     return f"{len(draws) - at} drawn tokens were thrown away" if at < len(draws) else None
 
 
-def _unlike_candidates(draft: Draft, draws: Sequence[Drawn], method: VerificationName) -> str | None:
-    """The same of a tree: each candidate that is not certain has a draw of its own, from what the method says."""
+def _unlike_candidates(draft: Draft, draws: Sequence[Drawn]) -> str | None:
+    """The same of a tree: each candidate that is not certain has a draw of its own, from what was left of its q."""
     assert draft.candidates is not None
-    drawn = [each for behind in draft.candidates.values() for each in behind if each.q is not None]
-    if len(drawn) != len(draws):
-        return f"{len(draws)} tokens were drawn for {len(drawn)} candidates"
+    places = draft.candidates.items()
+    drawn = [(node, tokens, q) for node, groups in places for tokens, q in groups if q is not None]
+    if (count := sum(len(tokens) for _, tokens, _ in drawn)) != len(draws):
+        return f"{len(draws)} tokens were drawn for {count} candidates"
     unused = list(draws)
-    taken: dict[int, list[int]] = {}  # by q: each pass of a drafter has its own
-    for node, q in drawn:
-        assert q is not None
-        before = taken.setdefault(id(q), [])
+    for node, tokens, q in drawn:
         left = q.double()
-        if METHODS[method].drawing is without_replacement:
-            left = left.index_fill(0, torch.tensor(before, dtype=torch.long, device=q.device), 0.0)
-        token = draft.tokens[node]
-        # Several drafters draw one after the other what stands beside each other.
-        fits = (i for i, each in enumerate(unused) if each.token == token and _alike(each.distribution, left))
-        at = next(fits, None)
-        if at is None:
-            return f"node {node} is not what was drawn from its q"
-        del unused[at]
-        before.append(token)
+        for token in tokens:
+            # Several drafters draw one after the other what stands beside each other.
+            fits = (
+                i for i, each in enumerate(unused) if each.token == token and _alike(each.distribution, left)
+            )
+            at = next(fits, None)
+            if at is None:
+                return f"node {draft.child(node, token)} is not what was drawn from its q"
+            del unused[at]
+            left[token] = 0.0
     return None
 
 

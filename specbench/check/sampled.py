@@ -204,7 +204,7 @@ def _sharp(seen: Observation, sampling: Sampling) -> _Sharp:
 
 def _drawn_from(draft: Draft, node: int) -> torch.Tensor | None:
     """What the first of the drafts behind a node was drawn from, [vocab]; ``None`` if they are certain."""
-    return next((each.q.cpu() for each in draft.behind(node) if each.q is not None), None)
+    return next((each.q.cpu() for each in draft.draws(node) if each.q is not None), None)
 
 
 def _share(weights: torch.Tensor) -> torch.Tensor:
@@ -316,9 +316,9 @@ def _preferred(draft: Draft, node: int, p: torch.Tensor) -> torch.Tensor:
     drafts up to a node are the tokens before, it does not; for other nodes of a tree the answer is: none.
     """
     preferred = torch.zeros_like(p, dtype=torch.bool)
-    for candidate in draft.behind(node)[:1] if node < 0 or draft.parents is None else ():
-        if candidate.q is None:
-            preferred[draft.tokens[candidate.node]] = True
+    for tokens, q in draft.draws(node)[:1] if node < 0 or draft.parents is None else ():
+        if q is None:
+            preferred[list(tokens[:1])] = True
         else:
-            preferred = candidate.q.to(p.device) > p
+            preferred = q.to(p.device) > p
     return preferred

@@ -13,21 +13,16 @@ if TYPE_CHECKING:
     from specbench.decoding.prospects import Prospects
 
 
-class Drawn(NamedTuple):
-    """A drafted token and what it was drawn from, float32 [vocab]; ``None`` where it is certain."""
+class Draws(NamedTuple):
+    """Candidates for one place, drawn together: one after the other, each from what those before it have left of q.
 
-    token: int
-    q: torch.Tensor | None
-
-
-class Candidate(NamedTuple):
-    """A draw for the place behind a node: the node it became, and what it was drawn from; ``None``: it was certain.
-
-    Draws without replacement share the tensor of q as it was before the first of them.
+    Attributes:
+        tokens: In the order drawn. Those that were drawn independently of each other are ``Draws`` of their own.
+        q: What the first was drawn from, float32 [vocab]; ``None``: they are certain.
     """
 
-    node: int
-    q: torch.Tensor | None
+    tokens: Sequence[int]
+    q: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -53,9 +48,9 @@ class Draft:
             target puts in its place tells what would have become of it. ``None`` where there is none.
         parents: By token the index of the one it stands behind, -1 for the context; parents come before their children.
             ``None`` for a chain: -1, 0, 1, ...
-        candidates: Of a tree whose tokens were drawn as one: what was drawn behind which node (-1: the context), in
-            that order, as often as it was drawn; their q hold as long as ``q``. ``None``: that tells it of the first
-            branch, and the rest is certain.
+        candidates: Of a tree whose tokens were drawn as one: what was drawn after which node (-1: the context), in
+            that order; their q hold as long as ``q``. ``None``: that tells it of the first branch, and the rest is
+            certain.
         chance: Of such a tree: how probable a token, by its index, was to the drafter; ``None`` if nobody knows.
     """
 
@@ -67,17 +62,19 @@ class Draft:
     passes: int | None = None
     declined: int | None = None
     parents: Sequence[int] | None = None
-    candidates: Mapping[int, Sequence[Candidate]] | None = None
+    candidates: Mapping[int, Sequence[Draws]] | None = None
     chance: Callable[[int], float] | None = None
 
-    def behind(self, node: int) -> Sequence[Candidate]:
-        """What may stand behind a node, -1 for the context."""
+    def draws(self, node: int) -> Sequence[Draws]:
+        """What was drawn for the place after a node, -1 for the context."""
         if self.candidates is not None:
             return self.candidates.get(node, ())
         parents = range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
         after = [i for i, parent in enumerate(parents) if parent == node]
         drawn = 0 if self.q is None else len(self.q)
-        return [Candidate(i, self.q[i] if self.q is not None and i < drawn else None) for i in after]
+        found = [Draws((self.tokens[i],), self.q[i]) for i in after if self.q is not None and i < drawn]
+        certain = [self.tokens[i] for i in after if i >= drawn]
+        return [*found, Draws(certain)] if certain else found
 
     def branch(self, node: int) -> list[int]:
         """The tokens from the context down to a node, itself among them; none for -1."""
@@ -115,36 +112,38 @@ class GrowingTree:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.candidates: dict[int, list[Candidate]] = {}
+        self.candidates: dict[int, list[Draws]] = {}
         self.depths: list[int] = []
         self.ranks: list[int] = []
+        self._nodes: dict[tuple[int, int], int] = {}
         self._prospects: dict[int, Prospects | None] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, drawn: Sequence[Drawn], prospects: Prospects | None = None) -> None:
-        """Put candidates behind a node; equal ones share a node.
+    def add(self, parent: int, draws: Sequence[Draws], prospects: Prospects | None = None) -> None:
+        """Put candidates after a node; equal ones share a node.
 
         Args:
             parent: The node.
-            drawn: The candidates, in the order drawn.
+            draws: The candidates, in the order drawn.
             prospects: What the drafter expects there; ``None`` if nobody asks for chances.
         """
         self._prospects[parent] = prospects
-        behind = self.candidates.setdefault(parent, [])
-        known = {self.tokens[each.node]: each.node for each in behind}
-        for token, source in drawn:
-            node = known.get(token)
-            if node is None:
-                node = known[token] = len(self.tokens)
-                self.tokens.append(token)
-                self.parents.append(parent)
-                self.depths.append(1 + (self.depths[parent] if parent >= 0 else 0))
-                self.ranks.append(len(known) - 1)
-            behind.append(Candidate(node, source))
-        if not behind:
-            del self.candidates[parent]
+        if not draws:
+            return
+        before = self.candidates.setdefault(parent, [])
+        known = {token for each in before for token in each.tokens}
+        for token in (token for each in draws for token in each.tokens):
+            if token in known:
+                continue
+            self._nodes[parent, token] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(1 + (self.depths[parent] if parent >= 0 else 0))
+            self.ranks.append(len(known))
+            known.add(token)
+        before += draws
 
     def chance(self, node: int) -> float:
         """That a node is right if the one before it is, by the drafter's own distribution; 1 if that is not known."""
@@ -157,14 +156,14 @@ class GrowingTree:
         node = -1
         for i, token in enumerate(chain.tokens):
             source = None if chain.q is None else chain.q[i].clone()  # the next proposal may write over it
-            self.add(node, [Drawn(token, source)])
-            node = self.candidates[node][-1].node
+            self.add(node, [Draws((token,), source)])
+            node = self._nodes[node, token]
             nodes.append(node)
         return nodes
 
     def multiplicity(self, node: int) -> int:
         """How often a node was drawn."""
-        return sum(each.node == node for each in self.candidates[self.parents[node]])
+        return sum(each.tokens.count(self.tokens[node]) for each in self.candidates[self.parents[node]])
 
     def draft(self) -> Draft:
         """What has grown."""
@@ -177,10 +176,5 @@ class GrowingTree:
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         for node in kept:
             parent = place[self.parents[node]]
-            tree.tokens.append(self.tokens[node])
-            tree.parents.append(parent)
-            tree.depths.append(self.depths[node])
-            tree.ranks.append(self.ranks[node])
-            tree.candidates.setdefault(parent, []).append(Candidate(place[node], None))
-            tree._prospects[parent] = self._prospects[self.parents[node]]
+            tree.add(parent, [Draws((self.tokens[node],))], self._prospects[self.parents[node]])
         return tree

@@ -43,7 +43,7 @@ def step_of(
     nodes, whole = len(draft.tokens), draft.parents is not None
     if whole:
         accepted = len(verdict.path)
-        open_end = bool(draft.behind(verdict.path[-1] if verdict.path else -1))
+        open_end = bool(draft.draws(verdict.path[-1] if verdict.path else -1))
         closing: Closing = "corrected" if open_end else "bonus" if nodes else "target"
     else:
         accepted = verdict.accepted
@@ -85,13 +85,15 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
     looked = set((-1, *verdict.path)[:tested])
     if tested >= len(verdict.path):  # no stop cut the verdict short
         looked |= verdict.rows.keys()
-    candidates = draft.candidates or {}
-    drawn = {each.node: each.q for behind in candidates.values() for each in behind if each.q is not None}
+    places = (draft.candidates or {}).items()
+    drawn = {
+        (node, token): q for node, draws in places for tokens, q in draws if q is not None for token in tokens
+    }
     verdicts = []
     for i, token in enumerate(draft.tokens):
         parent = i - 1 if draft.parents is None else draft.parents[i]
         seen = parent in looked
-        q = drawn.get(i) if draft.q is None else draft.q[i]
+        q = drawn.get((parent, token)) if draft.q is None else draft.q[i]
         if q is not None:
             chance = float(q[token])
         elif draft.logits is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 if TYPE_CHECKING:
     import torch
 
-    from specbench.decoding.drafts import Draft, Drawn, GrowingTree
+    from specbench.decoding.drafts import Draft, Draws, GrowingTree
     from specbench.decoding.prospects import Prospects
     from specbench.decoding.records import Step
     from specbench.decoding.sampling import Randomness, Sampling
@@ -71,7 +71,7 @@ def answered(asking: Asking[T]) -> T:
 class Drawing(Protocol):
     """Draws the candidates of a node, as a way to verify asks for them (``specbench.decoding.verdicts``)."""
 
-    def __call__(self, prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
+    def __call__(self, prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
         """Up to ``count`` candidates, in the order drawn, from what a drafter expects."""
         ...
 

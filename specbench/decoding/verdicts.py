@@ -13,13 +13,13 @@ Greedy decoding needs none of this: there every method keeps the child that is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from specbench.decoding.drafts import Candidate, Draft, Drawn
+from specbench.decoding.drafts import Draft, Draws
 from specbench.decoding.prospects import Prospects
 from specbench.decoding.protocols import Drawing
 from specbench.decoding.sampling import Randomness
@@ -48,109 +48,100 @@ Walk: TypeAlias = Callable[[Draft, Rows, Randomness], Walked]
 
 
 class _Ruling(NamedTuple):
-    """The candidate that is kept at a node, or the token in place of them all and what it was drawn from."""
+    """The next token: a candidate that is kept, or another one and what it was drawn from."""
 
-    node: int | None
-    token: int = -1
+    token: int
     distribution: torch.Tensor | None = None
 
 
-_Rule: TypeAlias = Callable[[torch.Tensor, Sequence[Candidate], Draft, Randomness], _Ruling]
+_Rule: TypeAlias = Callable[[torch.Tensor, Sequence[Draws], Randomness], _Ruling]
 
 
 # -- drawing candidates ----------------------------------------------------------------------------
 
 
-def without_replacement(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
+def without_replacement(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
     """One after the other from what is left of q: Gumbel-top-k sampling (Kool et al. 2019), in its order."""
     q = left = prospects.q
-    drawn: list[Drawn] = []
+    tokens: list[int] = []
     for place in range(count):
-        token = random.draw(left)
-        drawn.append(Drawn(token, q))
+        tokens.append(random.draw(left))
         if place + 1 < count:
             left = left.clone() if left is q else left
-            left[token] = 0.0
+            left[tokens[-1]] = 0.0
             if float(left.sum()) <= _SMALLEST:
                 break
-    return drawn
+    return [Draws(tokens, q)]
 
 
-def with_replacement(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
+def with_replacement(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
     """Independently of each other; the same token may come several times."""
-    return [Drawn(random.draw(prospects.q), prospects.q) for _ in range(count)]
+    return [Draws([random.draw(prospects.q)], prospects.q) for _ in range(count)]
 
 
-def top(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:  # noqa: ARG001
+def top(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:  # noqa: ARG001
     """The most probable tokens; nothing is tossed for."""
-    return [Drawn(token, None) for token in prospects.best(count)]
+    return [Draws(prospects.best(count))]
 
 
-def draw_and_top(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
+def draw_and_top(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
     """One drawn from q, and beside it the most probable others."""
     token = random.draw(prospects.q)
     others = [other for other in prospects.best(count) if other != token]
-    return [Drawn(token, prospects.q), *(Drawn(other, None) for other in others[: count - 1])]
+    return [Draws([token], prospects.q), Draws(others[: count - 1])]
 
 
-def top_and_tail(prospects: Prospects, count: int, random: Randomness) -> list[Drawn]:
+def top_and_tail(prospects: Prospects, count: int, random: Randomness) -> list[Draws]:
     """All but one the most probable tokens, and one drawn from q outside them (Hu et al. 2025)."""
     best = prospects.best(count - 1)
     tail = prospects.q.clone()
     tail[best] = 0.0
     total = float(tail.sum())
-    drawn = [] if total <= _SMALLEST else [Drawn(random.draw(tail), tail / total)]
-    return [*drawn, *(Drawn(token, None) for token in best)]
+    drawn = [] if total <= _SMALLEST else [Draws([random.draw(tail)], tail / total)]
+    return [*drawn, Draws(best)]
 
 
 # -- deciding at a node ----------------------------------------------------------------------------
 
 
-def naive(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Randomness) -> _Ruling:
+def naive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """A token is drawn from p, and kept if it is among the candidates, whatever chose them (Miao et al. 2024).
 
     Keeps with the chance p(candidates). What EAGLE-2, Token Recycling and suffix decoding need. Costs a draw.
     """
-    return match(p, [Candidate(node, None) for node, _ in candidates], draft, random)
+    return match(p, [Draws(tokens) for tokens, _ in candidates], random)
 
 
-def match(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Randomness) -> _Ruling:
+def match(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """At most one drawn candidate, tested; then a token is drawn, and kept if it is among the certain ones.
 
     With one drawn from q and others beside it, *residual*: rejection sampling (Leviathan et al. 2023) whose corrected
     token may be a candidate too. With one drawn from the tail, *greedy draft* (Hu et al. 2025). Costs a draw,
     and a pass over the vocabulary after a rejection.
     """
-    for node, q in candidates:
-        if q is None:
-            continue
-        if _passes(p[draft.tokens[node]] / q[draft.tokens[node]].clamp_min(_SMALLEST), random):
-            return _Ruling(node)
+    for token, q in _in_turn(each for each in candidates if each.q is not None):
+        if _passes(_ratio(p, q, token), random):
+            return _Ruling(token)
         p = remainder(p, q)
     token = random.draw(p)
-    found = (node for node, q in candidates if q is None and draft.tokens[node] == token)
-    return _Ruling(next(found, None), token, p)
+    certain = any(token in tokens for tokens, q in candidates if q is None)
+    return _Ruling(token, None if certain else p)
 
 
-def recursive(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Randomness) -> _Ruling:
+def recursive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Recursive rejection sampling of candidates without replacement (Jeon et al. 2024; Chen et al. 2024, Sequoia).
 
-    In the order drawn: kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and q loses the token. Candidates
-    that share a q tensor were drawn from it one after the other. Costs a few passes over the vocabulary per rejection.
+    In the order drawn: kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and q loses the token. Costs a few
+    passes over the vocabulary per rejection.
     """
-    left: dict[int, torch.Tensor] = {}
-    for node, q in candidates:
-        token = draft.tokens[node]
-        now = None if q is None else left.get(id(q), q)
-        if _passes(_ratio(p, now, token), random):
-            return _Ruling(node)
-        p = remainder(p, now, token)
-        if q is not None and now is not None:
-            left[id(q)] = _without(now, token)
-    return _Ruling(None, random.draw(p), p)
+    for token, q in _in_turn(candidates):
+        if _passes(_ratio(p, q, token), random):
+            return _Ruling(token)
+        p = remainder(p, q, token)
+    return _Ruling(random.draw(p), p)
 
 
-def specinfer(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, random: Randomness) -> _Ruling:
+def specinfer(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Multi-step speculative sampling of independent draws (Miao et al. 2024, SpecInfer, Algorithm 2).
 
     A remaining draw at random is kept with min(1, p/q); otherwise p becomes norm((p - q)₊), and that draw goes. Equal
@@ -158,16 +149,15 @@ def specinfer(p: torch.Tensor, candidates: Sequence[Candidate], draft: Draft, ra
     after all draws, since they may have been chosen by what was drawn: tested before it, they would make the output
     wrong.
     """
-    draws = [each for each in candidates if each.q is not None]
-    certain = [each for each in candidates if each.q is None]
+    draws = [(token, q) for tokens, q in candidates if q is not None for token in tokens]
+    certain = [(token, q) for tokens, q in candidates if q is None for token in tokens]
     while draws or certain:
         place = random.draw(torch.ones(len(draws))) if len(draws) > 1 else 0
-        node, q = (draws or certain).pop(place)
-        token = draft.tokens[node]
+        token, q = (draws or certain).pop(place)
         if _passes(_ratio(p, q, token), random):
-            return _Ruling(node)
+            return _Ruling(token)
         p = remainder(p, q, token)
-    return _Ruling(None, random.draw(p), p)
+    return _Ruling(random.draw(p), p)
 
 
 def _walked(rule: _Rule) -> Walk:
@@ -176,12 +166,13 @@ def _walked(rule: _Rule) -> Walk:
     def walk(draft: Draft, p: Rows, random: Randomness) -> Walked:
         path: list[int] = []
         node = -1
-        while candidates := draft.behind(node):
-            ruling = rule(p(node), candidates, draft, random)
-            if ruling.node is None:
-                assert ruling.distribution is not None
-                return Walked(path, ruling.token, ruling.distribution)
-            node = ruling.node
+        while candidates := draft.draws(node):
+            token, distribution = rule(p(node), candidates, random)
+            if distribution is not None:
+                return Walked(path, token, distribution)
+            kept = draft.child(node, token)
+            assert kept is not None
+            node = kept
             path.append(node)
         last = p(node)
         return Walked(path, random.draw(last), last)
@@ -203,24 +194,21 @@ def traverse(draft: Draft, p: Rows, random: Randomness) -> Walked:
     """
 
     def visit(node: int, chance: float) -> Walked | None:
-        candidates = draft.behind(node)
+        candidates = draft.draws(node)
         here = p(node) if candidates else None
-        left: dict[int, torch.Tensor] = {}
-        for child, q in candidates:
+        for token, q in _in_turn(candidates):
+            child = draft.child(node, token)
             assert here is not None
-            token = draft.tokens[child]
-            now = None if q is None else left.get(id(q), q)
-            found = visit(child, min(1.0, chance * float(_ratio(here, now, token))))
+            assert child is not None
+            found = visit(child, min(1.0, chance * float(_ratio(here, q, token))))
             if found is not None:
                 found.path.insert(0, child)
                 return found
-            rest = _less(chance * here, now, token)
+            rest = _less(chance * here, q, token)
             total = float(rest.sum())
             if total > _SMALLEST:
                 here = rest / total
             chance = total / (total + 1.0 - chance) if chance < 1.0 else 1.0
-            if q is not None and now is not None:
-                left[id(q)] = _without(now, token)
         if not _passes(torch.tensor(chance), random):
             return None
         last = p(node) if here is None else here
@@ -232,6 +220,16 @@ def traverse(draft: Draft, p: Rows, random: Randomness) -> Walked:
 
 
 # -- parts of them ---------------------------------------------------------------------------------
+
+
+def _in_turn(candidates: Iterable[Draws]) -> Iterator[tuple[int, torch.Tensor | None]]:
+    """Every candidate in the order drawn, with what it was drawn from; ``None`` for a certain one."""
+    for tokens, q in candidates:
+        left = q
+        for i, token in enumerate(tokens):
+            if i and left is not None:
+                left = _without(left, tokens[i - 1])
+            yield token, left
 
 
 def _passes(chance: torch.Tensor, random: Randomness) -> bool:

@@ -266,8 +266,8 @@ def expected_acceptance(draft: Draft, verdict: Verdict, tested: int) -> tuple[fl
 
 def _expected(draft: Draft, node: int, p: torch.Tensor) -> float:
     """The term of a node of a tree; p is the target's distribution there, [vocab]."""
-    candidates = draft.behind(node)
+    candidates = draft.draws(node)
     q = next((each.q for each in candidates if each.q is not None), None)
     if q is not None:
         return min(1.0, float(torch.minimum(p, q).sum()))
-    return min(1.0, float(p[[*{draft.tokens[each.node] for each in candidates}]].sum()))
+    return min(1.0, float(p[[*{token for each in candidates for token in each.tokens}]].sum()))
