@@ -19,6 +19,7 @@ from specbench.specs.verification import VERIFICATIONS, VerificationName
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 QuantisedName = Literal["int8", "int4"]
+CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
 CacheName = Literal["dynamic", "preallocated", "static", "none"]
 
 PROMPT, MODELS, LENGTH, DECODING = "Prompt", "Models", "Draft length", "Decoding"
@@ -143,50 +144,9 @@ _length = partial(typer.Option, rich_help_panel=LENGTH)
 
 @dataclass(frozen=True)
 class LengthOptions:
-    """Options of draft-length rules, by the names of ``specbench.specs.rules.RULES``; each has some of them."""
+    """Options that all draft-length rules share, by the names of ``specbench.specs.rules.RULES``; those of one alone
+    stand in its notation."""
 
-    gamma_min: Annotated[
-        int | None,
-        _length("--gamma-min", min=1, metavar="N", help="Shortest draft of egag and heuristic (1)."),
-    ] = None
-    gamma_max: Annotated[
-        int | None,
-        _length(
-            "--gamma-max",
-            min=1,
-            metavar="N",
-            help="Longest draft: of egag (8), auto (16), confidence, entropy-bound (20), svip, heuristic (40).",
-        ),
-    ] = None
-    egag_ema_beta: Annotated[
-        float | None,
-        _length(
-            "--egag-ema-beta",
-            metavar="B",
-            help="egag: weight of the past in the average of the entropy, 0 (none) to below 1 (0).",
-        ),
-    ] = None
-    egag_scale: Annotated[
-        float | None,
-        _length(
-            "--egag-scale",
-            metavar="H",
-            help="egag: normalised entropy at which γ has come down to the shortest (0.3).",
-        ),
-    ] = None
-    confidence: Annotated[
-        float | None, _length("--confidence", metavar="P", help="confidence: the threshold (0.4).")
-    ] = None
-    adapt_confidence: Annotated[
-        bool, _length("--adapt-confidence", help="confidence: move the threshold by what was accepted.")
-    ] = False
-    entropy_lambda: Annotated[
-        float | None,
-        _length("--entropy-lambda", metavar="L", help="entropy-bound: λ at the beginning (0.6)."),
-    ] = None
-    svip_threshold: Annotated[
-        float | None, _length("--svip-threshold", metavar="H", help="svip: the threshold (0.3).")
-    ] = None
     siblings: Annotated[
         int | None,
         _length(
@@ -343,8 +303,13 @@ class CacheOptions:
         ),
     ] = False
 
+    @property
+    def kind(self) -> CacheKind:
+        """The kind of cache, of which ``compiled`` is static passes that are compiled."""
+        return "compiled" if self.compiled else self.cache
+
     def with_kind(self, kind: Any) -> CacheOptions:
-        """With a kind of cache, of which ``compiled`` is static passes that are compiled."""
+        """With another one."""
         return replace(
             self, cache="static" if kind == "compiled" else kind, compiled=kind == "compiled" or self.compiled
         )

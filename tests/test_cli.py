@@ -814,7 +814,6 @@ def test_errors_quote_text_without_its_power(cli: Cli) -> None:
         (("--gamma", 0), "'--gamma'"),
         (("--gamma", "x"), "'--gamma'"),
         (("--gamma", 10**8), "Give 1 to 256"),
-        (("--gamma-max", 10**8), "Give 1 to 256"),
         (("--length-policy", "egag:max=300"), "Give 1 to 256"),
         (("--max-new-tokens", 0), "'--max-new-tokens'"),
         (("--temperature", -1), "'--temperature'"),

@@ -218,7 +218,7 @@ def test_options_reach_the_decoding(check: Check, monkeypatch: pytest.MonkeyPatc
     original = specbench.check.run.check_greedy
     monkeypatch.setattr(specbench.check.run, "check_greedy", watch)
     result = check(
-        "--length-policy", "confidence", "--confidence", 0.7, "--gamma-max", 3, "--no-first-target", "--ignore-eos",
+        "--length-policy", "confidence:threshold=0.7,max=3", "--no-first-target", "--ignore-eos",
         "--repetition-penalty", 1.2, "--stop", "zzz", "--cache", "preallocated", "--limit", 1,
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -238,7 +238,7 @@ def test_every_drafter_is_checked_with_every_rule(check: Check, monkeypatch: pyt
         specbench.check.run, "run_plain", lambda *given: plain_runs.append(given[1]) or original(*given)
     )
     asked = ("--drafter", "lookup", "--drafter", "self:layers=1", "--drafter", "none", "--gamma", "1..2",
-             "--length-policy", "fixed", "--length-policy", "svip", "--svip-threshold", 0.4)  # fmt: skip
+             "--length-policy", "fixed", "--length-policy", "svip:threshold=0.4")  # fmt: skip
     result = check(*asked)
     assert result.code == 0, result.out + result.err
     assert len(plain_runs) == 3, "each prompt is decoded plainly once, whatever is held against it"
@@ -423,7 +423,7 @@ def test_an_interrupt_loses_nothing(check: Check, monkeypatch: pytest.MonkeyPatc
         (["--bias", "0.1"], ["--bias is given without --sample", "Add --sample"]),
         (["--minutes", "1"], ["--minutes is given without --sample", "Add --sample"]),
         (["--stop", ""], ["stop string is empty"]),
-        (["--egag", "--length-policy", "egag"], ["egag is given twice"]),
+        (["--length-policy", "egag", "--length-policy", "egag"], ["egag is given twice"]),
         (["--gamma", "8..1"], ["runs backwards", "1..8"]),
         (["--gamma", "2", "--length-policy", "auto"], ["auto has no option --gamma"]),
         (["--drafter", "lookup", "--drafter", "ngram", "--length-policy", "svip"], ["reads the drafter's"]),

@@ -159,7 +159,7 @@ def test_one_that_is_named_needs_no_announcement(tiny: Path, cli: Cli) -> None:
 def test_the_command_line_wins(tiny: Path, cli: Cli) -> None:
     """A rule goes with its drafter, and any other length in its place."""
     assert said(cli(*GENERATE, "--gamma", 2)) == ("self:layers=1", "fixed:gamma=2")
-    assert said(cli(*GENERATE, "--egag")) == ("self:layers=1", "egag")
+    assert said(cli(*GENERATE, "--length-policy", "egag")) == ("self:layers=1", "egag")
     assert said(cli(*GENERATE, "--tree", "dynamic")) == ("self:layers=1", "dynamic-tree")
     assert said(cli(*GENERATE, "--drafter", "lookup"))[0] == "lookup"
     assert said(cli(*GENERATE, "--drafter", "lookup"))[1].startswith("auto")

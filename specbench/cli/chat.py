@@ -31,13 +31,8 @@ def chat(
     ctx: typer.Context,
     *,
     system: opt.SystemOption = None,
-    target: opt.TargetOption = opt.DEFAULT_TARGET,
-    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
+    drafting: opt.DraftingOptions,
     models: ModelOptions,
-    length_policy: opt.LengthPolicyOption = None,
-    egag: opt.EgagOption = False,
-    tree: opt.TreeOption = None,
-    gamma: opt.GammaOption = None,
     length: LengthOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
@@ -49,20 +44,18 @@ def chat(
 ) -> None:
     """Talk with a model. Its answers go to stdout, everything else to stderr; /help lists what may be typed."""
     from specbench.cli.progress import starting
+    from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_notes
     from specbench.progress import quiet_transformers
 
-    kind = opt.cache_for(ctx, target, models, caching)
+    recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     with ExitStack() as stack:
         with starting(quiet) as progress:
-            from specbench.cli.setting import facts, load_setting
+            from specbench.cli.setting import facts, load_recipe
             from specbench.conversation import Conversation
 
             stack.enter_context(quiet_transformers())
-            rule = (length_policy, egag, tree, gamma, length)
-            setting = load_setting(
-                target, drafter, models, *rule, decoding, caching, sampling, cache=kind, progress=progress
-            )
+            setting = load_recipe(recipe, progress)
             conversation = Conversation(
                 setting.target,
                 setting.drafter,

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from specbench.backends.torch.caches import CacheKind
     from specbench.bench.prompts import Prompt
     from specbench.check.greedy import PlainRun
     from specbench.check.outputs import GivenOutput, Refused
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
     from specbench.progress import Progress
+    from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
-    from specbench.specs.models import ModelSpec
 
 _DEFAULT_PROMPTS, _DEFAULT_LIMIT, _DEFAULT_BIAS, _DEFAULT_MINUTES = "all", 12, 0.05, 5.0
 _LARGEST_BIAS = 0.5
@@ -147,7 +146,6 @@ def check(
             rich_help_panel=LENGTH,
         ),
     ] = None,
-    egag: opt.EgagOption = False,
     tree: opt.TreesOption = None,
     gamma: Annotated[
         str | None,
@@ -186,23 +184,23 @@ def check(
     """
     from specbench.cli.progress import starting
 
-    kind = opt.cache_for(ctx, target, models, caching)
+    caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
     with starting(quiet) as progress:
         from specbench.bench.grid import parse_gammas
         from specbench.decoding.sampling import Sampling
+        from specbench.recipe import Recipe
         from specbench.specs.drafters import parse_drafter
         from specbench.specs.models import parse_model
 
         transforms = Sampling(**sampling.transforms)
+        recipe = Recipe(
+            parse_model(target), models=models, caching=caching, decoding=decoding, sampling=sampling
+        )
         request = _Request(
             ctx,
-            parse_model(target),
-            models,
-            kind,
+            recipe,
             chat,
             system,
-            decoding,
-            caching,
             transforms,
             json_output,
             quiet,
@@ -212,9 +210,7 @@ def check(
         if checked.outputs is not None:
             job = _OutputsJob(request, checked.outputs, limit=checked.limit)
         else:
-            named, shared = with_trees(
-                [*(length_policy or []), *(["egag"] if egag else [])], tree or [], length.given
-            )
+            named, shared = with_trees(length_policy or [], tree or [], length.given)
             rules = length_rules(
                 named,
                 length.costs,
@@ -229,7 +225,6 @@ def check(
                 tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
                 rules,
                 checked,
-                sampling.seed,
             )
         job.prepare(progress)
     code = job.run()
@@ -245,13 +240,9 @@ class _Request:
     """What was asked for, whatever is checked; ``sampling`` gets the model's own settings when it is loaded."""
 
     ctx: typer.Context
-    target: ModelSpec
-    models: ModelOptions
-    cache: CacheKind
+    recipe: Recipe
     chat: bool | None
     system: str | None
-    decoding: DecodingOptions
-    caching: CacheOptions
     sampling: Sampling
     json_output: bool
     quiet: bool
@@ -259,9 +250,11 @@ class _Request:
 
     def apply_defaults(self, model: LanguageModel) -> None:
         """Add the model's own settings to the transforms, as far as they are to be applied; say which they are."""
-        for line in (*model.notes, *model.defaults.notes(applied=self.decoding.model_defaults)):
+        for line in (*model.notes, *model.defaults.notes(applied=self.recipe.decoding.model_defaults)):
             self.note(line)
-        self.sampling = self.sampling.with_defaults(model.defaults.under(self.decoding), model.vocab_size)
+        self.sampling = self.sampling.with_defaults(
+            model.defaults.under(self.recipe.decoding), model.vocab_size
+        )
 
     def given(self, *names: str | type) -> list[str]:
         """Those of the named options that stand on the command line."""
@@ -333,10 +326,9 @@ class _DecodingJob:
         drafters: Sequence[DrafterSpec],
         rules: Sequence[LengthRule],
         checked: _Checked,
-        seed: int,
     ) -> None:
         self.request, self.prompts, self.drafters = request, prompts, drafters
-        self.rules, self.seed = rules, seed
+        self.rules = rules
         self._samples = checked.sample and not request.sampling.greedy
         self._bias = checked.bias or _DEFAULT_BIAS
         self._minutes = checked.minutes or _DEFAULT_MINUTES
@@ -388,9 +380,9 @@ class _DecodingJob:
         drafting = [spec for spec in self.drafters if not spec.is_plain]
         for note in left_out([rule.spec for rule in self.rules], drafting):
             request.note(note)
-        check_models(request.target, self.drafters, request.models, progress=progress)
+        check_models(request.recipe.target, self.drafters, request.recipe.models, progress=progress)
         self._say_what_has_no_effect()
-        rounded = quantised(request.models.dtype)
+        rounded = quantised(request.recipe.models.dtype)
         prompts: list[tuple[str, list[int]]] = []
         references: list[Any] = []
 
@@ -404,11 +396,11 @@ class _DecodingJob:
             )
 
         target, proposers = prepare(
-            request.target,
+            request.recipe.target,
             self.drafters,
-            request.models,
-            cache=request.cache,
-            bit_exact=request.caching.bit_exact,
+            request.recipe.models,
+            cache=request.recipe.caching.kind,
+            bit_exact=request.recipe.caching.bit_exact,
             progress=progress,
             beforehand=answer,
         )
@@ -420,7 +412,7 @@ class _DecodingJob:
             Case(name, tuple(ids), reference)
             for (name, ids), reference in zip(prompts, references, strict=True)
         ]
-        decoding = request.decoding
+        decoding = request.recipe.decoding
         plain_runs: dict[tuple[int, ...], PlainRun] = {}
         chosen = [(each, rule) for each in proposers for rule in self._rules_for(each.spec)]
         for proposer, rule in chosen:
@@ -436,7 +428,7 @@ class _DecodingJob:
                 end_ids=decoding.end_ids(target.end_ids),
                 stop=decoding.stop,
                 tokenizer=target.tokenizer,
-                seed=self.seed,
+                seed=request.recipe.sampling.seed,
                 first_target=decoding.first_target,
                 residual_adjustment=decoding.residual_adjustment,
             )
@@ -445,7 +437,7 @@ class _DecodingJob:
                 cases,
                 dtype=target.scorer.rounding,
                 no_transformers=f"it has no such {rounded} model" if rounded else None,
-                bit_exact=request.caching.bit_exact or target.bit_exact,
+                bit_exact=request.recipe.caching.bit_exact or target.bit_exact,
                 plain_runs=plain_runs,
             )
             self._checks.append((_label(proposer.name, setup.policy.name), checking))
@@ -495,7 +487,7 @@ class _DecodingJob:
 
         from specbench.check.reference import ReferenceSettings, reference_output
 
-        decoding = self.request.decoding
+        decoding = self.request.recipe.decoding
         settings = ReferenceSettings(
             max_new_tokens=decoding.max_new_tokens,
             end_ids=decoding.end_ids(model.end_ids),
@@ -533,11 +525,9 @@ class _DecodingJob:
             "device": str(target.scorer.device),
             "rounding": _rounding(target),
             "options": {
-                "cache": request.cache,
-                **opt.deciding(
-                    request.decoding, request.caching, request.sampling, self.seed, target.language_model
-                ),
-                "residual_adjustment": request.decoding.residual_adjustment,
+                "cache": request.recipe.caching.kind,
+                **opt.deciding(request.recipe, request.sampling, target.language_model),
+                "residual_adjustment": request.recipe.decoding.residual_adjustment,
             },
         }
 
@@ -598,7 +588,7 @@ class _OutputsJob:
     def __init__(self, request: _Request, file: Path, *, limit: int | None) -> None:
         self.request = request
         if without := request.given(
-            "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "egag", "gamma",
+            "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "length_policy", "gamma",
             LengthOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias",
         ):  # fmt: skip
@@ -612,13 +602,13 @@ class _OutputsJob:
         from specbench.models.prepare import load_target
 
         request = self.request
-        check_options(request.models.target)
+        check_options(request.recipe.models.target)
         self._target = load_target(
-            request.target,
-            request.models.target,
-            cache=request.cache,
+            request.recipe.target,
+            request.recipe.models.target,
+            cache=request.recipe.caching.kind,
             progress=progress,
-            allow_pickle=request.models.allow_pickle,
+            allow_pickle=request.recipe.models.allow_pickle,
         )
         request.apply_defaults(self._target.language_model)
         self._given, self._refused = _fitting(request, self._target, self._lines)
@@ -635,7 +625,7 @@ class _OutputsJob:
 
         target = self._target
         rounding = _rounding(target)
-        end_ids = self.request.decoding.end_ids(target.end_ids)
+        end_ids = self.request.recipe.decoding.end_ids(target.end_ids)
         done: list[OutputResult] = []
         failed: list[Refused] = []
         complete = False

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specbench.config import Config
 
 _RULE = ("length_policy", "tree")
-_LENGTH = {*_RULE, "egag", "gamma", *(field.name for field in fields(LengthOptions))}
+_LENGTH = {*_RULE, "gamma", *(field.name for field in fields(LengthOptions))}
 
 
 def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.many import ManyOptions, decode_prompts
+from specbench.cli.setting import LoadedRecipe
 from specbench.options import (
     PROMPT,
     CacheOptions,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from specbench.cli.watchers import Paint, TraceOutput, Watcher
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.records import Generation
-    from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
     from specbench.generate import GenerationRun
     from specbench.models.prepare import Target
@@ -112,13 +112,8 @@ def generate(
             rich_help_panel=PROMPT,
         ),
     ] = None,
-    target: opt.TargetOption = opt.DEFAULT_TARGET,
-    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
+    drafting: opt.DraftingOptions,
     models: ModelOptions,
-    length_policy: opt.LengthPolicyOption = None,
-    egag: opt.EgagOption = False,
-    tree: opt.TreeOption = None,
-    gamma: opt.GammaOption = None,
     length: LengthOptions,
     decoding: DecodingOptions,
     caching: CacheOptions,
@@ -131,17 +126,17 @@ def generate(
     """Generate text. The text goes to stdout, everything else to stderr."""
     from specbench.bench.prompts import load_prompts, read_prompt_text
     from specbench.cli.progress import starting
+    from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_legend, show_notes
     from specbench.cli.watchers import TraceOutput
     from specbench.progress import quiet_transformers
-    from specbench.specs.drafters import parse_drafter
     from specbench.textsafe import counted
 
-    kind = opt.cache_for(ctx, target, models, caching)
+    recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     if many.prompts:
         alone = ("show_accepted", "compare", "debug", "trace_file")
         given = [*(["PROMPT"] if prompt else []), *opt.given(ctx, "prompt_file", *alone)]
-        many.refuse(given, kind, parse_drafter(drafter))
+        many.refuse(given, recipe)
         prompts, text = load_prompts(many.prompts), ""
     else:
         prompts, text = [], read_prompt_text(prompt, prompt_file, sys.stdin)
@@ -151,36 +146,23 @@ def generate(
         if show.debug or show.trace_file:
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with starting(show.quiet) as progress:
-            from specbench.cli.setting import load_setting
+            from specbench.cli.setting import load_recipe
             from specbench.models.prepare import refuse_keep
 
             stack.enter_context(quiet_transformers())
             if show.compare:
-                refuse_keep(parse_drafter(drafter))
-            rule = (length_policy, egag, tree, gamma, length)
-            setting = load_setting(
-                target, drafter, models, *rule, decoding, caching, sampling, cache=kind, progress=progress
-            )
+                refuse_keep(recipe.drafter)
+            setting = load_recipe(recipe, progress)
             loaded = setting.target
-            job = _Job(
-                target=loaded,
-                drafter=setting.drafter,
-                prompt=[] if prompts else _encode(loaded, text, chat, system),
-                prompt_text=text,
-                sampling=setting.sampling,
-                policy=setting.policy,
-                given_costs=length.costs is not None,
-                decoding=decoding,
-                caching=caching,
-                seed=sampling.seed,
-            )
+            tokens = [] if prompts else _encode(loaded, text, chat, system)
+            job = _Job(**vars(setting), prompt=tokens, prompt_text=text)
             if show.compare:
                 progress.update("warming up", 0, None)
                 # With fixed shapes whatever is met for the first time takes long: captured, or compiled.
-                job.warm_up(None if kind in ("static", "compiled") else _WARM_UP_TOKENS)
+                job.warm_up(None if recipe.caching.kind in ("static", "compiled") else _WARM_UP_TOKENS)
         if not show.quiet:
             notes = [
-                *_without_effect(ctx, setting.drafter_spec, setting.sampling),
+                *_without_effect(ctx, recipe.drafter, setting.sampling),
                 *_facts(job, asked_raw=chat is False),
             ]
             notes += loaded.language_model.notes if prompts else []
@@ -206,9 +188,10 @@ def generate(
                 quiet=show.quiet,
             )
             return
+        assert job.recipe.rule is not None
         advice = {
             "blank": _after_a_blank_reply(job, chat),
-            **_advice(ctx, job, setting.drafter_spec, setting.rule),
+            **_advice(ctx, job, recipe.drafter, job.recipe.rule),
         }
         _run(job, trace_to, advice, paint, show, loaded.language_model.notes)
         if trace_to is not None:
@@ -256,25 +239,17 @@ def _encode(target: Target, text: str, chat: bool | None, system: str | None) ->
 
 
 @dataclass(frozen=True)
-class _Job:
-    """Everything a run needs, so that the speculative and the plain one differ in the drafter alone."""
+class _Job(LoadedRecipe):
+    """A prompt for a recipe, so that the speculative and the plain run differ in the drafter alone."""
 
-    target: Target
-    drafter: Drafter
     prompt: list[int]
     prompt_text: str
-    sampling: Sampling
-    policy: DraftPolicy
-    given_costs: bool
-    decoding: DecodingOptions
-    caching: CacheOptions
-    seed: int
 
     def start(self, *, plain: bool = False, trace: bool = False, most: int | None = None) -> GenerationRun:
         """A run that has not begun; ``most`` limits it further."""
         from specbench.generate import GenerationRun
 
-        decoding = self.decoding
+        decoding = self.recipe.decoding
         if most is not None:
             decoding = decoding.but(max_new_tokens=min(most, decoding.max_new_tokens))
         if plain:
@@ -285,7 +260,7 @@ class _Job:
             None if plain else self.drafter,
             policy=None if plain else self.policy,
             sampling=self.sampling,
-            seed=self.seed,
+            seed=self.recipe.sampling.seed,
             decoding=decoding,
             trace=trace,
         )
@@ -313,7 +288,7 @@ class _Job:
             prompt=self.prompt_text,
             prompt_tokens=len(self.prompt),
             greedy=self.sampling.greedy,
-            lossless=self.decoding.residual_adjustment,
+            lossless=self.recipe.decoding.residual_adjustment,
         )
 
     def options(self) -> dict[str, Any]:
@@ -327,8 +302,8 @@ class _Job:
             "length_policy": self.policy.name,
             "verification": self.policy.method(self.drafter) if told else None,
             "gamma": rule.gamma if fixed and isinstance(rule, FixedLength) else None,
-            "costs": "given" if self.given_costs else None,
-            **opt.deciding(self.decoding, self.caching, self.sampling, self.seed, self.target.language_model),
+            "costs": "given" if self.recipe.costs else None,
+            **opt.deciding(self.recipe, self.sampling, self.target.language_model),
         }
 
 
@@ -342,7 +317,7 @@ def _without_effect(ctx: typer.Context, drafter: DrafterSpec, sampling: Sampling
     lines = []
     if sampling.greedy and (what := given("top_k", "top_p", "min_p", "seed")):
         lines.append(f"{what} at temperature 0: the most probable token is taken.")
-    lengths = ("length_policy", "egag", "tree", "gamma", LengthOptions)
+    lengths = ("length_policy", "tree", "gamma", LengthOptions)
     if drafter.is_plain and (what := given(*lengths, "first_target")):
         lines.append(f"{what} with the drafter none.")
     load_options = ("drafter_dtype", "drafter_device", "drafter_device_map")
@@ -355,7 +330,7 @@ def _facts(job: _Job, *, asked_raw: bool) -> list[str]:
     """What the user should know before reading the output."""
     from specbench.cli.setting import facts
 
-    lines = facts(job.target, job.drafter, job.decoding)
+    lines = facts(job.target, job.drafter, job.recipe.decoding)
     if not _has_template(job.target) and not asked_raw:
         lines.append("The model has no chat template: the prompt is continued as raw text.")
     return lines
@@ -446,7 +421,9 @@ def _run(
 
     def decode(plain: bool) -> Generation:
         if not compared.speculative:
-            _follow(run, watchers, "decoding", job.decoding.max_new_tokens, quiet=show.quiet or not unseen)
+            _follow(
+                run, watchers, "decoding", job.recipe.decoding.max_new_tokens, quiet=show.quiet or not unseen
+            )
             return run.result()
         repeat = job.start(plain=plain)
         way = "plainly" if plain else "with the drafter"
@@ -455,7 +432,7 @@ def _run(
             repeat,
             (),
             f"decoding {way}, to compare ({done + 1})",
-            job.decoding.max_new_tokens,
+            job.recipe.decoding.max_new_tokens,
             quiet=show.quiet,
         )
         return repeat.result()
@@ -535,8 +512,8 @@ def _tokens_compared(pairs: Pairs, job: _Job) -> dict[str, Any]:
     found |= {"identical": not parted, "differing_repeats": len(parted)}
     if parted:
         asked, end_ids = (
-            len(job.prompt) + job.decoding.max_new_tokens,
-            job.decoding.end_ids(job.target.end_ids),
+            len(job.prompt) + job.recipe.decoding.max_new_tokens,
+            job.recipe.decoding.end_ids(job.target.end_ids),
         )
         transforms = job.sampling.at(len(job.prompt), asked, end_ids)
         difference = find_difference(job.target.scorer, job.prompt, *parted[0], transforms)

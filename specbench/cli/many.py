@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun
     from specbench.generate_many import GenerationRuns
     from specbench.models.prepare import Target
-    from specbench.specs.drafters import DrafterSpec
+    from specbench.recipe import Recipe
 
 _BATCH = 8
 
@@ -92,13 +92,12 @@ class ManyOptions:
                     f"{name} is given without --prompts.", "Add --prompts FILE, or leave it out."
                 )
 
-    def refuse(self, given: Sequence[str], cache: str, drafter: DrafterSpec) -> None:
+    def refuse(self, given: Sequence[str], recipe: Recipe) -> None:
         """Refuse what is for one prompt.
 
         Args:
             given: What stands on the command line of that.
-            cache: The kind of cache.
-            drafter: What is to draft.
+            recipe: What is asked for.
         """
         from specbench.errors import UsageError
 
@@ -106,26 +105,21 @@ class ManyOptions:
             raise UsageError(
                 f"{given[0]} is for one prompt, and --prompts decodes many.", "Leave one of them out."
             )
-        refuse_for_many(cache, drafter)
+        refuse_for_many(recipe)
 
 
-def refuse_for_many(cache: str, drafter: DrafterSpec) -> None:
-    """Refuse what cannot serve several requests side by side.
-
-    Args:
-        cache: The kind of cache.
-        drafter: What is to draft.
-    """
+def refuse_for_many(recipe: Recipe) -> None:
+    """Refuse what cannot serve several requests side by side."""
     from specbench.errors import UsageError
 
-    if cache in ("static", "compiled"):
+    if recipe.caching.kind in ("static", "compiled"):
         raise UsageError(
             "Passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
             "Leave them out.",
         )
-    if drafter.keeps_state:
+    if recipe.drafter.keeps_state:
         raise UsageError(
-            f"The drafter {drafter} carries counts from one prompt to the next, and these are side by side.",
+            f"The drafter {recipe.drafter} carries counts from one prompt to the next, and these are side by side.",
             "Leave keep out.",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -20,7 +20,6 @@ from specbench.options import (
     OUTPUT,
     PROMPT,
     CacheOptions,
-    DecodingOptions,
     ModelOptions,
     quantised,
 )
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import Target
+    from specbench.recipe import Recipe
 
 NOT_SWEPT = ("stop", "first_target", "residual_adjustment")
 """Fields of ``DecodingOptions`` that hold for all that a sweep or a race compares."""
@@ -239,20 +239,6 @@ several_drafters = partial(
     autocompletion=complete_drafters,
     help=f"A word of `specbench drafters` or a model; repeatable. Default: {_DEFAULT_DRAFTERS}.",
 )
-LengthPolicyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--length-policy",
-        metavar="RULE",
-        autocompletion=complete_rules,
-        help="Draft-length rule: auto, fixed, egag, confidence, entropy-bound, svip or heuristic. Default: auto at"
-        " temperature 0, fixed above (a seed repeats a run then) and with --gamma.",
-        rich_help_panel=LENGTH,
-    ),
-]
-EgagOption = Annotated[
-    bool, typer.Option("--egag", help="Short for --length-policy egag.", rich_help_panel=LENGTH)
-]
 _tree = partial(
     typer.Option,
     "--tree",
@@ -263,19 +249,41 @@ _TREES = (
     "chain, siblings:nodes=N (short: --siblings N), or a tree in place of a draft-length rule: auto, static, dynamic or"
     " chains, with options as in dynamic:top-k=4,nodes=12."
 )
-TreeOption = Annotated[str | None, _tree(help=_TREES)]
 TreesOption = Annotated[list[str] | None, _tree(help=f"{_TREES} Repeatable.")]
-GammaOption = Annotated[
-    int | None,
-    typer.Option(
-        "--gamma",
-        "-g",
-        min=1,
-        metavar="N",
-        help="γ, tokens drafted in a step (5): of fixed; of heuristic, in the first one.",
-        rich_help_panel=LENGTH,
-    ),
-]
+
+
+@dataclass(frozen=True)
+class DraftingOptions:
+    """What is decoded with, and how much is drafted, for commands that decode in one way."""
+
+    target: TargetOption = DEFAULT_TARGET
+    drafter: DrafterOption = DEFAULT_DRAFTER
+    length_policy: Annotated[
+        str | None,
+        typer.Option(
+            "--length-policy",
+            metavar="RULE",
+            autocompletion=complete_rules,
+            help="Draft-length rule: auto, fixed, egag, confidence, entropy-bound, svip or heuristic, with options as"
+            " in entropy-bound:lambda=0.6. Default: auto at temperature 0, fixed above (a seed repeats a run then) and"
+            " with --gamma.",
+            rich_help_panel=LENGTH,
+        ),
+    ] = None
+    tree: Annotated[str | None, _tree(help=_TREES)] = None
+    gamma: Annotated[
+        int | None,
+        typer.Option(
+            "--gamma",
+            "-g",
+            min=1,
+            metavar="N",
+            help="γ, tokens drafted in a step (5): of fixed; of heuristic, in the first one.",
+            rich_help_panel=LENGTH,
+        ),
+    ] = None
+
+
 PromptFile = Annotated[
     Path | None,
     typer.Option(
@@ -390,16 +398,15 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
     return caching.cache
 
 
-def deciding(
-    decoding: DecodingOptions, caching: CacheOptions, sampling: Sampling, seed: int, model: LanguageModel
-) -> dict[str, Any]:
+def deciding(recipe: Recipe, sampling: Sampling, model: LanguageModel) -> dict[str, Any]:
     """What decides an output, by name, for a program to read; ``None`` for what is switched off.
 
     Args:
-        decoding, caching, seed: As given.
+        recipe: As asked for.
         sampling: The transforms, with what the model's own settings ask for.
         model: The target.
     """
+    decoding = recipe.decoding
     switched_on = {
         each.name: value
         for each in fields(decoding)
@@ -412,8 +419,8 @@ def deciding(
         "top_p": sampling.top_p if sampling.top_p < 1 else None,
         "min_p": sampling.min_p or None,
         "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
-        "seed": seed,
-        "bit_exact": caching.bit_exact or None,
+        "seed": recipe.sampling.seed,
+        "bit_exact": recipe.caching.bit_exact or None,
         **{each.name: switched_on.get(each.name) for each in fields(decoding)},
         "stop": list(decoding.stop) or None,
         "model_defaults": (decoding.model_defaults and model.defaults.applied) or None,

@@ -80,16 +80,9 @@ def with_trees(
     return rules, taken
 
 
-def length_rule(
-    length_policy: str | None,
-    egag: bool,
-    tree: str | None,
-    costs: Path | None,
-    options: Mapping[str, Any],
-    *,
-    greedy: bool,
-    chained: str | None = None,
-) -> LengthRule:
+def asked_rule(
+    length_policy: str | None, tree: str | None, options: Mapping[str, Any], *, greedy: bool
+) -> RuleSpec:
     """The one rule that is asked for, or the default one.
 
     Raises:
@@ -97,18 +90,14 @@ def length_rule(
     """
     from specbench.errors import UsageError
 
-    if egag and length_policy is not None:
-        raise UsageError("--egag and --length-policy are both given.", "Give one of them.")
-    policies, options = with_trees(
-        ["egag"] if egag else [length_policy] if length_policy else [], [tree] if tree else [], options
-    )
+    policies, options = with_trees([length_policy] if length_policy else [], [tree] if tree else [], options)
     if len(policies) > 1:
         raise UsageError(
             f"--tree {tree} decides how much is drafted, and so does {policies[0]}.", "Give one of them."
         )
     word = policies[0] if policies else None
     spec = parse_rule(word) if word else default_rule(greedy=greedy, gamma=options.get("gamma"))
-    return LengthRule(spec.with_options(options), costs, chained=chained)
+    return spec.with_options(options)
 
 
 def length_rules(

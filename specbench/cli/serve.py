@@ -17,7 +17,7 @@ from specbench.cli import options as opt
 from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
-    from specbench.cli.setting import Setting
+    from specbench.cli.setting import LoadedRecipe
     from specbench.models.prepare import Target
     from specbench.serve.engine import Engine
 
@@ -69,13 +69,8 @@ def serve(
     ctx: typer.Context,
     *,
     server: _ServerOptions,
-    target: opt.TargetOption = opt.DEFAULT_TARGET,
-    drafter: opt.DrafterOption = opt.DEFAULT_DRAFTER,
+    drafting: opt.DraftingOptions,
     models: ModelOptions,
-    length_policy: opt.LengthPolicyOption = None,
-    egag: opt.EgagOption = False,
-    tree: opt.TreeOption = None,
-    gamma: opt.GammaOption = None,
     length: LengthOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
@@ -91,27 +86,26 @@ def serve(
     """
     from specbench.cli.many import refuse_for_many
     from specbench.cli.progress import starting
+    from specbench.cli.setting import parse_recipe
     from specbench.cli.summary import show_notes
     from specbench.progress import quiet_transformers
-    from specbench.specs.drafters import parse_drafter
 
     _require_extra()
-    kind = opt.cache_for(ctx, target, models, caching)
-    refuse_for_many(kind, parse_drafter(drafter))
+    recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
+    refuse_for_many(recipe)
     with ExitStack() as stack:
         listening = stack.enter_context(_bound(server.host, server.port))
         with starting(quiet) as progress:
-            from specbench.cli.setting import facts, load_setting
+            from specbench.cli.setting import facts, load_recipe
             from specbench.serve.app import Defaults
             from specbench.serve.server import Server
 
             stack.enter_context(quiet_transformers())
-            rule = (length_policy, egag, tree, gamma, length)
-            setting = load_setting(
-                target, drafter, models, *rule, decoding, caching, sampling, cache=kind, progress=progress
-            )
+            setting = load_recipe(recipe, progress)
             engine = _engine(setting, server)
-        rule_is_given = bool(length_policy or egag or tree or gamma or length.costs or length.given)
+        rule_is_given = any(
+            (drafting.length_policy, drafting.tree, drafting.gamma, length.costs, length.given)
+        )
         defaults = Defaults(
             policy=setting.policy if rule_is_given else None,
             sampling=sampling.transforms,
@@ -179,7 +173,7 @@ def _bound(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _engine(setting: Setting, server: _ServerOptions) -> Engine:
+def _engine(setting: LoadedRecipe, server: _ServerOptions) -> Engine:
     from specbench.serve.engine import Engine
 
     return Engine(

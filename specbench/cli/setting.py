@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.caches import CacheKind
+    import typer
+
     from specbench.backends.torch.scorer import Scorer
+    from specbench.cli.options import DraftingOptions
     from specbench.decoding.protocols import Drafter
     from specbench.decoding.request import DraftPolicy
     from specbench.decoding.sampling import Sampling
@@ -16,84 +18,86 @@ if TYPE_CHECKING:
     from specbench.models.prepare import Target
     from specbench.options import CacheOptions, DecodingOptions, LengthOptions, ModelOptions, SamplingOptions
     from specbench.progress import Progress
-    from specbench.specs.drafters import DrafterSpec
-    from specbench.specs.rules import RuleSpec
+    from specbench.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A target with what drafts for it.
+class LoadedRecipe:
+    """A recipe with its models.
 
     Attributes:
+        recipe: As asked for; its rule without siblings where passes have to be the same to the bit.
         target, drafter: Loaded.
         policy: How much is drafted.
         sampling: The transforms, with what the model's own settings ask for.
-        drafter_spec, rule: As they were asked for.
         note: What there is to say of something calibrated; ``None`` for nothing.
     """
 
+    recipe: Recipe
     target: Target
     drafter: Drafter
     policy: DraftPolicy
     sampling: Sampling
-    drafter_spec: DrafterSpec
-    rule: RuleSpec
     note: str | None
 
 
-def load_setting(
-    target: str,
-    drafter: str,
+def parse_recipe(
+    ctx: typer.Context,
+    drafting: DraftingOptions,
     models: ModelOptions,
-    length_policy: str | None,
-    egag: bool,
-    tree: str | None,
-    gamma: int | None,
     length: LengthOptions,
     decoding: DecodingOptions,
     caching: CacheOptions,
     sampling: SamplingOptions,
-    *,
-    cache: CacheKind,
-    progress: Progress,
-) -> Setting:
-    """Load what these options of a command name; what cannot work is refused before that.
-
-    Args:
-        target, drafter, models, length_policy, egag, tree, gamma, length, decoding, caching, sampling: As on the
-            command line.
-        cache: See ``cli.options.cache_for``.
-        progress: Told how far it has come.
+) -> Recipe:
+    """What a command line asks for.
 
     Raises:
-        UsageError, RunError: Something is wrong with one of them, or it cannot be loaded.
+        UsageError: Something cannot be.
     """
-    from specbench.cli.options import chained
-    from specbench.cli.rule import length_rule
-    from specbench.decoding.sampling import Sampling
-    from specbench.models.prepare import prepare
+    from specbench.cli.options import cache_for
+    from specbench.cli.rule import asked_rule
+    from specbench.recipe import Recipe
     from specbench.specs.drafters import parse_drafter
     from specbench.specs.models import parse_model
 
-    transforms = Sampling(**sampling.transforms)
-    spec, target_spec = parse_drafter(drafter), parse_model(target)
-    rule = length_rule(
-        length_policy,
-        egag,
-        tree,
-        length.costs,
-        {**length.given, "gamma": gamma},
-        greedy=transforms.greedy and len(spec.parts) == 1,  # several draft chains of one length
-        chained=chained(models, caching),
+    kind = cache_for(ctx, drafting.target, models, caching)
+    target, drafter = parse_model(drafting.target), parse_drafter(drafting.drafter)
+    greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
+    rule = asked_rule(
+        drafting.length_policy, drafting.tree, {**length.given, "gamma": drafting.gamma}, greedy=greedy
     )
-    if not spec.is_plain:
-        rule.spec.check(spec)
-    loaded, (proposer,) = prepare(
-        target_spec, [spec], models, cache=cache, bit_exact=caching.bit_exact, progress=progress
+    return Recipe(target, drafter, rule, length.costs, models, caching.with_kind(kind), decoding, sampling)
+
+
+def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
+    """Load the models of a recipe; what cannot work is refused before that.
+
+    Raises:
+        UsageError, RunError: Something is wrong with it, or it cannot be loaded.
+    """
+    from specbench.cli.options import chained
+    from specbench.cli.rule import LengthRule
+    from specbench.decoding.sampling import Sampling
+    from specbench.models.prepare import prepare
+
+    assert recipe.rule is not None
+    transforms = Sampling(**recipe.sampling.transforms)
+    rule = LengthRule(recipe.rule, recipe.costs, chained=chained(recipe.models, recipe.caching))
+    if not recipe.drafter.is_plain:
+        rule.spec.check(recipe.drafter)
+    target, (proposer,) = prepare(
+        recipe.target,
+        [recipe.drafter],
+        recipe.models,
+        cache=recipe.caching.kind,
+        bit_exact=recipe.caching.bit_exact,
+        progress=progress,
     )
-    transforms = transforms.with_defaults(loaded.language_model.defaults.under(decoding), loaded.vocab_size)
-    policy, note = rule.build(loaded, proposer, transforms)
-    return Setting(loaded, proposer.drafter, policy, transforms, spec, rule.spec, note)
+    defaults = target.language_model.defaults.under(recipe.decoding)
+    transforms = transforms.with_defaults(defaults, target.vocab_size)
+    policy, note = rule.build(target, proposer, transforms)
+    return LoadedRecipe(replace(recipe, rule=rule.spec), target, proposer.drafter, policy, transforms, note)
 
 
 def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[str]:

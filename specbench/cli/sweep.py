@@ -230,7 +230,6 @@ def sweep(
             rich_help_panel=LENGTH,
         ),
     ] = None,
-    egag: opt.EgagOption = False,
     tree: opt.TreesOption = None,
     length: LengthOptions,
     keep_policy_state: Annotated[
@@ -284,9 +283,7 @@ def sweep(
     kind = opt.cache_for(ctx, target, models, caching)
     chained = opt.chained(models, caching)
     temperatures = tuple(_checked_temperatures(compared.temperature or [0.0]))
-    asked, shared = with_trees(
-        [*(length_policy or []), *(["egag"] if egag else [])], tree or [], length.given
-    )
+    asked, shared = with_trees(length_policy or [], tree or [], length.given)
     rules = parse_policies(
         asked or _default_rules(temperatures),
         **(shared if chained is None else {"siblings": 0, **shared}),
@@ -469,7 +466,7 @@ def _sweep_servers(
 
 
 _HOW_MODELS_DECODE = (
-    "drafter", "baseline", "assisted", "gamma", "length_policy", "egag", "tree", "keep_policy_state", "cache",
+    "drafter", "baseline", "assisted", "gamma", "length_policy", "tree", "keep_policy_state", "cache",
     "bit_exact", "compiled", LengthOptions,
 )  # fmt: skip
 

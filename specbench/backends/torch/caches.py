@@ -8,7 +8,7 @@ an early exit on the target's cache lengthens only the first layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers.cache_utils import (
@@ -23,11 +23,11 @@ from transformers.cache_utils import (
 
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.errors import UsageError
+from specbench.options import CacheKind as CacheKind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
 CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none")
 """Those that hold on every device."""
 
